@@ -28,7 +28,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_marlin.backends import experts_launch, launch
+from mlx_marlin.backends import launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from support import cuda_cases, cuda_experts, epilogues, oracles

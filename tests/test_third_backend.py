@@ -13,8 +13,8 @@ import pytest
 import mlx_marlin
 from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launch, planner, registry, selection
-from mlx_marlin.backends.base import Traits
 from mlx_marlin.backends.source import Source
+from mlx_marlin.backends.traits import Traits
 from mlx_marlin.guard import verdicts
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.experts.interface import Gather, Routing
 from mlx_marlin.backends.source import Source
+from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
-from mlx_marlin.weights.formats import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -74,116 +74,6 @@ class Probe:
     threads: int
     output: tuple[int, str]
     fault: Callable[[Sequence[float]], str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """What the code outside a back end has to know about it and its GPU.
-
-    Attributes:
-        default_layout: The layout that `optimize` gives weights: "mlx", or "marlin"
-            where packed products are faster.
-        dtypes: Dtypes of the activations that its kernels multiply.
-        replays_graphs: Whether a traced graph of a call costs the host less than the
-            call. If so, calls are traced, and `optimize` joins layers and traces
-            decoder blocks by default.
-        pads_small_inputs: Whether MLX passes inputs of few elements in an address space
-            that the kernels do not read, so that they must be padded.
-        unified_memory: Whether the GPU reads an array that the host has written as fast
-            as one of its own.
-        stock_multiplies_float32: Whether stock MLX multiplies activations in float32 by
-            quantized weights, for any number of rows.
-        stock_masks_attention: Whether stock MLX's attention kernel for few queries
-            takes a mask.
-        stock_attends_by_capacity: Whether stock MLX chooses its attention kernel by the
-            capacity of the KV cache.
-        compiles_ahead: Whether kernels can be compiled before they are launched, and
-            several at a time.
-        fusions: The fusions of a traced decoder block that are on by default
-            (`integrations.fusions`).
-        tunes_models: Whether `mlx-marlin tune MODEL` compares the options of
-            `optimize`, and `optimize` uses the result.
-    """
-
-    default_layout: str = "mlx"
-    dtypes: tuple[str, ...] = (*DTYPE_BYTES,)
-    replays_graphs: bool = False
-    pads_small_inputs: bool = False
-    unified_memory: bool = True
-    stock_multiplies_float32: bool = True
-    stock_masks_attention: bool = True
-    stock_attends_by_capacity: bool = False
-    compiles_ahead: bool = False
-    fusions: frozenset[str] = frozenset({"residual"})
-    tunes_models: bool = True
-
-
-class Gather(Protocol):
-    """Plans experts' products (`gather_qmm`) and has the kernel that computes them.
-
-    Attributes:
-        plan_type: The type of its plans.
-        fuses_epilogues: Whether the kernel adds a bias, and gates the product with one
-            weight by that with another one.
-        is_invariant: Whether it can keep the bits of a row independent of the others.
-    """
-
-    @property
-    def plan_type(self) -> type[GatherPlan]: ...  # noqa: D102
-    @property
-    def fuses_epilogues(self) -> bool: ...  # noqa: D102
-    @property
-    def is_invariant(self) -> bool: ...  # noqa: D102
-
-    def unsupported(self, gather: GatherProblem, device: Any) -> str | None:
-        """Returns why the kernel cannot compute experts' products, or None."""
-        ...
-
-    def choose(self, gather: GatherProblem, device: Any) -> GatherPlan:
-        """Returns the plan for experts' products."""
-        ...
-
-    def handover(self, gather: GatherProblem, device: Any) -> str | None:
-        """Returns why stock MLX should serve experts' products for speed, or None."""
-        ...
-
-    def seconds(self, gather: GatherProblem, device: Any) -> tuple[float, float] | None:
-        """Returns the predicted times of stock MLX and of the kernel.
-
-        None if there is no model of experts' products.
-        """
-        ...
-
-    def source(self, plan: Any) -> Source:
-        """Returns the text of the kernel.
-
-        It reads m, n and k as "shape" or "numbers". Its other inputs are
-        `source.OPERANDS`, "experts" and, if the plan has no `pairs_per_row`, "sources":
-        the row of x of each pair.
-        """
-        ...
-
-    def template(self, plan: Any) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the kernel."""
-        ...
-
-
-class Routing(Protocol):
-    """Kernels that choose experts and add up their results."""
-
-    def supports(self, experts: int, choices: int, dtype: str) -> bool:
-        """Returns whether the kernels choose `choices` of `experts` experts.
-
-        Args:
-            experts: Logits of a row.
-            choices: Experts that a row chooses.
-            dtype: Dtype of the logits.
-        """
-        ...
-
-    def source(self, kernel: str) -> Source:
-        """Returns the text of the kernel "route" or "combine"."""
-        ...
 
 
 class BlockKernels(Protocol):

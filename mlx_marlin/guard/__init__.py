@@ -20,7 +20,6 @@ import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.backends import (
-    experts_launch,
     kernels,
     registry,
     repack_launch,
@@ -30,6 +29,7 @@ from mlx_marlin.backends import (
 from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.blocks import launch as block_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.guard import blocks, checks, known_answers, routing, verdicts
 from mlx_marlin.guard.variants import AnyPlan, KernelVariant, digest, variants_of
 from mlx_marlin.guard.verdicts import Verdict

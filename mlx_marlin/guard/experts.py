@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer

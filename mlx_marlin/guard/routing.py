@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.guard import reference
 from mlx_marlin.guard.reference import Answer
 from mlx_marlin.weights.dtypes import dtype_name

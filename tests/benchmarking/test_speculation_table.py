@@ -60,7 +60,9 @@ def test_the_document_says_what_8_and_12_rows_cost() -> None:
     text = " ".join(speculation.DOCUMENT.read_text(encoding="utf-8").split())
     assert "at most 1.12 times as long as one, except on M5 Max (1.23)" in text
     assert "on M1 Pro, M1 Max and M1 Ultra (1.31 to 1.35)" in text
-    assert "1.4 to 1.9 times as long as 8 on M1 to M4, and 1.2 or 1.3 times on M5" in text
+    assert (
+        "1.4 to 1.9 times as long as 8 on M1 to M4, and 1.2 or 1.3 times on M5" in text
+    )
 
 
 @given(rate=RATES, length=st.integers(0, 8))

@@ -11,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.backends import arguments, experts_launch, source
+from mlx_marlin.backends import arguments, source
 from mlx_marlin.backends.cuda.experts.kernels import MAX_EXPERTS
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (
     Routing,

@@ -13,9 +13,10 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin.backends import experts_launch, planner
+from mlx_marlin.backends import planner
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.planning.gather_plan import GatherProblem

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import devices, experts_launch, launch
+from mlx_marlin.backends import devices, launch
 from mlx_marlin.backends.cuda import pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack

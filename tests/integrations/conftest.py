@@ -11,8 +11,9 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
 from mlx_marlin import state
-from mlx_marlin.backends import experts_launch, launch
+from mlx_marlin.backends import launch
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing import fusion
 from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.dense_plan import DensePlan

@@ -8,8 +8,9 @@ import mlx.nn as nn
 import pytest
 
 from mlx_marlin import guard
-from mlx_marlin.backends import experts_launch, selection
+from mlx_marlin.backends import selection
 from mlx_marlin.backends.blocks import launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.layers.linear import MarlinLinear
 from support.decoder_models import (

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import experts_launch, selection
+from mlx_marlin.backends import selection
 from mlx_marlin.backends.blocks import launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.kernels import IN_CONSTANT
 from mlx_marlin.backends.source import Source
 from mlx_marlin.guard import blocks, routing

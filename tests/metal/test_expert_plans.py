@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import experts_launch, planner
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan

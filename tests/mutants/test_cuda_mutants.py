@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mutants.catalogue import CUDA_MUTANTS

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import experts_launch, planner, selection
+from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem

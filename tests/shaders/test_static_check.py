@@ -8,8 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import experts_launch, kernels
+from mlx_marlin.backends import kernels
 from mlx_marlin.backends.blocks import launch as block_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.formats import CODES, FORMATS

@@ -7,8 +7,8 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import experts_launch
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import Routing
 from mlx_marlin.planning.gather_plan import GatherProblem

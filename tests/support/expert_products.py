@@ -6,7 +6,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.products.packing import pack
 from support import format_cases, oracles

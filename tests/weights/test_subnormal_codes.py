@@ -15,7 +15,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.backends import experts_launch, launch, selection, source
+from mlx_marlin.backends import launch, selection, source
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.dense_plan import dense_plan

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.base import KernelCall, Prepared, Traits
+from mlx_marlin.backends.base import KernelCall, Prepared
 from mlx_marlin.backends.cuda import (
     arguments,
     handover,
@@ -18,6 +18,7 @@ from mlx_marlin.backends.cuda.experts.kernels import CudaGather, CudaRouting
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.cuda.residency import residency
 from mlx_marlin.backends.source import Source
+from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.overrides import PlanOverrides

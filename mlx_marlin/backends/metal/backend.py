@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_marlin.backends.arguments import TemplateValue, parts, schedule
-from mlx_marlin.backends.base import KernelCall, Probe, Traits
+from mlx_marlin.backends.base import KernelCall, Probe
 from mlx_marlin.backends.metal import arguments, choice, cost, source, tensor_probe
 from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.cost.residency import residency
@@ -24,6 +24,7 @@ from mlx_marlin.backends.metal.stock.handover import (
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.backends.source import Source
+from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN

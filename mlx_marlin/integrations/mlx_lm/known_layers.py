@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
-from mlx_marlin.backends.base import Traits
+from mlx_marlin.backends.traits import Traits
 from mlx_marlin.products import eligibility
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import experts_launch, selection
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
 

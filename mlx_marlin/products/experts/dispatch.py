@@ -5,7 +5,8 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import decision_log, guard, state
-from mlx_marlin.backends import experts_launch, planner, selection
+from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.autodiff import differentiable

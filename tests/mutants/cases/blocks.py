@@ -1,6 +1,6 @@
 """Calls of a decoder block's other kernels on which a planted bug must show."""
 
-from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from support import cuda_experts
 from support.block_kernels import Added, Rotated
 from support.cuda_experts import Choice

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import experts_launch
+from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem

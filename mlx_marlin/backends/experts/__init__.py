@@ -1,0 +1,1 @@
+"""What every back end has for experts: its interface, and the launches."""
