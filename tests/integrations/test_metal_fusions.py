@@ -13,6 +13,7 @@ from mlx_marlin.backends.blocks import launch
 from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.gather_plan import GatherPlan
 from support.decoder_models import (
     ALL_CACHES,
     Caches,
@@ -75,6 +76,31 @@ def test_a_model_answers_as_mlx_lms(
     outputs = decoded(model, make)
     assert_close(outputs, decoded(tiny(family), make), 2e-4)
     assert launched == CASES[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "gate"),
+    [("qwen3_moe", "silu"), ("mixtral", "silu"), ("gpt_oss", "swiglu_oai")],
+)
+def test_packed_experts_gate_in_one_launch(
+    family: str, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[GatherPlan] = []
+    own = experts_launch.gather_product
+
+    def listed(plan: GatherPlan) -> Callable[..., mx.array]:
+        plans.append(plan)
+        return own(plan)
+
+    monkeypatch.setattr(experts_launch, "gather_product", listed)
+    expected = decoded(tiny(family), one_stream)
+
+    model = traced(tiny(family), layout="marlin", join=True, fuse=("experts",))
+    outputs = decoded(model, one_stream)
+
+    assert_close(outputs, expected, 5e-4)
+    assert {plan.gather.gate for plan in plans} == {gate, None}
+    assert {plan.gather.bias for plan in plans} == {family == "gpt_oss"}
 
 
 def test_a_sum_stays_in_the_product_that_takes_it(launched: set[str]) -> None:
