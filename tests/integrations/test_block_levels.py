@@ -26,7 +26,8 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "counts"), [("llama", (17, 12)), ("qwen3", (19, 13))]
+    ("family", "counts"),
+    [("llama", (17, 12)), ("qwen3", (19, 13)), ("qwen3_moe", (32, 21))],
 )
 def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> None:
     assert encoding_of_block(tiny(family, mx.float16, **SIZES)).counts == counts
@@ -45,6 +46,7 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
         ("qwen3", ("residual", "rope"), (11, 10)),
         ("llama", ("rope", "add_norm"), (12, 11)),
         ("qwen3", ("rope", "add_norm"), (12, 11)),
+        ("qwen3_moe", (), (25, 19)),
         ("qwen3_moe", ("residual", "rope"), (21, 16)),
         ("qwen3_moe", ("residual", "rope", "experts"), (13, 12)),
     ],
@@ -57,12 +59,17 @@ def test_levels_of_a_traced_block(
     assert encoding_of_block(model).counts == counts
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_levels_of_a_block_with_all_fusions(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "counts"),
+    [("llama", (8, 7)), ("qwen3", (8, 7)), ("qwen3_moe", (12, 11))],
+)
+def test_levels_of_a_block_with_all_fusions(
+    family: str, counts: tuple[int, int]
+) -> None:
     model = tiny(family, mx.float16, **SIZES)
     options = {"layout": "marlin", "join": True, "trace": True}
     mlx_marlin.optimize(model, **options, fuse=tuple(FUSIONS))
-    assert encoding_of_block(model).counts == (8, 7)
+    assert encoding_of_block(model).counts == counts
 
 
 @pytest.mark.parametrize(
