@@ -64,7 +64,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(6)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(
     "make", [*ALL_CACHES, many_streams], ids=lambda make: make.__name__

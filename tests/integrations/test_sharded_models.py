@@ -78,7 +78,7 @@ def objects(output: str) -> Iterator[dict[str, Any]]:
         start = output.find("{", end)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("machines", "layout", "fault"),
     [

@@ -79,7 +79,7 @@ def test_the_table_has_a_row_for_every_tool() -> None:
     assert all([*cells] == [*HEADS] for cells in table().values())
 
 
-@pytest.mark.thinned(40)
+@pytest.mark.thinned(24)
 @OPTIONS
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_works_as_with_stock_or_names_the_remedy(

@@ -41,7 +41,7 @@ NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid"}
 """Families without norms before products, or whose norms are their own."""
 
 
-@pytest.mark.thinned(28)
+@pytest.mark.thinned(20)
 @pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("layout", LAYOUTS)

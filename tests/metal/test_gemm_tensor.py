@@ -34,13 +34,16 @@ ROWS = (1, 5, 8, 9, 16, 17, 24, 33, 40, 64, 70)
 DTYPES = ("float16", "bfloat16")
 
 
-def traced(seed: int) -> AbstractContextManager[object]:
-    """Makes the emulator look for races and stray accesses; elsewhere does nothing."""
+def traced(seed: int, trace: bool = True) -> AbstractContextManager[object]:
+    """Sets the emulator's order of threadgroups, and whether it looks for races.
+
+    Elsewhere it does nothing.
+    """
     if selection.backend() != "emulator":
         return nullcontext()
     from mlx_marlin import emulator
 
-    return emulator.emulated(seed=seed, trace=True)
+    return emulator.emulated(seed=seed, trace=trace)
 
 
 def tensor_plan(problem: Problem, **overrides: object) -> Plan:
@@ -81,9 +84,11 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     weight = variant.weight(n, k, seed=3)
     x = format_cases.activations(m, k, dtype=dtype, seed=4)
 
-    with traced(seed=1):
+    # Variants that cover every pair of values are traced; others compile faster.
+    trace = variant in format_cases.VARIANTS
+    with traced(seed=1, trace=trace):
         y = format_cases.run(plan, x, weight)
-    with traced(seed=2):
+    with traced(seed=2, trace=trace):
         again = format_cases.run(plan, x, weight)
 
     assert_close(y, x, weight, subtract=plan.subtract, dtype=dtype)
@@ -119,7 +124,7 @@ def test_ragged_products_are_as_exact_as_promised(
     assert_close(y, x, weight, subtract=plan.subtract, dtype=problem.dtype)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [19, 50])

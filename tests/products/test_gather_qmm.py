@@ -24,7 +24,7 @@ from support.grids import drawn
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(10, 80, call=calls(), invariant=st.booleans())
+@drawn(10, 50, call=calls(), invariant=st.booleans())
 def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) -> None:
     is_sorted = call.chosen == sorted(call.chosen)
 
@@ -81,7 +81,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(5, 40, call=calls(), seed=st.integers(0, 99))
+@drawn(5, 25, call=calls(), seed=st.integers(0, 99))
 def test_an_invariant_row_has_the_same_bits_in_any_company(
     call: Call, seed: int
 ) -> None:
