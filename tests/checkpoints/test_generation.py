@@ -190,14 +190,14 @@ def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
     assert len(ties) <= 1, ties
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
     exact = written(tmp_path, name)
     check_tokens(generated(load_model(open_source(tmp_path))), exact)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("type_name", GGUF_TYPES)
 def test_a_gguf_file_writes_what_its_weights_say(
     tmp_path: Path, type_name: str

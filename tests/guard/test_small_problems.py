@@ -164,7 +164,7 @@ def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
     "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4", "k_quant"]
 )
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
     """No known answer is tighter than what a right kernel gives."""
     backend("emulator")

@@ -62,7 +62,7 @@ def speculative(
     return [token for token, _ in taken], sum(guessed for _, guessed in taken)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("drafted", [1, 3, 7, 15])
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("family", FAMILIES)

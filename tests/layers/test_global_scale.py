@@ -60,7 +60,7 @@ def served(
     return name
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("m", [1, 7])
 def test_a_product_has_the_global_scale(

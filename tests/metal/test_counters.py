@@ -284,7 +284,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> None:

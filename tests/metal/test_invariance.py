@@ -44,7 +44,7 @@ def assert_rows_keep_their_bits(problem: Problem, chip: Device, seed: int) -> No
     assert mx.array_equal(run(last, x[-ROWS[-1] :], native), whole[-ROWS[-1] :])
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -193,7 +193,7 @@ def test_all_strategies_give_the_same_integers(
     np.testing.assert_array_equal(results[0], expected)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)

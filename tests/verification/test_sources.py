@@ -115,7 +115,7 @@ def test_biases_that_mlxs_layout_rounds_pass(plain: Path, tmp_path: Path) -> Non
     assert 0 < max(relative) < 1e-3
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [("affine", 4, 64), ("symmetric", 3, 32), ("mxfp4", 4, 32), ("affine", 8, 128)],

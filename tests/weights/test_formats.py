@@ -63,7 +63,7 @@ def test_a_product_is_as_exact_as_promised(
     check_product(variant, shape, data.draw(st.integers(0, 99)))
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.thinned(6)
 @kernels
 @variants
 def test_a_large_product_is_as_exact_as_promised(variant: Variant) -> None:
