@@ -336,9 +336,10 @@ def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
     assert all(gate != up for gate, up in zip(*firsts, strict=True))
 
 
-HOST_SECONDS = 0.015
-"""Of a check, of all threads: everything but the kernel and the verdict's file. On an
-idle machine the slowest takes two thirds of it."""
+HOST_SECONDS = 0.010
+"""Of a check, of all threads: everything but the kernel and the verdict's file."""
+TRIES = 16
+"""Times that a check is timed at most: other processes make the first ones slow."""
 
 
 def timed_plans() -> Iterator[AnyPlan]:
@@ -367,8 +368,8 @@ def test_the_host_part_of_a_check_is_short(
     monkeypatch.setattr(known_answers.launch, "unrecorded_product", stub)
     monkeypatch.setattr(experts.experts_launch, "gather_product", stub)
     for plan in timed_plans():
-        seconds = []
-        for _ in range(4):
+        seconds = [HOST_SECONDS]
+        while min(seconds) >= HOST_SECONDS and len(seconds) <= TRIES:
             start = time.process_time()
             assert known_answers.fault_of(plan) is not None  # zeros
             seconds.append(time.process_time() - start)
