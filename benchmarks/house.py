@@ -1,0 +1,164 @@
+"""Prints how large the package is, and what a first and a later call cost the host.
+
+Lines and files of each room, members of a back end's interface, CPU time of a first
+`quantized_matmul` over importing MLX, functions and files that run in a cold and in a
+warm call. Graphs are built and not run, so it works on any machine.
+
+Usage: python -m benchmarks.house [--json FILE]
+"""
+
+import argparse
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx_marlin
+
+PACKAGE = Path(mlx_marlin.__file__).parent
+ROUNDS = 5
+INTERFACE = ("backends/base.py", "backends/experts/interface.py")
+"""The files with the protocols that a back end implements."""
+FIRST_CALL = """
+import sys, time
+import mlx.core as mx
+x, native = mx.zeros((3, 128)), mx.quantize(mx.zeros((64, 128)))
+
+def call(x):
+    before = time.process_time()
+    if len(sys.argv) > 1:
+        import mlx_marlin
+        mlx_marlin.quantized_matmul(x, *native)
+    print((time.process_time() - before) * 1e3)
+    return x
+
+mx.export_function(lambda _: None, call, x)  # without a device graphs can be built
+"""
+FUNCTIONS = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+import mlx_marlin
+
+package = Path(mlx_marlin.__file__).parent
+x, native = mx.zeros((3, 128)), mx.quantize(mx.zeros((64, 128)))
+mlx_marlin.quantized_matmul  # imports it
+
+def call(x):
+    for name in ("cold", "warm"):
+        found = set()
+
+        def note(frame, event, _):
+            path = Path(frame.f_code.co_filename)
+            inside = event == "call" and path.is_relative_to(package)
+            if inside and frame.f_code.co_name != "<module>":
+                file = path.relative_to(package).as_posix()
+                found.add((file, frame.f_code.co_qualname))
+
+        sys.setprofile(note)
+        mlx_marlin.quantized_matmul(x, *native)
+        sys.setprofile(None)
+        print(name, len(found), len({file for file, _ in found}))
+    return x
+
+mx.export_function(lambda _: None, call, x)
+"""
+SETTINGS = {
+    "MLX_MARLIN_BACKEND": "metal",
+    "MLX_MARLIN_DEVICE": "M3 Max",
+    "MLX_MARLIN_TUNED": "0",
+    "MLX_MARLIN_GUARD": "0",
+}
+
+
+def rooms() -> dict[str, tuple[int, int]]:
+    """Returns lines and files of Python of each folder of the package."""
+    found: dict[str, tuple[int, int]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(PACKAGE).parts
+        room = parts[0] if len(parts) > 1 else "(top)"
+        lines, files = found.get(room, (0, 0))
+        length = len(file.read_text(encoding="utf-8").splitlines())
+        found[room] = (lines + length, files + 1)
+    return dict(sorted(found.items()))
+
+
+def interface_members() -> int:
+    """Returns how many members the protocols of a back end have."""
+    count = 0
+    for name in INTERFACE:
+        file = PACKAGE / name
+        tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else None
+        for node in tree.body if tree else ():
+            if isinstance(node, ast.ClassDef) and _is_protocol(node):
+                count += sum(_is_member(each) for each in node.body)
+    return count
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return any(
+        isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases
+    )
+
+
+def _is_member(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name != "__call__"
+
+
+def _run(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
+    run = subprocess.run(
+        command, env=os.environ | SETTINGS, capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def first_call_ms() -> float:
+    """Returns the median CPU time of importing the package and a first call."""
+    return statistics.median(float(_run(FIRST_CALL, "ours")) for _ in range(ROUNDS))
+
+
+def functions_of_calls() -> dict[str, tuple[int, int]]:
+    """Returns how many functions and files run in a cold and in a warm call."""
+    rows = (line.split() for line in _run(FUNCTIONS).splitlines())
+    return {name: (int(functions), int(files)) for name, functions, files in rows}
+
+
+def measured() -> dict[str, object]:
+    """Returns all figures."""
+    found = rooms()
+    emulator = found.get("emulator", (0, 0))
+    return {
+        "rooms": found,
+        "python": sum(lines for lines, _ in found.values()) - emulator[0],
+        "files": sum(files for _, files in found.values()) - emulator[1],
+        "interface": interface_members(),
+        "first_call_ms": round(first_call_ms(), 1),
+        "calls": functions_of_calls(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE", type=Path)
+    arguments = parser.parse_args()
+    found = measured()
+    for room, (lines, files) in rooms().items():
+        print(f"{room:20} {lines:6} lines {files:4} files")
+    print(
+        f"{'beside the emulator':20} {found['python']:6} lines {found['files']:4} files"
+    )
+    print(f"members of a back end's interface: {found['interface']}")
+    print(f"CPU time of a first call over mlx.core: {found['first_call_ms']} ms")
+    for name, (functions, files) in functions_of_calls().items():
+        print(f"{name} call: {functions} functions in {files} files")
+    if arguments.json:
+        text = json.dumps(found, indent=1) + "\n"
+        arguments.json.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
