@@ -12,8 +12,11 @@ import stat
 import tempfile
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import platformdirs
+
+from mlx_marlin import regular_files
 
 TEMPORARY_PREFIX = "mlx_marlin-"
 """Prefix of the names of temporary folders, followed by the process ID."""
@@ -34,9 +37,10 @@ def folder(name: str) -> Path:
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Returns why other users may have written a file or folder, or None.
+    """Returns why a file or folder of the cache must not be used, or None.
 
-    The folder of a file and the package's root are checked as well.
+    Other users may have written it, or it is neither a folder nor a regular file. The
+    folder of a file and the package's root are checked as well.
 
     Args:
         path: A file or a folder.
@@ -48,12 +52,16 @@ def why_untrusted(path: Path) -> str | None:
     paths = [path] if path.is_dir() else [path, path.parent]
     if package_root in path.parents and package_root not in paths:
         paths.append(package_root)
-    reasons = (reason for checked in paths if (reason := _why_writable(checked)))
+    reasons = (reason for checked in paths if (reason := _why_unusable(checked)))
     return next(reasons, None)
 
 
-def _why_writable(path: Path) -> str | None:
+def _why_unusable(path: Path) -> str | None:
     status = os.stat(path)
+    if not stat.S_ISDIR(status.st_mode) and (
+        reason := regular_files.why_irregular(status)
+    ):
+        return f"{path} is {reason}"
     if status.st_uid != os.geteuid():
         return (
             f"{path} belongs to the user {status.st_uid}, expected "
@@ -76,6 +84,16 @@ def make(folder: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
     if reason := why_untrusted(folder):
         raise PermissionError(reason)
+
+
+def open_to_write(file: Path) -> BinaryIO:
+    """Opens a file to read, change or lock it; creates it if it is missing.
+
+    Raises:
+        OSError: If it cannot be opened, or is a link.
+        ValueError: If it is not a regular file.
+    """
+    return regular_files.open_file(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def write(folder: Path, file_name: str, content: bytes) -> Path:

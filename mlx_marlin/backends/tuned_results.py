@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_marlin import cache, state
+from mlx_marlin import cache, regular_files, state
 from mlx_marlin.backends import devices, registry
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
@@ -167,7 +167,7 @@ def locked(results_folder: Path) -> Iterator[None]:
     import fcntl
 
     cache.make(results_folder)
-    with (results_folder / "lock").open("w") as lock:
+    with cache.open_to_write(results_folder / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -188,7 +188,7 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
     try:
         if reason := cache.why_untrusted(file):
             raise PermissionError(reason)
-        data = json.loads(file.read_text("utf-8"))
+        data = json.loads(regular_files.read(file))
         rows = [*data["results"]]
         if measurement.machine_of(data["machine"]) != here:
             raise ValueError("they belong to another machine")

@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_marlin import regular_files
 from mlx_marlin.benchmarking import row_encoding
 from mlx_marlin.benchmarking.fields import Fields, as_name
 from mlx_marlin.benchmarking.machine import MachineFacts
@@ -137,12 +138,7 @@ def read(path: Path) -> ResultFile:
         ValueError: If the file is not one that `write` can have written.
         OSError: If it cannot be read.
     """
-    with path.open("rb") as stream:
-        content = stream.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(
-            f"{path.name} has more than {MOST_BYTES} bytes, expected a result file"
-        )
+    content = regular_files.read(path, MOST_BYTES)
     try:
         data = json.loads(content.decode("utf-8"), parse_constant=_refuse)
         return _result(Fields(data, "the file"))

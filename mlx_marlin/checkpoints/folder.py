@@ -7,14 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.safetensors_header import (
     StoredArray,
     parse_json,
     read_header,
 )
 
-LARGEST_JSON = 100_000_000
-"""Bytes of a config or an index; vocabularies are not read here."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -89,12 +88,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is too large or not a JSON object.
+        ValueError: If it is no regular file, too large or not a JSON object.
     """
-    size = file.stat().st_size
-    if size > LARGEST_JSON:
-        raise ValueError(f"{file}: {size} bytes, expected at most {LARGEST_JSON}")
-    return parse_json(file.read_bytes(), str(file))
+    return parse_json(regular_files.read(file), str(file))
 
 
 def _load(file: Path) -> dict[str, mx.array]:

@@ -5,12 +5,15 @@ the header, the header in JSON, the data.
 """
 
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from mlx_marlin import regular_files
 
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same limit."""
@@ -64,11 +67,11 @@ def read_header(file: Path) -> dict[str, StoredArray]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the header is too large, truncated or inconsistent; the message
-            names the file and the tensor.
+        ValueError: If it is not a regular file, or the header is too large, truncated
+            or inconsistent; the message names the file and the tensor.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with regular_files.open_file(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(LARGEST_HEADER, size - 8):
             raise ValueError(

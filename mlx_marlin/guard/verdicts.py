@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache
+from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import registry
 
 STATES = ("started", "passed", "failed", "undecided")
@@ -90,10 +90,10 @@ def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdi
         return known
     try:
         cache.make(file.parent)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError:
+        opened = cache.open_to_write(file)
+    except (OSError, ValueError):
         return check()
-    with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
+    with opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:  # another process is checking the same kernels
@@ -117,8 +117,8 @@ def read(file: Path) -> Verdict | None:
     try:
         if cache.why_untrusted(file) is not None:
             return None
-        return _parsed(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError):
+        return _parsed(regular_files.read(file))
+    except (OSError, ValueError):
         return None
 
 
@@ -126,14 +126,13 @@ def write(file: Path, verdict: Verdict) -> None:
     """Replaces the content of a file by a verdict, if the file can be written."""
     try:
         cache.make(file.parent)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "r+", encoding="utf-8") as opened:
+        with cache.open_to_write(file) as opened:
             # In place, because the lock belongs to the file and not to its name.
             opened.truncate()
-            opened.write(json.dumps(asdict(verdict), indent=1) + "\n")
+            opened.write((json.dumps(asdict(verdict), indent=1) + "\n").encode())
             opened.flush()
             os.fsync(opened.fileno())
-    except OSError:
+    except (OSError, ValueError):
         return
 
 
@@ -166,7 +165,7 @@ def _empty(file: Path) -> None:
         os.truncate(file, 0)
 
 
-def _parsed(text: str) -> Verdict | None:
+def _parsed(text: bytes) -> Verdict | None:
     try:
         data: Any = json.loads(text)
         return Verdict(**{name: str(data[name]) for name in Verdict.__slots__})

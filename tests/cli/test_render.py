@@ -437,7 +437,7 @@ def test_a_large_file_is_refused(
     source.write_text(json.dumps(result()))
 
     assert main(["render", str(source), "-o", str(tmp_path / "a.html")]) == 2
-    assert "has more than 100 bytes" in capsys.readouterr().err
+    assert "expected at most 100" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

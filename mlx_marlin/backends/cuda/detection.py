@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from mlx_marlin import cache
+from mlx_marlin import cache, regular_files
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
 
 FOLDER = "gpus"
@@ -158,7 +158,7 @@ def _read(file_name: str) -> dict[str, float] | None:
     """Returns stored figures; None if there are none or they are invalid."""
     file = cache.find(FOLDER, file_name)
     try:
-        stored = json.loads(file.read_text("utf-8")) if file else {}
+        stored = json.loads(regular_files.read(file)) if file else {}
         found = {name: float(stored[name]) for name in ("bandwidth_gbs", "tflops")}
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.gguf.block_types import BlockType
 from mlx_marlin.checkpoints.gguf.parsing import (
     Cursor,
@@ -66,7 +67,7 @@ class Container:
                 key or the tensor.
         """
         self.path = Path(path)
-        with self.path.open("rb") as file:
+        with regular_files.open_file(self.path) as file:
             if not file.read(1):
                 raise ValueError(f"{self.path}: the file is empty")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlx_marlin import regular_files
 from mlx_marlin.cli.doctor import folders, installation, kernel_checks
 
 Facts = dict[str, Any]
@@ -192,6 +193,6 @@ def _emulator_problem() -> str | None:
 def _count(file: Path) -> int | None:
     """Returns the number of results in a file, or None if it cannot be read."""
     try:
-        return len(json.loads(file.read_text("utf-8"))["results"])
+        return len(json.loads(regular_files.read(file))["results"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None

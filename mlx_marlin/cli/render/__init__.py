@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mlx_marlin import regular_files
 from mlx_marlin.cli.pictures import files
 from mlx_marlin.cli.render import page as pages
 from mlx_marlin.cli.render import profile_document, result_document
@@ -90,10 +91,7 @@ def read(path: Path) -> tuple[Mapping[str, Any], ModuleType]:
         ValueError: If it is not a document of a schema and version in `DOCUMENTS`.
         OSError: If it cannot be read.
     """
-    with path.open("rb") as stream:
-        content = stream.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES} bytes")
+    content = regular_files.read(path, MOST_BYTES)
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:

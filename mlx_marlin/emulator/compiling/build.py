@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from mlx_marlin import cache
+from mlx_marlin import cache, regular_files
 from mlx_marlin.emulator.compiling.clangs import Compiler
 from mlx_marlin.emulator.compiling.flags import (
     FLAGS,
@@ -34,6 +34,8 @@ TENSOR = "tensor"
 FOLDER = "emulator"
 """Name of the folder in the cache."""
 LIBRARY = "built.so"
+MOST_BYTES = 2**28
+"""Largest library that is read; those of kernels have a few megabytes."""
 HEADER = "kernel.h"
 """The header that every kernel includes. It is compiled once for all kernels that have
 the same flags, which saves a fifth of a kernel's compile time."""
@@ -104,8 +106,8 @@ def _is_intact(path: Path) -> bool:
     Loaders ignore bytes after the last section.
     """
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = regular_files.read(path, MOST_BYTES)
+    except (OSError, ValueError):
         return False
     size = hashlib.sha256().digest_size
     return hashlib.sha256(content[:-size]).digest() == content[-size:]

@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin import regular_files
+
 if TYPE_CHECKING:
     import mlx.nn as nn
 
@@ -52,7 +54,7 @@ def key_of_model_name(name: str) -> str | None:
     path = Path(name).expanduser() / CONFIG
     found = path if path.is_file() else _downloaded(name)
     try:
-        config = json.loads(Path(found).read_text("utf-8")) if found else None
+        config = json.loads(regular_files.read(found)) if found else None
     except (OSError, ValueError, RecursionError):
         return None
     return config_key(config) if isinstance(config, dict) else None

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache
+from mlx_marlin import cache, regular_files
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.integrations.tuned_models import settings
 from mlx_marlin.integrations.tuned_models.machine import ModelMachine
@@ -156,7 +156,7 @@ def _result_or_reason(path: Path, machine: ModelMachine) -> TunedModel | str:
     try:
         if reason := cache.why_untrusted(path):
             raise ValueError(reason)
-        result, written_on = _decoded(json.loads(path.read_text("utf-8")))
+        result, written_on = _decoded(json.loads(regular_files.read(path)))
         if path.name != file_name(written_on, result.key):
             raise ValueError("it belongs to another machine or model")
     except (OSError, *DECODE_ERRORS) as error:
@@ -167,7 +167,7 @@ def _result_or_reason(path: Path, machine: ModelMachine) -> TunedModel | str:
 def _config(path: Path) -> Any:
     """Returns the digest of the config that a file is for, or None."""
     try:
-        return json.loads(path.read_text("utf-8"))["config"]
+        return json.loads(regular_files.read(path))["config"]
     except (OSError, *DECODE_ERRORS):
         return None
 

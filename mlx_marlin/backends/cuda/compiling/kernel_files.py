@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from mlx_marlin import cache
+from mlx_marlin import cache, regular_files
 from mlx_marlin.backends.cuda.compiling.nvrtc import MachineCode
 
 FOLDER = "kernels"
@@ -45,8 +45,7 @@ def read(name: str) -> MachineCode | None:
     try:
         if reason := cache.why_untrusted(path):
             raise PermissionError(reason)
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES)
+        content = regular_files.read(path, MOST_BYTES)
     except FileNotFoundError:
         return None
     _set_time(path)

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mlx_marlin import regular_files
 from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
 from mlx_marlin.backends.cuda.compiling.nvrtc import MachineCode
 
@@ -85,8 +86,8 @@ def place(
 
 def _has(path: Path, content: bytes) -> bool:
     try:
-        return path.stat().st_size == len(content) and path.read_bytes() == content
-    except OSError:
+        return regular_files.read(path, len(content)) == content
+    except (OSError, ValueError):
         return False
 
 
