@@ -1,48 +1,34 @@
 """How long the emulator takes to compile, run, trace and check our kernels, here.
 
-One after the other, each several times. The least counts: a busy machine only adds
-time. The median is printed too; where the two differ much, the machine was busy.
-Exits 1 when a bound is missed.
+One after the other, each several times. Exits 1 when a bound is missed.
 
-Usage: python benchmarks/emulator.py
+Usage: python -m benchmarks.emulator
 """
 
 import os
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-os.environ["MLX_MARLIN_BACKEND"] = "emulator"
-
 import mlx.core as mx
 
+from benchmarks.bounds import Bound, measure
 from mlx_marlin import emulator, state
-from mlx_marlin.backends import launch, planner
+from mlx_marlin.backends import launch, planner, selection
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.emulator.compiling import build
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 
 ROWS = (8, 16, 32)
-REPEATS = 5
 WORKERS = 2
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Seconds that something may take."""
-
-    name: str
-    seconds: float
-
-
+LAUNCH = Bound("launch a small kernel", 1e-3)
 COMPILE = Bound("compile a kernel", 1.0)
 COMPILE_TRACED = Bound("compile it for trace mode", 1.0)
 RUN = Bound(f"run, {WORKERS} workers", 1.0)
@@ -88,22 +74,6 @@ class Recorder:
         state.reset()
 
 
-def measure(bound: Bound, act: Callable[[], object], repeats: int = REPEATS) -> bool:
-    """Prints how long `act` takes; whether it is within the bound."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        act()
-        seconds.append(time.perf_counter() - start)
-    least, median = min(seconds), statistics.median(seconds)
-    fine = least <= bound.seconds
-    print(
-        f"  {bound.name}: {least:.3f} s (median {median:.3f}), at most "
-        f"{bound.seconds:.0f} s{'' if fine else ': MISSED'}"
-    )
-    return fine
-
-
 def compile_fresh(found: Any, text: str, traced: bool) -> None:
     """Compiles with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +82,27 @@ def compile_fresh(found: Any, text: str, traced: bool) -> None:
 
 def check(kernel: dict[str, Any], call: dict[str, Any]) -> None:
     emulator.check(**kernel, calls=[call])
+
+
+def measure_launch() -> bool:
+    """Measures a call whose kernel copies 32 numbers."""
+    kernel = emulator.metal_kernel(
+        name="copy",
+        input_names=["a"],
+        output_names=["out"],
+        source="out[thread_position_in_grid.x] = a[thread_position_in_grid.x];",
+    )
+    a = mx.arange(32)
+    mx.eval(a)
+    call = {
+        "inputs": [a],
+        "grid": (32, 1, 1),
+        "threadgroup": (32, 1, 1),
+        "output_shapes": [a.shape],
+        "output_dtypes": [a.dtype],
+    }
+    kernel(**call)  # compiles it
+    return measure(LAUNCH, lambda: mx.eval(kernel(**call)), repeats=50)
 
 
 def measure_rows(m: int) -> bool:
@@ -138,8 +129,10 @@ def measure_rows(m: int) -> bool:
 
 
 def main() -> int:
+    os.environ[selection.ENVIRONMENT] = "emulator"
+    state.reset()
     with emulator.emulated(workers=WORKERS):
-        kept = [measure_rows(m) for m in ROWS]
+        kept = [measure_launch(), *map(measure_rows, ROWS)]
     return int(not all(kept))
 
 

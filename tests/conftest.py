@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launch, selection, tuned_results
@@ -21,9 +21,15 @@ from support import cuda_on_cpu, grids, oracles
 
 Shape = tuple[int, ...]
 
-# A kernel's first call compiles it, so no example can be judged by its time. The parent
-# is what Hypothesis took itself: its own "ci" profile, always the same cases, under CI.
-settings.register_profile("mlx_marlin", parent=settings.default, deadline=None)
+# A kernel's first call compiles it, and other processes slow a machine down, so no
+# example is judged by its time. The parent is what Hypothesis took itself: its own "ci"
+# profile, always the same cases, under CI.
+settings.register_profile(
+    "mlx_marlin",
+    parent=settings.default,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("mlx_marlin")
 
 # What somebody has measured here must not decide what a test sees.

@@ -3,8 +3,6 @@
 import errno
 import os
 import stat
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ import pytest
 
 from mlx_marlin import cache, emulator
 from mlx_marlin.emulator.compiling import build, compiler
+from support.processes import run_python
 
 
 @pytest.fixture
@@ -181,9 +180,7 @@ print(path.exists(), path)
 """
     (tmp_path / "file").write_text("in the way")
 
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python(program)
 
     existed, path = answer.stdout.split()
     assert existed == "True", answer.stderr

@@ -5,9 +5,9 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from mlx_marlin.benchmarking.rows import CANDIDATE, OURS, STOCK
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import mac_file
 from support.marked_times import unmarked_times
+from support.processes import HANG_SECONDS
 
 ROOT = Path(mac.__file__).parents[1]
 STAGES = ["doctor", "tensor", "tests", "tune", "bench", "formats", "staged"]
@@ -56,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = home.glob("mlx-marlin-*.json")
@@ -163,21 +164,37 @@ def test_a_stage_that_fails_does_not_lose_the_others(
 
 
 def test_a_stage_that_takes_too_long_is_killed_with_its_children(
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    child = f"import time; time.sleep(1); open({str(tmp_path / 'late')!r}, 'w')"
-    text = (
-        "import subprocess, sys, time; "
-        f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(HANG_SECONDS)
+    child = (
+        "import signal, socket; "
+        f"connection = socket.create_connection({server.getsockname()}); signal.pause()"
     )
+    text = (
+        "import signal, subprocess, sys; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}]); signal.pause()"
+    )
+    connections = []
 
-    begun = time.monotonic()
-    stage = stages.run("slow", program(text), 0.5)
+    class Started(subprocess.Popen):
+        """A process whose time begins when its child has started."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                connections.append(server.accept()[0])
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    with server:
+        stage = stages.run("slow", program(text), 0.1)
 
     assert (stage.name, stage.status) == ("slow", "timed out")
-    assert 0.5 <= stage.host_seconds < 20
-    time.sleep(max(0.0, begun + 2.5 - time.monotonic()))
-    assert not (tmp_path / "late").exists()
+    (connection,) = connections
+    with connection:
+        connection.settimeout(HANG_SECONDS)
+        assert connection.recv(1) == b""  # the child has ended
 
 
 def test_a_stage_without_time_is_skipped() -> None:

@@ -14,6 +14,7 @@ from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
 from support.foreign_models import CONFIG, write_llama
+from support.processes import HANG_SECONDS
 
 
 def saved(path: Path, config: dict, arrays: dict[str, mx.array]) -> Path:
@@ -80,7 +81,7 @@ def test_other_threads_dequantize_while_tensors_are_renamed(
     )
     parts = mx.quantize(mx.ones((32, 64)))
     mx.eval(parts)
-    inside = Barrier(2, timeout=60)
+    inside = Barrier(2, timeout=HANG_SECONDS)
     original, most, lock = mx.dequantize, [], Lock()
     running = [0]
 

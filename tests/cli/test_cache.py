@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def keep(name: str, file_name: str, size: int, hours: float = 0) -> Path:
 
 
 def aged(path: Path, hours: float) -> Path:
-    then = time.time() - hours * HOURS
+    then = path.stat().st_mtime - hours * HOURS
     os.utime(path, (then, then))
     return path
 

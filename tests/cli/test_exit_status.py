@@ -18,6 +18,7 @@ import pytest
 from mlx_marlin import emulator
 from mlx_marlin.cli import COMMANDS, main
 from mlx_marlin.cli.emulate import arguments as emulate_arguments
+from support.processes import HANG_SECONDS
 
 Choose = Callable[[str | None], None]
 PLAN = ["plan", "8", "64", "128"]
@@ -41,7 +42,7 @@ def run(
     return subprocess.run(
         [sys.executable, "-m", "mlx_marlin", *arguments],
         env={**kept, **(env or {})},
-        timeout=120,
+        timeout=HANG_SECONDS,
         **{"stderr": subprocess.PIPE, "text": True, **options},
     )
 
@@ -61,13 +62,13 @@ def test_an_interrupt_is_a_status_and_no_text(
 
 def test_a_process_that_is_interrupted_prints_no_traceback() -> None:
     program = """
-import signal, sys, time
+import signal, sys
 from mlx_marlin.cli import main, plan
 # A test run in the background is started with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def wait(args):
     print("started", flush=True)
-    time.sleep(60)
+    signal.pause()
 plan.run = wait
 sys.exit(main(sys.argv[1:]))
 """
@@ -80,7 +81,7 @@ sys.exit(main(sys.argv[1:]))
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=HANG_SECONDS)
 
     assert (process.returncode, said) == (130, "")
 
@@ -138,7 +139,7 @@ def test_standard_output_may_be_closed(arguments: list[str]) -> None:
         ["sh", "-c", 'exec "$@" >&-', "sh", *command],
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
 
     assert answer.returncode == 0

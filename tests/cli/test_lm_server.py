@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlx_marlin import emulator
 from support import quantized_folder
+from support.processes import HANG_SECONDS
 
 PROMPTS = [
     "def main():\n    ",
@@ -47,11 +48,8 @@ def serving(
             stderr=said,
         )
         try:
-            for _ in range(600):
+            while not answers(port):
                 assert process.poll() is None, errors.read_text()
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", port)) == 0:
-                        break
                 time.sleep(0.1)
             yield port
         finally:
@@ -59,8 +57,13 @@ def serving(
             process.wait()
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def post(port: int, body: str) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_SECONDS)
     connection.request("POST", "/v1/completions", body)
     return connection.getresponse()
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import STRATEGIES
+from support.processes import run_python
 
 KEYS = (
     "strategy",
@@ -437,9 +436,7 @@ except SystemExit:
     loaded = [name for name, (module, _) in COMMANDS.items() if module in sys.modules]
     print("loaded:", loaded)
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python(program)
 
     assert "show the plan of a matrix product" in answer.stdout, answer.stderr
     assert answer.stdout.endswith("loaded: []\n")
@@ -452,9 +449,7 @@ sys.modules["mlx"] = sys.modules["numpy"] = None
 from mlx_marlin.cli import main
 raise SystemExit(main(["plan", "1", "4096", "11008", "--cores", "40"]))
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python(program)
 
     assert answer.returncode == 0, answer.stderr
     assert "served by stock MLX" in answer.stdout

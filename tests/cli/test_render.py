@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from html.parser import HTMLParser
@@ -23,6 +21,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.profiling.document import Skipped, document
 from mlx_marlin.profiling.profile import of_plan, of_stock
 from support.pictures import svg_texts
+from support.processes import run_python
 from support.result_documents import result
 
 HOSTILE = "</script></style><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -474,9 +473,7 @@ for name in ("mlx", "numpy", "matplotlib", "tqdm"):
 from mlx_marlin.cli import main
 raise SystemExit(main(["render", {str(source)!r}, "-o", {str(target)!r}]))
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python(program)
 
     assert answer.returncode == 0, answer.stderr
     assert target.read_text("utf-8").startswith("<!doctype html>")

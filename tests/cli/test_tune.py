@@ -1,8 +1,6 @@
 """`mlx-marlin tune` measures, keeps what it finds, and what it keeps is used."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from mlx_marlin.backends import devices, launch, planner, selection, tuned_resul
 from mlx_marlin.cli import main
 from mlx_marlin.tuning import counting, operands, tuner
 from support.arguments import activations, weight
+from support.processes import run_python
 from support.tune_commands import PROBLEM, results
 
 pytestmark = pytest.mark.skipif(
@@ -75,9 +74,7 @@ launch.product = lambda plan: print(plan.explain()) or (lambda x, *_: mx.zeros((
 w = mx.quantize(mx.zeros((64, 256), mx.float16), group_size=64, bits=4)
 quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python(program)
 
     assert answer.stdout.strip() == result.plan.explain(), answer.stderr
 

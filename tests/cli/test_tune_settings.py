@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from mlx_marlin.integrations.tuned_models.results import TunedModel
 from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
 from support import quantized_folder
 from support.models import tiny_llama
+from support.processes import run_python
 
 Choose = Callable[[str | None], None]
 JOINED = ModelSettings(join=True)
@@ -453,9 +453,7 @@ from mlx_marlin.integrations.tuned_models import environment
 environment.set_for_model(["--model", {str(folder)!r}])
 print(os.environ[{VARIABLE!r}], [name for name in sys.modules if name == "mlx.core"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
+    done = run_python(code)
     assert done.stdout == "200 []\n", done.stderr
 
 

@@ -1,6 +1,5 @@
 """The plan that is chosen for a CUDA device."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -98,14 +97,3 @@ def test_a_comparison_begins_with_the_choice_and_can_be_shown() -> None:
     assert "NVIDIA H200 (model, not measured); served by our" in choice.explain()
     assert choice.figures()["stock_us"] is None
     assert choice.table().count("chosen") == 1
-
-
-def test_a_plan_is_made_within_a_few_milliseconds() -> None:
-    problem = Problem(m=8, n=17408, k=5120, group_size=128)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        planner.make(problem, device=H200)
-        times.append(time.perf_counter() - start)
-
-    assert min(times) < 5e-3  # alone 0.7 ms; other tests may run beside it

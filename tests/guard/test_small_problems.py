@@ -1,8 +1,6 @@
 """The small problems of the guard run the kernels of the plan that is checked."""
 
 import random
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -334,46 +332,6 @@ def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
         words = experts._stored(problem, drawn, first)[0]
         assert len({str(each.tolist()) for each in words}) == count
     assert all(gate != up for gate, up in zip(*firsts, strict=True))
-
-
-HOST_SECONDS = 0.010
-"""Of a check, of all threads: everything but the kernel and the verdict's file."""
-TRIES = 16
-"""Times that a check is timed at most: other processes make the first ones slow."""
-
-
-def timed_plans() -> Iterator[AnyPlan]:
-    for mode in ("affine", "nvfp4", "mxfp8"):
-        for m in (1, 32):
-            problem = problem_of(m, LARGE, LARGE, mode=mode, layout="marlin")
-            yield planner.choose(problem, h200())
-            yield planner.choose(problem, DEVICE)
-        gated = replace(problem, epilogue=GATED)
-        yield planner.choose(gated, h200())
-        for pairs in (8, 60):
-            few = problem_of(pairs, LARGE, 2048, mode=mode, layout="marlin")
-            yield planner.choose_gather(of_experts(few, 16), DEVICE)
-            yield planner.choose_gather(of_experts(few, 16, "silu"), h200())
-
-
-def test_the_host_part_of_a_check_is_short(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stub(plan: Any) -> Any:
-        problem = plan.problem
-        shape = *problem.result_shape[:-1], problem.columns
-        return lambda *_: mx.zeros(shape, getattr(mx, problem.dtype), stream=mx.cpu)
-
-    backend("emulator")
-    monkeypatch.setattr(known_answers.launch, "unrecorded_product", stub)
-    monkeypatch.setattr(experts.experts_launch, "gather_product", stub)
-    for plan in timed_plans():
-        seconds = [HOST_SECONDS]
-        while min(seconds) >= HOST_SECONDS and len(seconds) <= TRIES:
-            start = time.process_time()
-            assert known_answers.fault_of(plan) is not None  # zeros
-            seconds.append(time.process_time() - start)
-        assert min(seconds) < HOST_SECONDS, plan.explain()
 
 
 def test_problems_keep_what_decides_their_kernels() -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from support import sharded_machine
+from support.processes import HANG_SECONDS
 
 TESTS = Path(__file__).parents[1]
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
-SECONDS = 60
-"""After which no process of a test may live."""
 CONVERTED = "shards converted layers"
 """What a machine does that calls `optimize` before it shards, and once more after."""
 
@@ -94,7 +93,7 @@ def test_a_sharded_model_answers_as_the_whole_one(
     launched: Any, machines: int, layout: str, fault: str
 ) -> None:
     process = launched(machines, layout, fault)
-    output, errors = process.communicate(timeout=SECONDS)
+    output, errors = process.communicate(timeout=HANG_SECONDS)
 
     told = sorted(objects(output), key=lambda each: each["rank"])
     assert [each["rank"] for each in told] == [*range(machines)], errors
@@ -120,7 +119,7 @@ def test_a_sharded_model_answers_as_the_whole_one(
 def test_no_machine_outlives_one_that_dies(launched: Any) -> None:
     process = launched(3, "marlin", "dies")
 
-    output, errors = process.communicate(timeout=SECONDS)
+    output, errors = process.communicate(timeout=HANG_SECONDS)
 
     assert list(objects(output)) == []
     assert "Node with rank 1" in output + errors

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -13,9 +12,9 @@ from pathlib import Path
 from select import select
 from typing import Any
 
+from support.processes import HANG_SECONDS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-TIMEOUT = 60.0
-"""Seconds to wait for an answer."""
 COMMANDS_FD, EVENTS_FD = 3, 4
 """Descriptors on which Chromium reads commands and writes answers and events."""
 OPTIONS = (
@@ -151,9 +150,8 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         """Returns the next message of the browser."""
-        until = time.monotonic() + TIMEOUT
         while b"\0" not in self._buffer:
-            ready, _, _ = select([self._answers], [], [], until - time.monotonic())
+            ready, _, _ = select([self._answers], [], [], HANG_SECONDS)
             chunk = os.read(self._answers, 2**16) if ready else b""
             if not chunk:
                 raise RuntimeError("Chromium does not answer")

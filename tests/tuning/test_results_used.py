@@ -1,7 +1,5 @@
 """Calls use what was measured on this machine, and nothing else."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support.arguments import activations, weight
+from support.processes import run_python
 from support.results import PROBLEM, measured
 
 Choose = Callable[[str | None], None]
@@ -182,8 +181,6 @@ import mlx_marlin
 print([name for name in ("backends.tuned_results", "planning", "cache", "tuning")
        if f"mlx_marlin.{name}" in sys.modules])
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    answer = run_python(program)
 
     assert answer.stdout.strip() == "[]", answer.stderr

@@ -19,7 +19,9 @@ from support import strategies
 from support.results import HERE, PROBLEM, ROWS_EACH, by_problem, measured, write_rows
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(strategies.plans())
 def test_any_plan_comes_back_as_it_was(tmp_path: Path, plan: Plan) -> None:
     assume(plan.reduction != "atomic" and plan.work.threadgroups <= plan.work.total)

@@ -14,6 +14,7 @@ import pytest
 from mlx_marlin import cache, emulator
 from mlx_marlin.emulator.compiling import build, clangs, compiler
 from support.metal_sources import each_thread, to_numpy
+from support.processes import HANG_SECONDS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -295,7 +296,7 @@ def test_clang_19_compiles_our_kernels(tmp_path: Path) -> None:
         [sys.executable, "-c", COMPUTE],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
         env=environment,
     )
 
