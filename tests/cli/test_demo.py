@@ -1,6 +1,8 @@
 """The demo: its generation and perplexity are right, and a wrong answer fails it."""
 
 import math
+import re
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import selection
+from mlx_marlin import state
+from mlx_marlin.backends import launch, selection
 from mlx_marlin.cli import demo, main
 from mlx_marlin.cli.demo import report
 from mlx_marlin.cli.demo.generation import (
@@ -22,8 +25,14 @@ from mlx_marlin.cli.demo.generation import (
     compare_tokens,
     generate,
 )
-from mlx_marlin.integrations.mlx_lm.verification.perplexity import passes, perplexity
+from mlx_marlin.integrations.mlx_lm.verification.perplexity import (
+    passes,
+    perplexity,
+    read,
+    rows_of,
+)
 
+ROOT = Path(__file__).parents[2]
 SHORT = ["demo", "--batch", "2", "--tokens", "2"]
 
 
@@ -165,7 +174,7 @@ def test_the_demo_succeeds_through_our_kernels(
 ) -> None:
     read_text(monkeypatch, windows)
 
-    assert main([*SHORT, "--layout", layout]) == 0
+    assert main([*SHORT, "--layout", layout, "--plans"]) == 0
 
     output = capsys.readouterr().out
     assert "2 of 2 texts equal stock MLX's" in output
@@ -188,7 +197,9 @@ def test_a_wrong_weight_fails_the_demo(
     read_text(monkeypatch, windows=1)
 
     assert main([*SHORT, "--dtype", "float32"]) == 1
-    assert "our perplexity" in capsys.readouterr().err
+    output, errors = capsys.readouterr()
+    assert "our perplexity" in errors
+    assert "result: FAILED" in output
 
 
 @pytest.mark.parametrize(
@@ -201,8 +212,72 @@ def test_sizes_below_the_least_are_refused(wrong: list[str]) -> None:
 def test_a_missing_checkpoint_is_said_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "CHECKPOINT", Path("nowhere"))
+    monkeypatch.setattr(demo, "MODEL_FOLDERS", (tmp_path / "nowhere",))
 
     with pytest.raises(ValueError, match="--model"):
         demo.checkpoint()
+
+
+def test_the_wheel_has_the_model_where_the_demo_looks_for_it() -> None:
+    installed, checkout = demo.MODEL_FOLDERS
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    wheel = tomllib.loads(text)["tool"]["hatch"]["build"]["targets"]["wheel"]
+
+    target = wheel["force-include"][checkout.relative_to(ROOT).as_posix()]
+
+    assert ROOT / target == installed
+
+
+def test_rows_are_those_of_the_passes() -> None:
+    for shape in ((1, 150), (4, 33), (5, 13), (80, 2)):
+        tokens, seen = mx.zeros(shape, mx.int32), set()
+        for part in read(lambda part, cache: part, tokens, [], lambda: None):
+            seen.add(part.size)
+        assert rows_of(tokens) == seen
+
+
+@pytest.mark.usefixtures("kernels")
+def test_kernels_are_counted_while_they_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the line that counts them, no kernel is new."""
+    counts = []
+    measured = demo.measure
+
+    def measure(label: str, model: nn.Module, work: demo.Work) -> demo.Outcome:
+        state.reset()
+        if label.startswith("mlx_marlin"):
+            demo.compile_kernels(model, work)
+        counts.append(len(launch.plans_built()))
+        outcome = measured(label, model, work)
+        counts.append(len(launch.plans_built()))
+        return outcome
+
+    monkeypatch.setattr(demo, "measure", measure)
+    read_text(monkeypatch, windows=1)
+
+    assert main(SHORT) == 0
+
+    assert counts[-1] == counts[-2] > 0
+    line = capsys.readouterr().err.replace("\r", "\n").split("compiling kernels: ")[-1]
+    assert f"{counts[-1]}/{counts[-1]}" in line.splitlines()[0]
+
+
+@pytest.mark.parametrize("options", [[], ["--plans"]])
+@pytest.mark.usefixtures("kernels")
+def test_the_demo_ends_with_its_result(
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read_text(monkeypatch, windows=1)
+
+    assert main([*SHORT, *options]) == 0
+
+    *others, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"result: passed: 2 of 2 texts equal stock MLX's, "
+        r"\d+ plans \(--plans lists them\)",
+        last,
+    )
+    assert any("gemm_register" in line for line in others) == bool(options)

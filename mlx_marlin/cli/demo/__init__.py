@@ -22,8 +22,11 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 if TYPE_CHECKING:
     from mlx_marlin.cli.demo.generation import Generation
 
-CHECKPOINT = Path("examples/tiny_llama/model")
-"""The demo's own model, relative to the repository."""
+MODEL_FOLDERS = (
+    Path(__file__).parent / "model",
+    Path(__file__).parents[3] / "examples" / "tiny_llama" / "model",
+)
+"""Where the demo's own model is: in the installed package or in the checkout."""
 
 HELD_OUT_MODULES = (
     "bisect",
@@ -133,6 +136,7 @@ def add_parser(
         choices=list(DTYPE_BYTES),
         help="dtype of activations; default: the model's",
     )
+    parser.add_argument("--plans", action="store_true", help="list the plans that ran")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,12 +158,15 @@ def run(args: argparse.Namespace) -> int:
         print(report.batch(tokenizer, *batch))
     scores = {outcome.label: outcome.perplexity for outcome in outcomes}
     print(report.perplexities(scores, work.text))
-    print(report.plans(launch.plans_built()))
+    if args.plans:
+        print(report.plans(launch.plans_built()))
     errors = report.errors(ours.perplexity, stock.perplexity)
-    for pair in zip(ours.generations, stock.generations, strict=True):
+    pairs = [*zip(ours.generations, stock.generations, strict=True)]
+    for pair in pairs:
         errors += report.wrong_texts(*pair)
     for error in errors:
         print(f"mlx-marlin demo: {error}", file=sys.stderr)
+    print(report.result(pairs, bool(errors)))
     return 1 if errors else 0
 
 
@@ -218,6 +225,7 @@ def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcom
         outcomes.append(measure(label, model, work))
     model.update(parameters)
     optimize(model, layout=layout)
+    compile_kernels(model, work)
     outcomes.append(measure(f"mlx_marlin{bits}", model, work))
     return outcomes
 
@@ -262,15 +270,40 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
         )
 
 
+def compile_kernels(model: nn.Module, work: Work) -> None:
+    """Runs each product of the work once, which compiles its kernel.
+
+    A progress bar counts the kernels: compiling them may take a minute.
+
+    Args:
+        model: The converted model.
+        work: Its work.
+    """
+    from mlx_marlin.cli import progress
+    from mlx_marlin.integrations.mlx_lm.verification.perplexity import rows_of
+    from mlx_marlin.integrations.mlx_lm.warm_up import layer_steps
+
+    if selection.backend() == "stock":
+        return
+    rows = {len(batch) for batch in work.batches}
+    for tokens in (*work.batches, work.text[:, 1:]):
+        rows |= rows_of(tokens)
+    steps = [step for m in sorted(rows) for step in layer_steps(model, m)]
+    for step in progress.shown(steps, "compiling kernels", "kernel"):
+        mx.eval(step())
+
+
 def checkpoint() -> Path:
-    """Returns the demo's own model, in this repository or the working folder."""
-    repository = Path(__file__).parents[3]
-    for root in (repository, Path.cwd()):
-        if (root / CHECKPOINT / "config.json").is_file():
-            return root / CHECKPOINT
-    raise ValueError(
-        f"no {CHECKPOINT} in {repository} or {Path.cwd()}: select a model with --model"
-    )
+    """Returns the folder of the demo's own model.
+
+    Raises:
+        ValueError: If it is in none of `MODEL_FOLDERS`.
+    """
+    for folder in MODEL_FOLDERS:
+        if (folder / "config.json").is_file():
+            return folder
+    places = " or ".join(map(str, MODEL_FOLDERS))
+    raise ValueError(f"no model in {places}: select one with --model")
 
 
 def prompt_tokens(tokenizer: Any, batch: int) -> mx.array:

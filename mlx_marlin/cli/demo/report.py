@@ -1,7 +1,7 @@
 """The output of `mlx-marlin demo`: texts, comparisons, plans and errors."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -107,6 +107,22 @@ def plans(used: Iterable[Plan]) -> str:
         lines.append(f"  {m} row{'s' * (m > 1)}")
         lines += [f"    {p.problem.k}→{p.problem.n}: {p.explain()}" for p in group]
     return "\n".join(lines)
+
+
+def result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> str:
+    """Returns the last line: what agrees, the number of plans, and the verdict.
+
+    Args:
+        pairs: The outputs of our kernels and of stock MLX for each batch.
+        is_wrong: Whether there are errors.
+    """
+    parts = [compare_tokens(ours.tokens, stock.tokens) for ours, stock in pairs]
+    counts = [sum(part.count(None) for part in parts), sum(map(len, parts))]
+    verdict = "FAILED" if is_wrong else "passed"
+    return (
+        f"\nresult: {verdict}: {counts[0]} of {counts[1]} texts equal stock MLX's, "
+        f"{len(launch.plans_built())} plans (--plans lists them)"
+    )
 
 
 def errors(ours: float, stock: float) -> list[str]:

@@ -84,7 +84,7 @@ def _steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields the calls for m rows."""
     make_cache = cache_factory(model)
     if make_cache is None:
-        yield from _layer_steps(model, m)
+        yield from layer_steps(model, m)
         return
     for shape in {(1, m), (m, 1)}:
         tokens = mx.zeros(shape, mx.int32)
@@ -111,7 +111,7 @@ def cache_factory(model: nn.Module) -> Callable[[], Any] | None:
     return partial(make_prompt_cache, model)
 
 
-def _layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
+def layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields calls of converted layers, once for each shape, format and dtype."""
     activations = activation_dtype(model)
     seen: set[object] = set()
