@@ -41,7 +41,8 @@ def write_llama(
     Args:
         path: The folder to make.
         arrays: Writes a weight in the format.
-        settings: The config of the format, with its `quantization_config`.
+        settings: The config of the format, with its `quantization_config`;
+            it may set `vocab_size`.
         **options: Those of `foreign.drawn_weight`.
     """
     rng = np.random.default_rng(0)
@@ -51,9 +52,10 @@ def write_llama(
         values = (rng.normal(size=shape) * 0.5 + (len(shape) == 1)).astype(np.float16)
         stored[name], exact[name] = values, values.astype(np.float64)
 
-    plain("model.embed_tokens.weight", VOCABULARY, HIDDEN)
+    vocabulary = settings.get("vocab_size", VOCABULARY)
+    plain("model.embed_tokens.weight", vocabulary, HIDDEN)
     plain("model.norm.weight", HIDDEN)
-    plain("lm_head.weight", VOCABULARY, HIDDEN)
+    plain("lm_head.weight", vocabulary, HIDDEN)
     for layer in range(LAYERS):
         start = f"model.layers.{layer}"
         plain(f"{start}.input_layernorm.weight", HIDDEN)
