@@ -13,27 +13,27 @@
 
 // The rows of a tile: indices of the pairs (row of x, expert) that the block found.
 template <int EACH>
-struct Listed {
+struct GatheredRows {
   const int* pairs;
   const uint* sources;  // rows of x; not read unless EACH is 0
 };
 
-METAL_FUNC uint input_row(Listed<0> order, uint row) {
-  return order.sources[order.pairs[row]];  // mutant: input_row
+METAL_FUNC uint input_row(GatheredRows<0> row_map, uint row) {
+  return row_map.sources[row_map.pairs[row]];  // mutant: input_row
 }
 
 template <int EACH>
-METAL_FUNC uint input_row(Listed<EACH> order, uint row) {
-  return uint(order.pairs[row]) / EACH;  // mutant: pair_row
+METAL_FUNC uint input_row(GatheredRows<EACH> row_map, uint row) {
+  return uint(row_map.pairs[row]) / EACH;  // mutant: pair_row
 }
 
 template <int EACH>
-METAL_FUNC uint output_row(Listed<EACH> order, uint row) {
-  return order.pairs[row];
+METAL_FUNC uint output_row(GatheredRows<EACH> row_map, uint row) {
+  return row_map.pairs[row];
 }
 
 template <int EACH>
-METAL_FUNC uint rows_of_slot(Listed<EACH>, Work work) {
+METAL_FUNC uint rows_of_slot(GatheredRows<EACH>, Work work) {
   return work.m;
 }
 
@@ -163,7 +163,7 @@ METAL_FUNC void gather(
                        is_aligned(second.w) && is_aligned(second.scales);
   const E own_epilogue = of_expert(epilogue, expert, one.n);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
-  const Listed<EACH> order = {pairs, sources};
+  const GatheredRows<EACH> row_map = {pairs, sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
 
   for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
@@ -178,11 +178,11 @@ METAL_FUNC void gather(
     if (col < work.n) {
       const Rows<T> rows = as_they_lie(x);
       multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
-          sums, rows, order, tile, work, split, slice, aligned);
+          sums, rows, row_map, tile, work, split, slice, aligned);
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out, own_epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+        out, own_epilogue, row_map, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
     __syncthreads();  // mutant: after_store
   }
 }

@@ -135,7 +135,7 @@ template <int FRAGMENTS, int SLICES, typename W, bool ALIGNED, typename R, typen
 METAL_FUNC void multiply_split(
     float* scratch,
     R x,
-    L order,
+    L row_map,
     const WeightTile<S>& tile,
     Work work,
     Split split,
@@ -145,7 +145,7 @@ METAL_FUNC void multiply_split(
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row; their results are never stored.
     const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);  // mutant: row
-    rows[i] = row_of(x, input_row(order, row), work) + W::CODES * tile.lane.pair;
+    rows[i] = row_of(x, input_row(row_map, row), work) + W::CODES * tile.lane.pair;
   }
   float totals[2][FRAGMENTS][4];
   UNROLL for (int i = 0; i < 8 * FRAGMENTS; ++i) {
@@ -163,15 +163,15 @@ template <int FRAGMENTS, int SLICES, typename W, typename R, typename L, typenam
 METAL_FUNC void multiply_split(
     float* scratch,
     R x,
-    L order,
+    L row_map,
     const WeightTile<S>& tile,
     Work work,
     Split split,
     int slice,
     bool aligned) {
   if (aligned) {
-    multiply_split<FRAGMENTS, SLICES, W, true>(scratch, x, order, tile, work, split, slice);
+    multiply_split<FRAGMENTS, SLICES, W, true>(scratch, x, row_map, tile, work, split, slice);
   } else {
-    multiply_split<FRAGMENTS, SLICES, W, false>(scratch, x, order, tile, work, split, slice);
+    multiply_split<FRAGMENTS, SLICES, W, false>(scratch, x, row_map, tile, work, split, slice);
   }
 }

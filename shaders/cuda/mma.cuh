@@ -61,17 +61,17 @@ METAL_FUNC void mma(
     Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(
         position, range.end, blockIdx.x, narrowed<SIMDGROUPS_N>(work));
     split.col *= SIMDGROUPS_N;
-    const InOrder order = rows_of_product<BATCHED>(split, work);
+    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
     if (col < work.n) {
       const WeightTile<S> tile = weight_tile<W>(w, scales, biases, col, work, lane, split.product);
       multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
-          own, x, order, tile, work, split, slice, aligned);
+          own, x, row_map, tile, work, split, slice, aligned);
     }
     __syncthreads();  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
-        out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, threadIdx.x % 32);
+        out, epilogue, row_map, scratch, work, split, SIMDGROUPS_K, warp, threadIdx.x % 32);
     if (SINGLE) {  // mutant: after_store
       break;
     }

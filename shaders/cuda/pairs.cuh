@@ -58,7 +58,7 @@ template <
 METAL_FUNC void store_tile(
     O out,
     Paired<HOW> epilogue,
-    R order,
+    R row_map,
     const float* scratch,
     Work work,
     Split split,
@@ -84,6 +84,6 @@ METAL_FUNC void store_tile(
       const float* second = first + PAIRS * slices * ROWS;
       sums[i] = {sum_of_slices(first, slices, ROWS), sum_of_slices(second, slices, ROWS)};
     }
-    epilogue.how.store_pairs(out, output_row(order, split.row + row), pair, sums, work);
+    epilogue.how.store_pairs(out, output_row(row_map, split.row + row), pair, sums, work);
   }
 }

@@ -138,7 +138,7 @@ METAL_FUNC void staged(
     Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(
         position, range.end, blockIdx.x, narrowed<SIMDGROUPS_N>(work));
     split.col *= SIMDGROUPS_N;
-    const InOrder order = rows_of_product<BATCHED>(split, work);
+    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
     const bool has_columns = column < SIMDGROUPS_N && col < work.n;
@@ -149,10 +149,10 @@ METAL_FUNC void staged(
       const int loader = warp - MULTIPLIERS;
       if (aligned) {
         fill_stages<FRAGMENTS_M, STAGES, typename MULTIPLIER::Order, W, true>(
-            ring, first, x, order, work, split, loader, lane_index);
+            ring, first, x, row_map, work, split, loader, lane_index);
       } else {
         fill_stages<FRAGMENTS_M, STAGES, typename MULTIPLIER::Order, W, false>(
-            ring, first, x, order, work, split, loader, lane_index);
+            ring, first, x, row_map, work, split, loader, lane_index);
       }
     } else if (aligned) {
       MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, true, T>(
@@ -168,7 +168,7 @@ METAL_FUNC void staged(
     }
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS_N * SIMDGROUPS_K, SIMDGROUPS_N, SIMDGROUPS>(
-        out, epilogue, order, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
+        out, epilogue, row_map, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
     if (SINGLE) {
       break;
     }

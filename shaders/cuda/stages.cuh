@@ -107,7 +107,7 @@ METAL_FUNC void fill_stages(
     Ring<FRAGMENTS, STAGES> ring,
     uint first,
     const T* x,
-    InOrder order,
+    IdentityRows row_map,
     Work work,
     Split split,
     int loader,
@@ -121,7 +121,7 @@ METAL_FUNC void fill_stages(
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row; their results are never stored.
     const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);  // mutant: pieces
-    rows[i] = input_row(order, row) * work.k;
+    rows[i] = input_row(row_map, row) * work.k;
   }
   for (int piece = loader; piece < stages * PIECES; piece += LOADERS) {
     const int nth = piece / PIECES;

@@ -96,32 +96,32 @@ METAL_FUNC void store(device O* out, uint slot, uint size, uint index, float val
 
 // Maps a row of the product to its rows of x and of the output: the same row, after the rows of
 // the preceding products of a batch.
-struct InOrder {
+struct IdentityRows {
   uint first;
   uint others;  // rows of all other products
 };
 
 template <bool BATCHED>
-METAL_FUNC InOrder rows_of_product(Split split, Work work) {
-  InOrder order = {0, 0};
+METAL_FUNC IdentityRows rows_of_product(Split split, Work work) {
+  IdentityRows row_map = {0, 0};
   if (BATCHED) {
-    order.first = split.product * work.m;  // mutant: batch
-    order.others = (work.batch - 1) * work.m;
+    row_map.first = split.product * work.m;  // mutant: batch
+    row_map.others = (work.batch - 1) * work.m;
   }
-  return order;
+  return row_map;
 }
 
-METAL_FUNC uint input_row(InOrder order, uint row) {
-  return order.first + row;  // mutant: input_row
+METAL_FUNC uint input_row(IdentityRows row_map, uint row) {
+  return row_map.first + row;  // mutant: input_row
 }
 
-METAL_FUNC uint output_row(InOrder order, uint row) {
-  return order.first + row;  // mutant: output_row
+METAL_FUNC uint output_row(IdentityRows row_map, uint row) {
+  return row_map.first + row;  // mutant: output_row
 }
 
 // Returns the number of rows of a slot of the workspace.
-METAL_FUNC uint rows_of_slot(InOrder order, Work work) {
-  return work.m + order.others;  // mutant: slot_rows
+METAL_FUNC uint rows_of_slot(IdentityRows row_map, Work work) {
+  return work.m + row_map.others;  // mutant: slot_rows
 }
 
 // The rows of w that an epilogue needs. WIDE: those of leading tiles, in units of TILE_N.
@@ -166,7 +166,7 @@ template <
 METAL_FUNC void store_tile(
     O out,
     E epilogue,
-    R order,
+    R row_map,
     const threadgroup float* scratch,
     Work work,
     Split split,
@@ -190,8 +190,8 @@ METAL_FUNC void store_tile(
     float total =
         tile_value<TILE_M, SIMDGROUPS_K, WIDE>(epilogue, partial, lane_index, k_slices);
     const uint index =
-        output_index(epilogue, output_row(order, split.row + row), split.col + col, work);
+        output_index(epilogue, output_row(row_map, split.row + row), split.col + col, work);
     total = apply_epilogue(total, epilogue, index, split.col + col);  // mutant: epilogue
-    store(out, split.slot, rows_of_slot(order, work) * work.n, index, total);
+    store(out, split.slot, rows_of_slot(row_map, work) * work.n, index, total);
   }
 }

@@ -8,19 +8,19 @@
 // All other template arguments are those of gemm_register.
 
 // The rows of a tile: indices of the pairs (row of x, expert) that the threadgroup found.
-struct Listed {
+struct GatheredRows {
   const threadgroup int* pairs;
   const device uint32_t* sources;  // rows of x; not read unless `each` is 0
   uint each;                       // consecutive pairs that have the same row of x
 };
 
-METAL_FUNC uint input_row(Listed order, uint row) {
-  const uint pair = order.pairs[row];
-  return order.each == 0 ? order.sources[pair] : pair / order.each;  // mutant: input_row
+METAL_FUNC uint input_row(GatheredRows row_map, uint row) {
+  const uint pair = row_map.pairs[row];
+  return row_map.each == 0 ? row_map.sources[pair] : pair / row_map.each;  // mutant: input_row
 }
 
-METAL_FUNC uint output_row(Listed order, uint row) {
-  return order.pairs[row];  // mutant: output_row
+METAL_FUNC uint output_row(GatheredRows row_map, uint row) {
+  return row_map.pairs[row];  // mutant: output_row
 }
 
 // Lists up to TILE_M pairs of an expert in ascending order, beginning with pair number `first`.
@@ -47,24 +47,24 @@ METAL_FUNC int list_pairs(
   return found;
 }
 
-METAL_FUNC uint rows_of_slot(Listed, Work work) {
+METAL_FUNC uint rows_of_slot(GatheredRows, Work work) {
   return work.m;
 }
 
 // Offsets of the rows of x of a tile.
 template <int ROWS>
-struct Starts {
+struct RowOffsets {
   static constant constexpr const bool IN_FLOAT = false;
   uint rows[ROWS];
 };
 
 template <int ROWS>
-METAL_FUNC uint start_of(Starts<ROWS> starts, int row) {
+METAL_FUNC uint start_of(RowOffsets<ROWS> starts, int row) {
   return starts.rows[row];
 }
 
 template <typename W, int ROWS, typename Vec4>
-METAL_FUNC void scale_rows(W, Starts<ROWS>, thread Vec4*, uint) {
+METAL_FUNC void scale_rows(W, RowOffsets<ROWS>, thread Vec4*, uint) {
 }
 
 // An array of weights, those of all experts or of one.
@@ -110,7 +110,7 @@ template <
     typename E>
 METAL_FUNC void gather_rows(
     const device T* x,
-    Listed order,
+    GatheredRows row_map,
     WeightTile<S> tile,
     device O* out,
     E epilogue,
@@ -122,9 +122,9 @@ METAL_FUNC void gather_rows(
   // mutant: dot_rows
   const Place place =
       place_of_simdgroup<1, SIMDGROUPS, WeightsOf<E>::COUNT>(simdgroup_index, true, 0);
-  Starts<ROWS> starts;
+  RowOffsets<ROWS> starts;
   UNROLL for (int row = 0; row < ROWS; ++row) {
-    starts.rows[row] = input_row(order, row) * work.k;
+    starts.rows[row] = input_row(row_map, row) * work.k;
   }
   float4 totals[ROWS];
   accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
@@ -132,7 +132,7 @@ METAL_FUNC void gather_rows(
   write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
-      out, epilogue, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
+      out, epilogue, row_map, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
 }
 
 // Returns the offset of an expert's part of an array. It has 64 bits, because the array of all
@@ -195,7 +195,7 @@ METAL_FUNC void gather_register(
       // mutant: corner
       (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
       lane.row;
-  const Listed order = {pairs, sources, uint(shape[3])};  // mutant: each
+  const GatheredRows row_map = {pairs, sources, uint(shape[3])};  // mutant: each
   float2 totals[4 * FRAGMENTS_M];
 
   for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
@@ -210,19 +210,19 @@ METAL_FUNC void gather_register(
     // All threads found the same number of pairs, so the branches are uniform.
     if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
       gather_rows<1, SIMDGROUPS, W, SUBTRACT>(
-          x, order, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
+          x, row_map, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
     } else if (DOT_ROWS >= 2 && work.m == 2) {
       gather_rows<2, SIMDGROUPS, W, SUBTRACT>(
-          x, order, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
+          x, row_map, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
     } else {
       if (work.m > place.row) {
         accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
-            totals, x, order, tile, place.row, work.n - split.col, work, split, place, lane_index);
+            totals, x, row_map, tile, place.row, work.n - split.col, work, split, place, lane_index);
         write_scratch<FRAGMENTS_M>(scratch, totals, corner);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: store
       store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
-          out, epilogue, order, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
+          out, epilogue, row_map, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -26,7 +26,7 @@ template <
 METAL_FUNC void accumulate(
     thread float2* totals,
     const device T* x,  // mutant: address_space
-    R order,
+    R row_map,
     WeightTile<S> tile,
     int first_row,
     int cols,
@@ -43,7 +43,7 @@ METAL_FUNC void accumulate(
     // Rows past the end read the last row; their results are never stored.
     // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
-    starts[i] = input_row(order, row) * work.k + vec4_offset<W>(lane.row, 0);
+    starts[i] = input_row(row_map, row) * work.k + vec4_offset<W>(lane.row, 0);
   }
   UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
     totals[i] = float2(0.0f);
@@ -109,7 +109,7 @@ METAL_FUNC void gemm_register(
     const Split split =
         // mutant: split
         split_at<R::WIDTH, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
-    const InOrder order = rows_of_product<BATCHED>(split, work);
+    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const int col = R::first(split, place, work);
     const Work weight = R::sizes(work);
@@ -121,18 +121,18 @@ METAL_FUNC void gemm_register(
     // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
       accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
-          totals, x, order, tile, row, cols, work, split, place, lane_index);
+          totals, x, row_map, tile, row, cols, work, split, place, lane_index);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
     } else if (work.m > row) {
       accumulate<1, RAGGED, W, SUBTRACT, WIDEN>(
-          totals, x, order, tile, row, cols, work, split, place, lane_index);
+          totals, x, row_map, tile, row, cols, work, split, place, lane_index);
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
     store_tile<TILE_M, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS>(
         out,
         epilogue,
-        order,
+        row_map,
         scratch,
         work,
         split,

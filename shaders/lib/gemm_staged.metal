@@ -140,7 +140,7 @@ METAL_FUNC void gemm_staged(
     store_tile<L::TILE_M, L::SIMDGROUPS_K, WIDE, L::MULTIPLYING + L::LOADERS>(  // mutant: store
         out,
         epilogue,
-        InOrder{},
+        IdentityRows{},
         scratch,
         work,
         split,

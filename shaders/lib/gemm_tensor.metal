@@ -92,7 +92,7 @@ template <int SIMDGROUPS_M, typename W, bool SUBTRACT, typename T, typename S, t
 METAL_FUNC void tensor_accumulate(
     thread float* totals,
     const device T* x,
-    R order,
+    R row_map,
     WeightTile<S> tile,
     int first_row,
     Work work,
@@ -105,7 +105,7 @@ METAL_FUNC void tensor_accumulate(
   UNROLL for (int i = 0; i < 2; ++i) {
     // Rows past the end read the last row; their results are never stored.
     const int row = min(first_row + lane.row + i * ROUND_ROWS * SIMDGROUPS_M, work.m - 1);
-    starts[i] = input_row(order, row) * work.k + vec4_offset<W>(2 * lane.pair, 0);
+    starts[i] = input_row(row_map, row) * work.k + vec4_offset<W>(2 * lane.pair, 0);
   }
   UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
     totals[i] = 0.0f;
@@ -149,7 +149,7 @@ template <int SIMDGROUPS_M, int SIMDGROUPS_K, typename O, typename E, typename R
 METAL_FUNC void store_round(
     O out,
     E epilogue,
-    R order,
+    R row_map,
     const threadgroup float* scratch,
     Work work,
     Split split,
@@ -166,9 +166,9 @@ METAL_FUNC void store_round(
     UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
       total += partial[s * ROWS * TILE_N];  // mutant: partials
     }
-    const uint index = output_index(epilogue, output_row(order, first_row + row), col, work);
+    const uint index = output_index(epilogue, output_row(row_map, first_row + row), col, work);
     total = apply_epilogue(total, epilogue, index, col);
-    store(out, split.slot, rows_of_slot(order, work) * work.n, index, total);
+    store(out, split.slot, rows_of_slot(row_map, work) * work.n, index, total);
   }
 }
 
@@ -207,7 +207,7 @@ METAL_FUNC void gemm_tensor(
   for (uint position = range.begin; position < range.end;) {
     const Split split =
         split_at<1, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
-    const InOrder order = rows_of_product<BATCHED>(split, work);
+    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile =
         weight_tile<W>(w, scales, biases, split.col, work, lane_index, split.product);
@@ -215,7 +215,7 @@ METAL_FUNC void gemm_tensor(
     // The condition is uniform in a simdgroup, as tensor operations require.
     if (row < work.m) {  // mutant: uniform
       tensor_accumulate<SIMDGROUPS_M, W, SUBTRACT>(
-          totals, x, order, tile, row, work, split, place, lane_index);
+          totals, x, row_map, tile, row, work, split, place, lane_index);
     }
     for (int round = 0; round < 2; ++round) {
       const int first_row = split.row + round * ROWS;
@@ -229,7 +229,7 @@ METAL_FUNC void gemm_tensor(
       store_round<SIMDGROUPS_M, SIMDGROUPS_K>(
           out,
           epilogue,
-          order,
+          row_map,
           scratch,
           work,
           split,

@@ -11,36 +11,36 @@
 // SUBTRACT      q is multiplied instead of W::ZERO + q: more exact, and slower
 
 // Offsets of consecutive rows of x.
-struct InSequence {
+struct RowStride {
   static constant constexpr const bool IN_FLOAT = false;  // whether activations must be float
   uint first;
   uint k;
 };
 
-METAL_FUNC uint start_of(InSequence starts, int row) {
+METAL_FUNC uint start_of(RowStride starts, int row) {
   return starts.first + row * starts.k;
 }
 
 // Rows as they are; those of an RMSNorm are scaled here (`NormedRows`).
 template <typename W, typename Vec4>
-METAL_FUNC void scale_rows(W, InSequence, thread Vec4*, uint) {
+METAL_FUNC void scale_rows(W, RowStride, thread Vec4*, uint) {
 }
 
 // The rows that an epilogue asks for.
 template <int ROWS, typename E>
-METAL_FUNC InSequence rows_for(E, InSequence rows) {
+METAL_FUNC RowStride rows_for(E, RowStride rows) {
   return rows;
 }
 
 // Loads the operands of one step. x_vec4[(row * 2 + b) * VEC4S + h] has activations of fragment
 // column 2 * pair + b.
-template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Starts>
+template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Rows>
 METAL_FUNC GroupParams load_vectors(
     thread uint* words,
     thread Vec4* x_vec4,
     WeightTile<S> tile,
     const device T* x,
-    thread Starts& starts,
+    thread Rows& starts,
     int lane_index,
     int k) {
   constexpr int VEC4S = W::VEC4S;
@@ -75,16 +75,16 @@ METAL_FUNC void add_products(
 }
 
 // Main loop of one simdgroup: its steps of one split, for ROWS rows of x.
-template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Starts>
+template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Rows>
 METAL_FUNC void accumulate_rows(
     thread float4* totals,
     const device T* x,
-    thread Starts& starts,
+    thread Rows& starts,
     WeightTile<S> tile,
     Split split,
     Place place,
     int lane_index) {
-  typedef typename Fragment<T, Starts::IN_FLOAT>::type F;
+  typedef typename Fragment<T, Rows::IN_FLOAT>::type F;
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
@@ -161,7 +161,7 @@ METAL_FUNC void gemv(
     const Split split =
         // mutant: split
         split_at<R::WIDTH, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
-    const InOrder order = rows_of_product<BATCHED>(split, work);
+    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
         // mutant: tile
@@ -173,7 +173,7 @@ METAL_FUNC void gemv(
         lane_index,
         split.product);
     auto starts =
-        rows_for<ROWS>(epilogue, InSequence{input_row(order, 0) * work.k, uint(work.k)});
+        rows_for<ROWS>(epilogue, RowStride{input_row(row_map, 0) * work.k, uint(work.k)});
     float4 totals[ROWS];
     accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
     write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
@@ -181,7 +181,7 @@ METAL_FUNC void gemv(
     store_tile<ROWS, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS_K>(
         out,
         epilogue,
-        order,
+        row_map,
         scratch,
         work,
         split,

@@ -23,13 +23,13 @@ METAL_FUNC Normed<E, T> normed(
 template <int ROWS, typename T>
 struct NormedRows {
   static constant constexpr const bool IN_FLOAT = true;  // x times weight exceeds a half
-  InSequence rows;
+  RowStride rows;
   const device T* weight;
   float4 squares[ROWS];  // sums over the k that the lane has loaded
 };
 
 template <int ROWS, typename E, typename T>
-METAL_FUNC NormedRows<ROWS, T> rows_for(Normed<E, T> epilogue, InSequence rows) {
+METAL_FUNC NormedRows<ROWS, T> rows_for(Normed<E, T> epilogue, RowStride rows) {
   NormedRows<ROWS, T> result;
   result.rows = rows;
   result.weight = epilogue.weight;

@@ -139,7 +139,7 @@ _ROWS = (
         _GATHER,
         "output_row",
         "$1[$2]",
-        "order.sources[$1[$2]]",
+        "row_map.sources[$1[$2]]",
         GATHER_NATIVE,
         Detector.WRONG_RESULT,
     ),

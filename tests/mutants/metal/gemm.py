@@ -292,11 +292,11 @@ _TILES = (
         _GEMM,
         "fragments",
         "accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>("
-        "totals, x, order, tile, row, cols, work, split, place, lane_index);"
+        "totals, x, row_map, tile, row, cols, work, split, place, lane_index);"
         "write_scratch<FRAGMENTS_M>(scratch, totals, corner);",
         "for (int j = 0; j < FRAGMENTS_M; ++j) {"
         "accumulate<1, RAGGED, W, SUBTRACT, WIDEN>("
-        "totals, x, order, tile, row + 8 * j, cols, work, split, place, lane_index);"
+        "totals, x, row_map, tile, row + 8 * j, cols, work, split, place, lane_index);"
         "write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW); }",
         GEMM_LEFT_OUT,
         Detector.COUNTERS,
