@@ -14,11 +14,11 @@
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__(THREADS, 1)
 
-// Divides n by WIDTH: ../lib/work.metal assumes tiles of one packed tile in width, and these are
-// WIDTH packed tiles wide.
-template <int WIDTH>
+// Divides n by TILES_N: ../lib/work.metal assumes tiles of one packed tile in width, and these are
+// TILES_N packed tiles wide.
+template <int TILES_N>
 METAL_FUNC Work narrowed(Work work) {
-  work.n = ceil_div(work.n, WIDTH);
+  work.n = ceil_div(work.n, TILES_N);
   return work;
 }
 

@@ -6,7 +6,7 @@ marlin::gemm_register<
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
-    WIDE,
+    TILES_N,
     WHOLE,
     BATCHED,
     RAGGED,

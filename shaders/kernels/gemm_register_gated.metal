@@ -1,5 +1,5 @@
 // Computes out[m, n] = activation(x[m, k] times the transpose of w[0:n, k]) * (x times the
-// transpose of w[n:2n, k]). No tile is split; simdgroups_n (WIDE) is 2.
+// transpose of w[n:2n, k]). No tile is split; simdgroups_n (TILES_N) is 2.
 // Plan: as for gemm_register, and the activation.
 // Threadgroup: as for gemm_register.
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
@@ -7,7 +7,7 @@ marlin::gemm_register<
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
-    WIDE,
+    TILES_N,
     WHOLE,
     BATCHED,
     RAGGED,

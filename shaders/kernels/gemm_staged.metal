@@ -12,7 +12,7 @@ typedef marlin::Staging<
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>
     Stages;
 threadgroup float scratch[Stages::FLOATS];
-marlin::gemm_staged<Stages, WIDE, WHOLE, RAGGED, SUBTRACT>(
+marlin::gemm_staged<Stages, TILES_N, WHOLE, RAGGED, SUBTRACT>(
     marlin::make_operands(x, w, scales, biases),
     shape,
     schedule,

@@ -1,12 +1,12 @@
 // Computes out[ROWS, n] = x[ROWS, k] times the transpose of w[n, k] for one to five rows. If
 // tiles are split, out is the workspace [slots, ROWS, n], or the sums are added atomically.
-// Plan: tile.m (ROWS), simdgroups_n (WIDE), simdgroups_k, subtract, work.
+// Plan: tile.m (ROWS), simdgroups_n (TILES_N), simdgroups_k, subtract, work.
 // Threadgroup: simdgroups_k simdgroups; it computes one range of k tiles.
 threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];  // mutant: scratch
 marlin::gemv<
     ROWS,
     SIMDGROUPS_K,
-    WIDE,
+    TILES_N,
     WHOLE,
     BATCHED,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,

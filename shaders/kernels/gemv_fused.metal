@@ -5,7 +5,7 @@ threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
 marlin::gemv<
     ROWS,
     SIMDGROUPS_K,
-    WIDE,
+    TILES_N,
     WHOLE,
     BATCHED,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,

@@ -1,11 +1,11 @@
 // Computes out[ROWS, n] = activation(x[ROWS, k] times the transpose of w[0:n, k]) * (x times the
-// transpose of w[n:2n, k]) for one to five rows. No tile is split; simdgroups_n (WIDE) is 2.
+// transpose of w[n:2n, k]) for one to five rows. No tile is split; simdgroups_n (TILES_N) is 2.
 // Plan: as for gemv, and the activation. Threadgroup: as for gemv.
 threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
 marlin::gemv<
     ROWS,
     SIMDGROUPS_K,
-    WIDE,
+    TILES_N,
     WHOLE,
     BATCHED,
     marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,

@@ -124,10 +124,10 @@ METAL_FUNC uint rows_of_slot(IdentityRows row_map, Work work) {
   return work.m + row_map.others;  // mutant: slot_rows
 }
 
-// The rows of w that an epilogue needs. WIDE: those of leading tiles, in units of TILE_N.
-template <typename E, int WIDE>
+// The rows of w that an epilogue needs. TILES_N: those of leading tiles, in units of TILE_N.
+template <typename E, int TILES_N>
 struct WeightRows {
-  static constant constexpr const int WIDTH = WIDE;  // columns of these tiles in the output
+  static constant constexpr const int WIDTH = TILES_N;  // columns of these tiles in the output
 
   static METAL_FUNC Work sizes(Work work) {
     return work;
@@ -141,12 +141,12 @@ struct WeightRows {
 
 // Adds an element's partial sums by the simdgroups along k, in ascending order.
 // partial: that of the first simdgroup, in the given column of a row of scratch.
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, typename E>
+template <int TILE_M, int SIMDGROUPS_K, int TILES_N, typename E>
 METAL_FUNC float tile_value(E, const threadgroup float* partial, int, int k_slices) {
   // mutant: slices
   float total = partial[0];
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
-    if (WIDE == 1 || s < k_slices) {
+    if (TILES_N == 1 || s < k_slices) {
       total += partial[s * TILE_M * SCRATCH_ROW];
     }
   }
@@ -158,7 +158,7 @@ METAL_FUNC float tile_value(E, const threadgroup float* partial, int, int k_slic
 template <
     int TILE_M,
     int SIMDGROUPS_K,
-    int WIDE,
+    int TILES_N,
     int SIMDGROUPS,
     typename O,
     typename E,
@@ -175,20 +175,20 @@ METAL_FUNC void store_tile(
     int lane_index) {
   const int rows = min(TILE_M, work.m - split.row);  // mutant: bounds
   const int cols = work.n - split.col;
-  const int columns = WIDE > 1 ? SIMDGROUPS_K / k_slices : 1;
+  const int columns = TILES_N > 1 ? SIMDGROUPS_K / k_slices : 1;
   // A simdgroup stores one row at a time; a lane always stores the same column.
-  const int lines = WIDE > 1 ? columns * TILE_M : lane_index < cols ? rows : 0;
+  const int lines = TILES_N > 1 ? columns * TILE_M : lane_index < cols ? rows : 0;
   for (int line = simdgroup_index; line < lines; line += SIMDGROUPS) {
-    const int column = WIDE > 1 ? line / TILE_M : 0;
-    const int row = WIDE > 1 ? line % TILE_M : line;
+    const int column = TILES_N > 1 ? line / TILE_M : 0;
+    const int row = TILES_N > 1 ? line % TILE_M : line;
     const int col = column * TILE_N + lane_index;
-    if (WIDE > 1 && (row >= rows || col >= cols)) {  // mutant: add_partials
+    if (TILES_N > 1 && (row >= rows || col >= cols)) {  // mutant: add_partials
       continue;
     }
     const threadgroup float* partial =
         scratch + (column * k_slices * TILE_M + row) * SCRATCH_ROW + lane_index;
     float total =
-        tile_value<TILE_M, SIMDGROUPS_K, WIDE>(epilogue, partial, lane_index, k_slices);
+        tile_value<TILE_M, SIMDGROUPS_K, TILES_N>(epilogue, partial, lane_index, k_slices);
     const uint index =
         output_index(epilogue, output_row(row_map, split.row + row), split.col + col, work);
     total = apply_epilogue(total, epilogue, index, split.col + col);  // mutant: epilogue

@@ -38,17 +38,17 @@ METAL_FUNC ExpertEpilogue<GATE, BIAS, T, S> at_column(
   return epilogue;
 }
 
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, int GATE, bool BIAS, typename T, typename S>
+template <int TILE_M, int SIMDGROUPS_K, int TILES_N, int GATE, bool BIAS, typename T, typename S>
 METAL_FUNC float tile_value(
     ExpertEpilogue<GATE, BIAS, T, S> epilogue,
     const threadgroup float* partial,
     int col,
     int k_slices) {
   if (GATE == NO_GATE) {
-    const float total = tile_value<TILE_M, SIMDGROUPS_K, WIDE>(Plain{}, partial, col, k_slices);
+    const float total = tile_value<TILE_M, SIMDGROUPS_K, TILES_N>(Plain{}, partial, col, k_slices);
     return BIAS ? total + float(epilogue.bias[col]) : total;  // mutant: bias
   }
-  float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, 1.0f);
+  float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, TILES_N>(partial, 1.0f);
   if (BIAS) {
     // mutant: both_biases
     both += float2(float(epilogue.bias[col]), float(epilogue.second_bias[col]));

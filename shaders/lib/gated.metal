@@ -6,9 +6,9 @@
 template <int ACTIVATION>
 struct Gated {};
 
-template <int ACTIVATION, int WIDE>
-struct WeightRows<Gated<ACTIVATION>, WIDE> {
-  static constant constexpr const int WIDTH = WIDE / 2;
+template <int ACTIVATION, int TILES_N>
+struct WeightRows<Gated<ACTIVATION>, TILES_N> {
+  static constant constexpr const int WIDTH = TILES_N / 2;
 
   static METAL_FUNC Work sizes(Work work) {
     work.n *= 2;  // mutant: sizes
@@ -21,19 +21,19 @@ struct WeightRows<Gated<ACTIVATION>, WIDE> {
 };
 
 // Returns an element of gate and the same one of up. factor: that of their row.
-template <int TILE_M, int SIMDGROUPS_K, int WIDE>
+template <int TILE_M, int SIMDGROUPS_K, int TILES_N>
 METAL_FUNC float2 gate_and_up(const threadgroup float* partial, float factor) {
   constexpr int K_SLICES = SIMDGROUPS_K / 2;
   // mutant: gate
   const threadgroup float* other = partial + K_SLICES * TILE_M * SCRATCH_ROW;
-  const float gate = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, partial, 0, K_SLICES);
-  const float up = tile_value<TILE_M, K_SLICES, WIDE>(Plain{}, other, 0, K_SLICES);
+  const float gate = tile_value<TILE_M, K_SLICES, TILES_N>(Plain{}, partial, 0, K_SLICES);
+  const float up = tile_value<TILE_M, K_SLICES, TILES_N>(Plain{}, other, 0, K_SLICES);
   return factor * float2(gate, up);
 }
 
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION>
+template <int TILE_M, int SIMDGROUPS_K, int TILES_N, int ACTIVATION>
 METAL_FUNC float tile_value(Gated<ACTIVATION>, const threadgroup float* partial, int, int) {
-  const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, 1.0f);
+  const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, TILES_N>(partial, 1.0f);
   return gated<ACTIVATION>(both.x, both.y);  // mutant: activation
 }
 

@@ -5,7 +5,7 @@
 // FRAGMENTS_M   column fragments (of 8 rows of x) per simdgroup, 1 or 2
 // SIMDGROUPS_M  simdgroups side by side along m; they read the same words
 // SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
-// WIDE          width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
+// TILES_N       width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
 // WHOLE         every threadgroup computes one whole tile
 // BATCHED       there are several products, each with its own weight
 // RAGGED        the last tile along n may have fewer than four row fragments of w
@@ -68,7 +68,7 @@ template <
     int FRAGMENTS_M,
     int SIMDGROUPS_M,
     int SIMDGROUPS_K,
-    int WIDE,
+    int TILES_N,
     bool WHOLE,
     bool BATCHED,
     bool RAGGED,
@@ -94,12 +94,12 @@ METAL_FUNC void gemm_register(
     int lane_index) {
   constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
   constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
-  typedef WeightRows<E, WIDE> R;
+  typedef WeightRows<E, TILES_N> R;
 
   const Work work = read_work(shape, schedule);
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
-  const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WIDE>(
+  const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, TILES_N>(
       simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);  // mutant: corner
   const int corner = (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) *
           SCRATCH_ROW + lane.row;

@@ -57,7 +57,7 @@ METAL_FUNC void multiply_stage(
 
 template <
     typename L,
-    int WIDE,
+    int TILES_N,
     bool WHOLE,
     bool RAGGED,
     bool SUBTRACT,
@@ -83,7 +83,7 @@ METAL_FUNC void gemm_staged(
   const Work work = read_work(shape, schedule);
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
   const Lane lane = lane_of(lane_index);
-  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, WIDE>(
+  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, TILES_N>(
       simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
   const bool multiplies = simdgroup_index < L::MULTIPLYING;  // mutant: roles
   const bool loads = L::LOADERS == 0 || !multiplies;
@@ -95,7 +95,7 @@ METAL_FUNC void gemm_staged(
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =
-        split_at<WIDE, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
+        split_at<TILES_N, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
     position += split.k_tile_count;
     const int col = split.col + TILE_N * place.column;
     const WeightTile<S> tile =
@@ -137,7 +137,7 @@ METAL_FUNC void gemm_staged(
       write_scratch<1>(scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<L::TILE_M, L::SIMDGROUPS_K, WIDE, L::MULTIPLYING + L::LOADERS>(  // mutant: store
+    store_tile<L::TILE_M, L::SIMDGROUPS_K, TILES_N, L::MULTIPLYING + L::LOADERS>(  // mutant: store
         out,
         epilogue,
         IdentityRows{},

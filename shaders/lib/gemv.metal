@@ -4,7 +4,7 @@
 //
 // ROWS          rows of x
 // SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
-// WIDE          width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
+// TILES_N       width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
 // WHOLE         every threadgroup computes one whole tile
 // BATCHED       there are several products, each with its own weight
 // W             WeightFormat
@@ -127,7 +127,7 @@ METAL_FUNC void write_rows(
 template <
     int ROWS,
     int SIMDGROUPS_K,
-    int WIDE,
+    int TILES_N,
     bool WHOLE,
     bool BATCHED,
     typename W,
@@ -152,10 +152,10 @@ METAL_FUNC void gemv(
   Work work = read_work(shape, schedule);
   work.m_tiles = 1;  // a tile has all rows; the constant saves a division and registers
   const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
-  const Place place = place_of_simdgroup<1, SIMDGROUPS_K, WIDE>(
+  const Place place = place_of_simdgroup<1, SIMDGROUPS_K, TILES_N>(
       simdgroup_index, threadgroup_index < work.whole, 0);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW;  // mutant: corner
-  typedef WeightRows<E, WIDE> R;
+  typedef WeightRows<E, TILES_N> R;
 
   for (uint position = range.begin; position < range.end;) {
     const Split split =

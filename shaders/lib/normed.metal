@@ -87,24 +87,24 @@ factor_of_row(Normed<E, T> epilogue, const threadgroup float* partial, int colum
   return rsqrt(sum / epilogue.k + epilogue.epsilon);
 }
 
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, typename E, typename T>
+template <int TILE_M, int SIMDGROUPS_K, int TILES_N, typename E, typename T>
 METAL_FUNC float
 tile_value(Normed<E, T> epilogue, const threadgroup float* partial, int column, int k_slices) {
   const float factor = factor_of_row<TILE_M, SIMDGROUPS_K>(epilogue, partial, column);
-  return factor * tile_value<TILE_M, SIMDGROUPS_K, WIDE>(Plain{}, partial, column, k_slices);
+  return factor * tile_value<TILE_M, SIMDGROUPS_K, TILES_N>(Plain{}, partial, column, k_slices);
 }
 
-template <int TILE_M, int SIMDGROUPS_K, int WIDE, int ACTIVATION, typename T>
+template <int TILE_M, int SIMDGROUPS_K, int TILES_N, int ACTIVATION, typename T>
 METAL_FUNC float tile_value(
     Normed<Gated<ACTIVATION>, T> epilogue, const threadgroup float* partial, int column, int) {
   // mutant: gated
   const float factor = factor_of_row<TILE_M, SIMDGROUPS_K / 2>(epilogue, partial, column);
-  const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, WIDE>(partial, factor);
+  const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, TILES_N>(partial, factor);
   return activate<ACTIVATION>(both.x) * both.y;
 }
 
-template <typename E, typename T, int WIDE>
-struct WeightRows<Normed<E, T>, WIDE> : WeightRows<E, WIDE> {};
+template <typename E, typename T, int TILES_N>
+struct WeightRows<Normed<E, T>, TILES_N> : WeightRows<E, TILES_N> {};
 
 template <typename E, typename T>
 METAL_FUNC float apply_epilogue(float value, Normed<E, T> epilogue, uint index, uint col) {

@@ -21,9 +21,9 @@ METAL_FUNC void sums_of_splits(
   }
 }
 
-// BATCHED: there are several products. T: dtype of the results. WIDTH: columns of a tile, in
+// BATCHED: there are several products. T: dtype of the results. TILES_N: columns of a tile, in
 // units of TILE_N.
-template <bool BATCHED, typename T, int WIDTH = 1, typename O, typename E>
+template <bool BATCHED, typename T, int TILES_N = 1, typename O, typename E>
 METAL_FUNC void reduce(
     const device float* partials,
     const constant int32_t* shape,
@@ -39,8 +39,8 @@ METAL_FUNC void reduce(
   const uint product = BATCHED ? part / parts : 0;
   const uint first = (part - product * parts) * ROWS_OF_THREAD;
   Work tiles = work;
-  tiles.n = ceil_div(work.n, WIDTH);
-  const uint splits = splits_of_element(first, col / WIDTH, product, tiles);  // mutant: bounds
+  tiles.n = ceil_div(work.n, TILES_N);
+  const uint splits = splits_of_element(first, col / TILES_N, product, tiles);  // mutant: bounds
   const uint rows = min(ROWS_OF_THREAD, uint(work.m) - first);
   const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
   const uint first_row = product * work.m + first;

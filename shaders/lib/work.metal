@@ -149,8 +149,8 @@ struct Split {
 };
 
 // Returns the split that begins at `position`, in the range of threadgroup `index`. The first
-// `whole` tiles are WIDE times as wide as the others. BATCHED: there are several products.
-template <int WIDE, bool WHOLE, int GROUP, bool BATCHED = false>
+// `whole` tiles are TILES_N times as wide as the others. BATCHED: there are several products.
+template <int TILES_N, bool WHOLE, int GROUP, bool BATCHED = false>
 METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   constexpr int K_TILE = k_tile_of_group(GROUP);
   const uint place = WHOLE ? index : position / work.k_tiles;
@@ -170,9 +170,9 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
     split.product = column / columns;
     column %= columns;
   }
-  const uint wide = WIDE > 1 ? min(column, work.whole / work.m_tiles) : 0;
+  const uint wide = TILES_N > 1 ? min(column, work.whole / work.m_tiles) : 0;
   split.row = tile % work.m_tiles * work.tile_m;
-  split.col = TILE_N * (column + (WIDE - 1) * wide);
+  split.col = TILE_N * (column + (TILES_N - 1) * wide);
   split.slot = 0;
   if (k_idx > 0) {  // only the first split of a range begins inside a tile
     // mutant: slot
@@ -208,14 +208,14 @@ struct Place {
   int k_slices;  // number of slices of the tile's k
 };
 
-template <int SIMDGROUPS_M, int SIMDGROUPS_K, int WIDE>
+template <int SIMDGROUPS_M, int SIMDGROUPS_K, int TILES_N>
 METAL_FUNC Place place_of_simdgroup(int simdgroup_index, bool is_wide, int rows) {
   Place place;
-  place.k_slices = WIDE > 1 && is_wide ? SIMDGROUPS_K / WIDE : SIMDGROUPS_K;  // mutant: place
+  place.k_slices = TILES_N > 1 && is_wide ? SIMDGROUPS_K / TILES_N : SIMDGROUPS_K;  // mutant: place
   const int along = simdgroup_index / SIMDGROUPS_M;
   place.row = simdgroup_index % SIMDGROUPS_M * rows;
-  place.column = WIDE > 1 ? along / place.k_slices : 0;
-  place.k_slice = WIDE > 1 ? along % place.k_slices : along;
+  place.column = TILES_N > 1 ? along / place.k_slices : 0;
+  place.k_slice = TILES_N > 1 ? along % place.k_slices : along;
   return place;
 }
 

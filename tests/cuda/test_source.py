@@ -68,7 +68,7 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     threads, digest, include = text.header.splitlines(keepends=True)
     assert threads == f"#define THREADS {plan.threads}\n"
     assert re.fullmatch("// [0-9a-f]{16}\n", digest)
-    assert include == included("cuda/product.cuh")
+    assert include == included("cuda/product_decls.cuh")
     assert fused.header == text.header
     biases = "const auto* biases = scales;\n"
     plain = "const marlin::Plain epilogue{};\n"
@@ -86,7 +86,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     metal, text = metal_source.reduce_source(), cuda_source.of_reduce(plan)
 
     digest = cuda_source.of_product(plan).header.splitlines()[1]
-    assert text.header == f"{digest}\n{included('cuda/sums.cuh')}"
+    assert text.header == f"{digest}\n{included('cuda/reduce_decls.cuh')}"
     assert body_of(text, "cuda/reduce.cu") == PLACES + declarations.AS_IT_IS.declaration
     own = body_of(cuda_source.of_reduce(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
@@ -98,7 +98,7 @@ def test_and_that_of_what_decodes() -> None:
     plan = plan_of(**WHOLE, layout="marlin")
     metal, text = metal_source.dequantize_source(), cuda_source.of_dense(plan.problem)
 
-    assert text.header.endswith(included("cuda/decoding.cuh"))
+    assert text.header.endswith(included("cuda/dequantize_decls.cuh"))
     before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
     assert body_of(text, "cuda/dequantize.cu") == before
     assert text.input_names == ("w", "scales", "numbers")
@@ -194,7 +194,7 @@ def test_hoppers_kernels_have_another_header_and_bodies(
 
     threads, _, include = text.header.splitlines(keepends=True)
     assert threads == f"#define THREADS {32 * (2 * tiles_n + 4)}\n"
-    assert include == included("cuda/staged_product.cuh")
+    assert include == included("cuda/staged_decls.cuh")
     assert fused.header == text.header
     assert body_of(text, f"cuda/{kernel}.cu")
     assert body_of(fused, f"cuda/{kernel}.cu")

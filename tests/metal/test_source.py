@@ -157,7 +157,7 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
     template = metal_arguments.product_template(plan)
 
     assert template["SIMDGROUPS_K"] == plan.simdgroups_k
-    assert template["WIDE"] == plan.simdgroups_n
+    assert template["TILES_N"] == plan.simdgroups_n
     assert template["WHOLE"] == plan.is_whole
     assert template["MODE"] == CODES.index(plan.problem.format.codes)
     assert template["BITS"] == plan.problem.bits

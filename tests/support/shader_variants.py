@@ -62,7 +62,7 @@ SHARING = ("gemv", "gather", "dequantize", "gemm_staged", "gemm_tensor")
 """Kernels that read weights with functions of `gemm_register`, where the pairs meet."""
 PLACES = ("LOW_ROW", "LOW_K", "HIGH_ROW", "HIGH_K")
 """Numbers that say where the bits of codes go: all alike to a compiler."""
-STORING = ("kind", "WIDE", "out")
+STORING = ("kind", "TILES_N", "out")
 """Those that they meet there."""
 NORMED = {"plain": "normed", "fused": "normed", "gated": "normed gated"}
 """Kinds of kernels without a norm -> those with one."""

@@ -29,7 +29,7 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     problem = plan.problem
     shared: dict[str, TemplateValue] = {
         "SIMDGROUPS_K": plan.simdgroups_k,
-        "WIDE": plan.simdgroups_n,
+        "TILES_N": plan.simdgroups_n,
         "WHOLE": plan.is_whole,
         **({} if plan.buffers else {"BATCHED": problem.batch > 1}),
         **weight_template(problem),
@@ -39,7 +39,7 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared, **fused}
     if plan.has_tensor_operations:
-        del shared["WIDE"]
+        del shared["TILES_N"]
         return {"SIMDGROUPS_M": plan.simdgroups_m, **shared, **fused}
     staged = {"BUFFERS": plan.buffers, "LOADERS": plan.loaders} if plan.buffers else {}
     return {

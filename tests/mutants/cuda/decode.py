@@ -8,7 +8,7 @@ ROWS_DECODED = "nvfp4 with a global scale, rows decoded in blocks"
 K_DECODED = "nvfp4 with a global scale, k decoded in blocks"
 NATIVE_DECODED = "native bfloat16, decoded in blocks of k"
 
-_SUMS = "cuda/sums.cuh"
+_SUMS = "cuda/reduce_decls.cuh"
 _DECODE = "cuda/decode.cuh"
 
 MUTANTS = (

@@ -7,7 +7,7 @@ ROTATED = "packed, rotated heads, two slices"
 ROTATED_NORMS = "packed, rotated heads with norms, two slices"
 
 _GATE, _GATED = "lib/gate.metal", "cuda/gated.cuh"
-_PAIRS = "cuda/pairs.cuh"
+_PAIRS = "cuda/paired_epilogue.cuh"
 
 MUTANTS = (
     Mutant(

@@ -17,7 +17,7 @@ ODD_X = "packed, odd offset of x"
 ODD_WORDS = "packed, odd offset of words"
 ODD_SCALES = "packed, odd offset of scales"
 
-_APART = "cuda/apart.cuh"
+_SPLIT_OUTPUT = "cuda/split_output.cuh"
 _LANE = "cuda/lane.cuh"
 _MMA = "cuda/mma.cuh"
 _MAIN_LOOP = "cuda/main_loop.cuh"
@@ -225,7 +225,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: the first element of a part is written past the one before",
-        _APART,
+        _SPLIT_OUTPUT,
         "part",
         ">=",
         ">",
@@ -234,7 +234,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: a part begins after as many elements as columns",
-        _APART,
+        _SPLIT_OUTPUT,
         "part",
         "= $1 *",
         "=",
@@ -243,7 +243,7 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: parts change places",
-        _APART,
+        _SPLIT_OUTPUT,
         "part",
         "[$1]; $2",
         "[PARTS - $1]; $2",

@@ -24,7 +24,7 @@ def of_product(plan: CudaPlan) -> Source:
 
     It contains the block size, which cannot be passed through MLX's signature.
     """
-    file = "staged_product" if plan.is_pipelined else "product"
+    file = "staged_decls" if plan.is_pipelined else "product_decls"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{file}.cuh')}"
     declared = declarations.of_product(plan)
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
@@ -32,7 +32,7 @@ def of_product(plan: CudaPlan) -> Source:
 
 def gather_source(plan: CudaGatherPlan) -> Source:
     """Returns the source of the gather kernel, for products of experts."""
-    header = f"#define THREADS {plan.threads}\n{_included('cuda/gathered.cuh')}"
+    header = f"#define THREADS {plan.threads}\n{_included('cuda/gather_decls.cuh')}"
     named = () if plan.pairs_per_row else ("sources",)
     second = SECOND if plan.gather.gate else ()
     operands = (*OPERANDS, *second, "experts", *named)
@@ -55,20 +55,20 @@ def routing_source(body: str) -> Source:
         name=f"marlin_{body}",
         input_names=inputs,
         output_names=outputs,
-        header=_included("cuda/routing.cuh"),
+        header=_included("cuda/routing_decls.cuh"),
         source=read(f"cuda/{body}.cu"),
     )
 
 
 def of_dense(problem: Problem) -> Source:
     """Returns the source of the kernel that decodes a block of a weight."""
-    header = _included("cuda/decoding.cuh")
+    header = _included("cuda/dequantize_decls.cuh")
     return _of_cuda("dequantize", header, OPERANDS[1:], NUMBERS[:1], problem)
 
 
 def of_reduce(plan: CudaPlan) -> Source:
     """Returns the source of the kernel that adds the splits of each tile."""
-    header = _included("cuda/sums.cuh")
+    header = _included("cuda/reduce_decls.cuh")
     declared = declarations.of_epilogue(plan.problem.epilogue)
     return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, declared)
 
@@ -97,7 +97,7 @@ def _of_cuda(
     outputs = tuple(f"out{i}" for i in range(len(parts))) or ("out",)
     if parts:
         results = f"{{{{{', '.join(outputs)}}}, parts, shape[0]}}"
-        lines.append(f"const marlin::Apart<T, PARTS> out = {results};\n")
+        lines.append(f"const marlin::SplitOutput<T, PARTS> out = {results};\n")
     return Source(
         name=f"marlin_{body}{declared.suffix}",
         input_names=(*present, "numbers"),

@@ -1,6 +1,6 @@
 // Declarations for the body gather.cu.
 
-#include "product.cuh"
+#include "product_decls.cuh"
 
 namespace marlin {
 

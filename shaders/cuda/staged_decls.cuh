@@ -1,6 +1,6 @@
 // Declarations for the bodies wgmma.cu and mma_staged.cu.
 
-#include "product.cuh"
+#include "product_decls.cuh"
 
 namespace marlin {
 

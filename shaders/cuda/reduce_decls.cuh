@@ -6,7 +6,7 @@ namespace marlin {
 
 #include "../lib/work.metal"
 #include "../lib/epilogue.metal"
-#include "apart.cuh"
+#include "split_output.cuh"
 #include "../lib/reduce.metal"
 
 // Metal's grid ends with the last thread. In CUDA the last block is complete, and its surplus

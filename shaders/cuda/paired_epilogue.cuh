@@ -19,16 +19,16 @@ struct Paired {
   HOW how;
 };
 
-// Returns the first column of a warp's packed tile, in the tile of WIDTH packed tiles at `col`; n
+// Returns the first column of a warp's packed tile, in the tile of TILES_N packed tiles at `col`; n
 // or more if the warp has no columns.
-template <int WIDTH, typename E>
+template <int TILES_N, typename E>
 METAL_FUNC int column_of_warp(E, int col, int column, Work work) {
   return col + TILE_N * column;
 }
 
-template <int WIDTH, typename HOW>
+template <int TILES_N, typename HOW>
 METAL_FUNC int column_of_warp(Paired<HOW>, int col, int column, Work work) {
-  constexpr int PAIRS = WIDTH / 2;
+  constexpr int PAIRS = TILES_N / 2;
   const int pair = col / 2 + TILE_N * (column % PAIRS);
   if (pair >= work.n / 2) {
     return work.n;
@@ -50,7 +50,7 @@ METAL_FUNC float sum_of_slices(const float* partial, int slices, int distance) {
 template <
     int TILE_M,
     int SIMDGROUPS_K,
-    int WIDE,
+    int TILES_N,
     int SIMDGROUPS,
     typename O,
     typename HOW,
@@ -65,10 +65,10 @@ METAL_FUNC void store_tile(
     int slices,
     int warp,
     int lane_index) {
-  constexpr int PAIRS = WIDE / 2;
+  constexpr int PAIRS = TILES_N / 2;
   constexpr int TOGETHER = HOW::TOGETHER;
   constexpr int ROWS = TILE_M * SCRATCH_ROW;  // floats per slice
-  static_assert(WIDE % 2 == 0, "a tile has as many first columns as second ones");
+  static_assert(TILES_N % 2 == 0, "a tile has as many first columns as second ones");
   static_assert(PAIRS % TOGETHER == 0, "what is stored together lies in a tile");
   const int rows = min(TILE_M, work.m - split.row);
   for (int line = warp; line < PAIRS / TOGETHER * TILE_M; line += SIMDGROUPS) {

@@ -1,7 +1,7 @@
 // The output of several weights as separate arrays [m, columns]. They are indexed like one array in
 // which they follow each other, as in ../lib/epilogue.metal.
 template <typename T, int PARTS>
-struct Apart {
+struct SplitOutput {
   T* arrays[PARTS];
   const int* first;  // first column of each array, and the end
   int rows;
@@ -20,6 +20,6 @@ struct Apart {
 };
 
 template <typename T, int PARTS>
-METAL_FUNC void store(Apart<T, PARTS> out, uint, uint, uint index, float value) {
+METAL_FUNC void store(SplitOutput<T, PARTS> out, uint, uint, uint index, float value) {
   out[index] = T(value);
 }
