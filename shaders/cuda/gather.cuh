@@ -176,7 +176,7 @@ METAL_FUNC void gather(
     __syncthreads();
     work.m = min(found - first, TILE_M);
     if (col < work.n) {
-      const Rows<T> rows = as_they_lie(x);
+      const Rows<T> rows = plain_rows(x);
       multiply_split<FRAGMENTS_M, SIMDGROUPS_K, W>(
           sums, rows, row_map, tile, work, split, slice, aligned);
     }

@@ -55,7 +55,7 @@ METAL_FUNC void mma(
   // mutant: aligned
   const bool aligned = is_aligned(rows.x) && is_aligned(w) && is_aligned(scales);
   typename R::Type* storage = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
-  const auto x = ready(rows, scratch, storage, work);
+  const auto x = prepare_rows(rows, scratch, storage, work);
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
   for (uint position = range.begin; position < range.end;) {
     Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(

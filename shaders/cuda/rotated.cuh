@@ -15,7 +15,7 @@ METAL_FUNC Point turned(Point point, float angle) {
 }
 
 // Heads without normalization.
-struct AsTheyAre {
+struct PlainHeads {
   static constexpr int TOGETHER = 1;
 
   METAL_FUNC void normalize(Point*, int, int) const {
@@ -57,7 +57,7 @@ template <
     int ROTATED,
     bool EACH,
     int FACTOR,
-    typename N = AsTheyAre>
+    typename N = PlainHeads>
 struct Rotated {
   static constexpr int HALF = FEATURES / 2;
   static constexpr int TOGETHER = N::TOGETHER;

@@ -18,7 +18,7 @@ struct NormedRows {
 };
 
 template <typename T>
-METAL_FUNC Rows<T> as_they_lie(const T* x) {
+METAL_FUNC Rows<T> plain_rows(const T* x) {
   return {x};
 }
 
@@ -72,7 +72,7 @@ METAL_FUNC void load_activations(uint* x_values, InShared<T> from) {
 //   scratch  floats that are not used until the first sums
 //   storage  memory for normalized rows
 template <typename T>
-METAL_FUNC Rows<T> ready(Rows<T> rows, float*, T*, Work) {
+METAL_FUNC Rows<T> prepare_rows(Rows<T> rows, float*, T*, Work) {
   return rows;
 }
 
@@ -87,7 +87,7 @@ struct Chunk {
   }
 };
 
-METAL_FUNC void keep(void* to, Chunk chunk) {
+METAL_FUNC void store_chunk(void* to, Chunk chunk) {
   *(Registers*)to = {chunk.pairs[0], chunk.pairs[1], chunk.pairs[2], chunk.pairs[3]};
 }
 
@@ -120,7 +120,7 @@ METAL_FUNC float copy_row(T* to, const T* from, int k, int first, int step) {
   for (int i = first; i < k; i += step) {
     Chunk chunk;
     load_activations<4, ALIGNED>(chunk.pairs, from + i);
-    keep(to + i, chunk);
+    store_chunk(to + i, chunk);
     UNROLL for (int j = 0; j < Chunk::SIZE; ++j) {
       const float value = chunk.value(j, T());
       squares = fmaf(value, value, squares);
@@ -144,7 +144,7 @@ METAL_FUNC void scale_row(T* row, const T* weight, float factor, int k, Share sh
       const ushort bits = as_type<ushort>(T(float(value) * weights.value(j, T())));
       scaled.pairs[j / 2] |= uint(bits) << 16 * (j % 2);
     }
-    keep(row + i, scaled);
+    store_chunk(row + i, scaled);
   }
 }
 
@@ -167,7 +167,7 @@ METAL_FUNC void copy_rows(
 }
 
 template <int EPSILON, typename T>
-METAL_FUNC SharedRows<T> ready(NormedRows<EPSILON, T> rows, float* scratch, T* storage, Work work) {
+METAL_FUNC SharedRows<T> prepare_rows(NormedRows<EPSILON, T> rows, float* scratch, T* storage, Work work) {
   const Share share = share_of_thread(work.m);
   if (is_aligned(rows.x) && is_aligned(rows.weight)) {  // mutant: squares
     copy_rows<true>(scratch, storage, rows.x, rows.weight, work, share);

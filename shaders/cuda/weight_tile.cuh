@@ -11,8 +11,8 @@ struct Numbers {
 
   METAL_FUNC void set(int i, uint bits) {
     constexpr int EACH = 4 / sizeof(S);
-    const uint moved = bits << i % EACH * (8 * sizeof(S));  // mutant: slot
-    words[i / EACH] = i % EACH == 0 ? moved : words[i / EACH] | moved;
+    const uint shifted = bits << i % EACH * (8 * sizeof(S));  // mutant: slot
+    words[i / EACH] = i % EACH == 0 ? shifted : words[i / EACH] | shifted;
   }
 };
 

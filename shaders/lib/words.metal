@@ -107,7 +107,7 @@ METAL_FUNC void make_windows(thread uint* windows, thread const uint* words) {
   }
 }
 
-METAL_FUNC uint moved(uint word, int from, int to) {
+METAL_FUNC uint shifted_to(uint word, int from, int to) {
   return from > to ? word >> (from - to) : word << (to - from);
 }
 
@@ -120,7 +120,7 @@ METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int bit_offse
   constexpr int SHARING = IN_WORD > PAIRS ? IN_WORD / PAIRS : 1;
   const int word = SHARING > 1 ? f / SHARING : t / IN_WORD * 4 + f;
   const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;  // mutant: slot
-  return moved(words[word], BITS * slot, bit_offset) & both_halves(ones(BITS) << bit_offset);
+  return shifted_to(words[word], BITS * slot, bit_offset) & both_halves(ones(BITS) << bit_offset);
 }
 
 // The same for a row's windows, where a pair may begin in one window and end in the next.
@@ -131,12 +131,12 @@ METAL_FUNC uint window_pair(thread const uint* windows, int t, int bit_offset) {
   const int i = bit >= LAST ? Native<W>::WINDOWS - 1 : bit / 16;
   const int inside = bit - min(16 * i, LAST);
   const uint mask = both_halves(ones(W::BITS) << bit_offset);  // mutant: window_pair
-  const uint pair = moved(windows[i], inside, bit_offset);
+  const uint pair = shifted_to(windows[i], inside, bit_offset);
   if (inside + W::BITS <= 16) {
     return pair & mask;
   }
   const uint upper = both_halves(ones(W::BITS) << (bit_offset + 16 - inside)) & mask;
-  return (pair & (mask ^ upper)) | (moved(windows[i + 1], 0, bit_offset + 16 - inside) & upper);
+  return (pair & (mask ^ upper)) | (shifted_to(windows[i + 1], 0, bit_offset + 16 - inside) & upper);
 }
 
 // Returns pair t of row fragment f, each code at `bit_offset` of its half.

@@ -79,7 +79,9 @@ def test_each_part_is_an_array_of_its_own(
     assert [each.shape for each in results] == [(9, columns) for columns in parts]
     built, call = recorder.built[-1], recorder.called[-1]
     assert built["output_names"] == ["out0", "out1", "out2"]
-    declared = "marlin::SplitOutput<T, PARTS> out = {{out0, out1, out2}, parts, shape[0]};"
+    declared = (
+        "marlin::SplitOutput<T, PARTS> out = {{out0, out1, out2}, parts, shape[0]};"
+    )
     assert f"const {declared}\n" in built["source"]
     assert call["output_dtypes"] == [mx.float16] * 3
 

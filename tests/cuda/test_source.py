@@ -72,7 +72,7 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
     assert fused.header == text.header
     biases = "const auto* biases = scales;\n"
     plain = "const marlin::Plain epilogue{};\n"
-    rows = "const auto rows = marlin::as_they_lie(x);\n"
+    rows = "const auto rows = marlin::plain_rows(x);\n"
     assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain + rows
     assert body_of(fused, "cuda/mma.cu") == (
         f"{biases}const T* multiplier = nullptr;\n{PLACES}"

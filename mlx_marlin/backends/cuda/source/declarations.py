@@ -99,7 +99,7 @@ ROTATED_NORMS = Declared(
     "const marlin::Paired<Heads> epilogue{\n"
     "    {{bias, nullptr, nullptr, parts}, positions, freqs, {q_norm, k_norm}}};\n",
 )
-PLAIN_ROWS = Declared(declaration="const auto rows = marlin::as_they_lie(x);\n")
+PLAIN_ROWS = Declared(declaration="const auto rows = marlin::plain_rows(x);\n")
 NORMED = Declared(
     "_normed",
     NORM,
