@@ -359,9 +359,12 @@ def test_weights_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:
     assert_same_model(mlx_marlin.restore(fresh), stock)
 
 
-def sharded_layers() -> Layers:
+def sharded_layers(mode: str = "affine") -> Layers:
     mx.random.seed(7)
-    whole = nn.QuantizedLinear(64, 64)
+    size, bits = {"mxfp8": (32, 8), "mxfp4": (32, 4), "nvfp4": (16, 4)}.get(
+        mode, (64, 4)
+    )
+    whole = nn.QuantizedLinear(64, 64, True, size, bits, mode)
     return Layers(
         nn.QuantizedLinear(64, 64),
         nn.QuantizedAllToShardedLinear.from_quantized_linear(whole),
@@ -374,15 +377,18 @@ def test_sharded_layers_are_not_invariant(index: int) -> None:
     model = Layers(nn.QuantizedLinear(64, 64), sharded_layers().layers[index])
     before = [*model.layers]
 
-    with pytest.raises(ValueError, match=r"invariant=True: 1 quantized layers"):
-        mlx_marlin.optimize(model, invariant=True)
+    for converted in (False, True):
+        if converted:
+            before = [*mlx_marlin.optimize(model).layers]
+        with pytest.raises(ValueError, match=r"invariant=True: 1 quantized layers"):
+            mlx_marlin.optimize(model, invariant=True)
+        assert all(a is b for a, b in zip(model.layers, before, strict=True))
 
-    assert all(a is b for a, b in zip(model.layers, before, strict=True))
 
-
+@pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sharded_layers_are_converted_and_restored(layout: str) -> None:
-    model, x = sharded_layers(), mx.random.normal((3, 64), key=mx.random.key(3))
+def test_sharded_layers_are_converted_and_restored(layout: str, mode: str) -> None:
+    model, x = sharded_layers(mode), mx.random.normal((3, 64), key=mx.random.key(3))
     expected = [layer(x) for layer in model.layers]
 
     mlx_marlin.optimize(model, layout=layout)
@@ -396,7 +402,7 @@ def test_sharded_layers_are_converted_and_restored(layout: str) -> None:
         assert mx.allclose(layer(x), y, atol=1e-4)
     mlx_marlin.optimize(model, layout="mlx")
     assert {layer.layout for layer in model.layers} == {"mlx"}
-    assert_same_model(mlx_marlin.restore(model), sharded_layers())
+    assert_same_model(mlx_marlin.restore(model), sharded_layers(mode))
 
 
 @pytest.mark.parametrize("fuse", ["gate", ("gates",), ("gate", 3)])

@@ -91,7 +91,8 @@ def class_for(layer: nn.Module) -> type[_ShardedLinear]:
 def _copied(cls: type[nn.Module], layer: Any) -> Any:
     """Returns a layer of another class with a layer's parameters, in their order."""
     result: Any = without_parameters(cls, layer)
-    for name in (*NATIVE, "bias"):
-        if name in layer:
-            result[name] = layer[name]
+    for name in NATIVE:
+        setattr(result, name, layer.get(name))  # MLX's have None for no biases
+    if "bias" in layer:
+        result["bias"] = layer["bias"]
     return result
