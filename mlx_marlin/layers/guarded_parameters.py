@@ -19,6 +19,10 @@ MOST_CALLS = 256
 """Calls that a layer remembers."""
 SHARDING = "mlx.nn.layers.distributed"
 """MLX's module that shards layers."""
+FIXED = frozenset(
+    ("bits", "group_size", "mode", "layout", "index", "shared", "_n", "_k")
+) | {"input_dims", "output_dims", "num_embeddings", "dims"}
+"""Attributes by which a layer reads its packed or joined parameters."""
 
 
 class GuardedParameters(nn.Module):
@@ -26,7 +30,8 @@ class GuardedParameters(nn.Module):
 
     Such parameters have no counterpart in stock MLX. It is an error to save, shard or
     freeze them by the names of MLX's parameters, and to replace one by an array of
-    another shape or dtype, which a kernel would read out of bounds.
+    another shape or dtype, or to change the format, because a kernel would read wrong
+    numbers or out of bounds.
     """
 
     # Slots are invisible to code that compares or copies attributes. Reading a slot
@@ -126,6 +131,11 @@ class GuardedParameters(nn.Module):
         return super().pop(*name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and name in vars(self) and self.stored() is not None:
+            raise TypeError(
+                f"{name} of a {type(self).__name__} cannot be set, because the layer "
+                f"is {self.stored()}: set it after mlx_marlin.restore(model)"
+            )
         if name == GLOBAL_SCALE and name in self:
             self._check(name, value)  # MLX removes an entry that becomes no array
         super().__setattr__(name, value)

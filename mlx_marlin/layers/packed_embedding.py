@@ -5,6 +5,7 @@ from typing import Self
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.packed import packed_product
 from mlx_marlin.products.reference.rows import decoded_rows
@@ -12,7 +13,7 @@ from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(GuardedParameters):
     """An embedding that holds a packed weight, such as GGUF's Q6_K.
 
     Looking up a row decodes that row alone. A tied output head, `as_linear`, runs on
@@ -25,6 +26,8 @@ class PackedEmbedding(nn.Module):
         bits (int): Bits of a code.
         mode (str): Quantization scheme.
         dtype (mx.Dtype): Dtype of the rows that are looked up.
+        invariant (bool): Whether a row's bits in the output head must not depend on the
+            number of rows.
     """
 
     layout = "marlin"
@@ -32,12 +35,16 @@ class PackedEmbedding(nn.Module):
     """MLX's layout does not have the format."""
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, dtype: mx.Dtype) -> Self:
+    def from_packed(
+        cls, packed: PackedWeight, dtype: mx.Dtype, *, invariant: bool = False
+    ) -> Self:
         """Returns an embedding with a packed weight.
 
         Args:
             packed: The weight [n, k], without a global scale.
             dtype: Dtype of the rows that are looked up; each is rounded once.
+            invariant: Whether a row's bits in the output head must not depend on the
+                number of rows.
 
         Raises:
             TypeError: If `packed` is not a `PackedWeight`.
@@ -56,6 +63,7 @@ class PackedEmbedding(nn.Module):
         layer.num_embeddings, layer.dims = packed.n, packed.k
         layer.group_size, layer.bits = packed.group_size, packed.bits
         layer.mode, layer.dtype = packed.mode, dtype
+        layer.invariant = invariant
         layer.words, layer.quantizers = packed.words, packed.scales
         layer.freeze()
         return layer
@@ -63,15 +71,9 @@ class PackedEmbedding(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight."""
-        return PackedWeight(
-            words=self.words,
-            scales=self.quantizers,
-            n=self.num_embeddings,
-            k=self.dims,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        weight = super().packed
+        assert weight is not None
+        return weight
 
     def packed_arrays(self) -> PackedArrays:
         """Returns the arrays of the weight, which products take unchecked."""
@@ -86,7 +88,7 @@ class PackedEmbedding(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return packed_product(x, self.packed_arrays())
+        return packed_product(x, self.packed_arrays(), invariant=self.invariant)
 
     def to_stock(self) -> nn.Embedding:
         """Returns MLX's layer with the decoded weight, rounded to `dtype`."""

@@ -20,6 +20,7 @@ from mlx_lm.quant.dwq import dwq_quantize
 import mlx_marlin
 from mlx_marlin.layers.joined import join
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
@@ -63,6 +64,15 @@ def heads() -> nn.Module:
     return converted(MultiLinear(K, N, EXPERTS).to_quantized(32, 4))
 
 
+def part() -> nn.Module:
+    _, second = join([linear(), linear()])
+    return second
+
+
+def embedding() -> nn.Module:
+    return PackedEmbedding.from_packed(packed_of("symmetric"), mx.float16)
+
+
 def converted(stock: nn.Module) -> nn.Module:
     model = nn.Sequential(stock)
     return mlx_marlin.optimize(model, layout="marlin").layers[0]
@@ -93,7 +103,7 @@ def apply(layer: nn.Module, name: str, array: mx.array) -> None:
 
 
 NAMES = {linear: ("words", "quantizers", "bias"), heads: ("words", "quantizers")}
-NAMES[experts] = NAMES[linear]
+NAMES[experts], NAMES[embedding] = NAMES[linear], NAMES[heads]
 
 
 @pytest.mark.parametrize("replace", [assign, set_item, update, load, apply])
@@ -111,12 +121,29 @@ def test_a_packed_parameter_keeps_its_shape_and_dtype(
     old = layer[name]
     new = old[..., :-1] if wrong == "shape" else old.astype(mx.int32)
 
-    with pytest.raises(ValueError, match=f"{name} of a packed Marlin") as raised:
+    with pytest.raises(ValueError, match=f"{name} of a packed ") as raised:
         replace(layer, name, new)
 
     assert str(old.shape) in str(raised.value)
     assert str(new.shape) in str(raised.value)
     assert layer[name] is old
+
+
+@pytest.mark.parametrize("make", [linear, experts, heads, embedding, part])
+def test_the_format_of_a_packed_or_joined_layer_cannot_be_set(
+    make: Callable[[], nn.Module],
+) -> None:
+    layer = make()
+    free = {"invariant", "dtype", "_no_grad", "_training", "global_scale"}
+    format = {name: value for name, value in vars(layer).items() if name not in free}
+
+    for name, value in format.items():
+        with pytest.raises(TypeError, match=f"{name} of a .* cannot be set, because"):
+            setattr(layer, name, value)
+
+    assert {"bits", "group_size", "mode"} < set(format)
+    assert {name: vars(layer)[name] for name in format} == format
+    layer.invariant = True  # what says nothing of the parameters can be set
 
 
 @pytest.mark.parametrize(("mode", "bits"), FORMATS)
@@ -210,7 +237,7 @@ def _saved_in(folder: Path) -> str:
     return str(file)
 
 
-@LAYERS
+@pytest.mark.parametrize("make", [linear, experts, heads, embedding])
 def test_a_packed_layer_anywhere_in_a_model_refuses_to_be_saved(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:

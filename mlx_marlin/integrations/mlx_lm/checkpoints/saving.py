@@ -15,7 +15,6 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write
 from mlx_marlin.integrations.mlx_lm.stock_layers import stock_layers
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import GLOBAL_SCALE
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 
 CONFIG = "_config_of_checkpoint"
@@ -83,9 +82,6 @@ def _records(model: nn.Module) -> Records:
     reordered = _reordered(model)
     for name, module in model.named_modules():
         layer: Any = module
-        if isinstance(layer, PackedEmbedding):
-            records.marlin[name] = record_of(layer.packed)
-            continue
         if name in reordered and not isinstance(layer, GuardedParameters):
             raise ValueError(
                 f"{name} is a layer of MLX with columns in another order than x "
