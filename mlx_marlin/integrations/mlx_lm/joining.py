@@ -4,7 +4,6 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.integrations.mlx_lm.module_changes import (
@@ -35,9 +34,7 @@ def join_layers(model: nn.Module, changes: Changes) -> None:
             # A layer that two modules share could be joined differently in each.
             unshared = all(uses[id(layer)] == 1 for layer in layers)
             if unshared and can_join(layers):
-                parts = join(layers)
-                mx.eval(parts[0].shared.layer)
-                changes.replace(_positions(module, names), parts, _separated)
+                changes.replace(_positions(module, names), join(layers), _separated)
 
 
 def separate_layers(model: nn.Module, changes: Changes) -> None:
@@ -67,7 +64,6 @@ def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
     indices = sorted(positions)
     parts = [module_at(positions[index]) for index in indices]
     layers = separate(parts[0].shared)
-    mx.eval(layers)
     own = [layers[index] for index in indices]
     # If a part is missing from the model, the others cannot be joined again.
     rebuild: Rebuild = join if len(own) == len(layers) else partial(_return, parts)

@@ -1,9 +1,13 @@
 """Records changes of a model's modules, so that they can be undone."""
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, TypeVar, cast
 from weakref import ref
 
+import mlx.core as mx
 import mlx.nn as nn
 
 Position = tuple[Any, Any]
@@ -11,6 +15,21 @@ Position = tuple[Any, Any]
 Positions = Sequence[Position]
 """All positions of one module, which may be shared."""
 Rebuild = Callable[[list[Any]], Sequence[nn.Module]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_changing = threading.RLock()
+"""Held while a model changes. There is one for all models: they may share layers."""
+
+
+def one_at_a_time(change: Function) -> Function:
+    """Returns a function that one thread at a time calls, of all that are so made."""
+
+    @wraps(change)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with _changing:
+            return change(*args, **kwargs)
+
+    return cast("Function", locked)
 
 
 class Changes:
@@ -19,10 +38,13 @@ class Changes:
     Replaced modules are held by weak references, so that a large model needs memory for
     one additional layer only. `undo` puts back those that are still alive, and rebuilds
     the others from their replacements.
+
+    New arrays are evaluated here: those of a stream that belongs to one thread cannot
+    be evaluated in another.
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def replace(
         self,
@@ -38,6 +60,7 @@ class Changes:
             rebuild: Returns modules equal to the replaced ones, given their
                 replacements.
         """
+        mx.eval([*modules])
         references = [ref(module_at(of_one)) for of_one in positions]
 
         def undo() -> None:
@@ -45,9 +68,12 @@ class Changes:
             alive = [module for module in replaced if module is not None]
             if len(alive) < len(replaced):
                 alive = [*rebuild([module_at(of_one) for of_one in positions])]
-            _put(positions, alive)
+                _put(positions, alive)
+                mx.eval(alive)
+            else:
+                _put(positions, alive)
 
-        self._undo.append(undo)
+        self.record(undo)
         _put(positions, modules)
 
     def set_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
@@ -57,17 +83,16 @@ class Changes:
         def undo() -> None:
             module.__class__ = before
 
-        self._undo.append(undo)
+        self.record(undo)
         module.__class__ = cls
 
     def record(self, undo: Callable[[], None]) -> None:
         """Records a change by the function that undoes it."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def undo(self) -> None:
-        """Undoes all changes in reverse order."""
-        while self._undo:
-            self._undo.pop()()
+        """Undoes all changes in reverse order, also after one that fails."""
+        self._undo.close()
 
 
 def module_at(positions: Positions) -> Any:

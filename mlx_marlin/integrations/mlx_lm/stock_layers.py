@@ -18,12 +18,16 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     is_marlin_layer,
     replace_layers,
 )
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.integrations.mlx_lm.module_changes import (
+    Changes,
+    one_at_a_time,
+)
 from mlx_marlin.integrations.mlx_lm.module_tree import find_layers
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
 
 
+@one_at_a_time
 def keep_on_stock(model: nn.Module, names: Collection[str]) -> None:
     """Converts layers back to MLX's own, in place, and excludes them from `optimize`.
 
