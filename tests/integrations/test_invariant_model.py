@@ -1,21 +1,25 @@
 """An invariant model generates the same tokens alone and in a batch."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
 
 import mlx_marlin
 from mlx_marlin.backends import launch
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from support.decoder_models import tiny
 from support.models import Layers, tiny_llama
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 
+DOCUMENT = Path(__file__).parents[2] / "docs/speculation.md"
 PROMPT = mx.array([1, 5, 9, 2, 6])
 COUNT = 24
 TIE = 1e-4
@@ -87,6 +91,20 @@ def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(
     assert parted == COUNT or leads[parted] < TIE, (parted, leads)
 
 
+def test_a_full_window_cannot_be_trimmed_as_the_document_says() -> None:
+    caches = [RotatingKVCache(max_size=4), KVCache()]
+    for each in caches:
+        for _ in range(4):
+            each.update_and_fetch(*[mx.zeros((1, 1, 1, 8))] * 2)
+    _, limits = DOCUMENT.read_text(encoding="utf-8").split("## Limits")
+
+    trimmed = trim_prompt_cache(caches, 2)
+
+    assert trimmed == 0
+    assert [each.offset for each in caches] == [4, 4]
+    assert "a full window cannot be trimmed" in " ".join(limits.split())
+
+
 def test_every_layer_of_an_invariant_model_is_invariant() -> None:
     model = mlx_marlin.optimize(tiny_llama(), invariant=True)
 
@@ -119,10 +137,55 @@ def test_a_model_that_keeps_layers_of_mlxs_is_refused_whole() -> None:
     left = nn.QuantizedLinear(80, 64, mode="nvfp4")
     model = Layers(nn.QuantizedLinear(64, 64), left)
 
-    with pytest.raises(ValueError, match=r"1 quantized layers .* would stay MLX's"):
+    with pytest.raises(ValueError, match=r"1 quantized layers .* would stay as"):
         mlx_marlin.optimize(model, invariant=True)
 
     assert [type(layer) for layer in model.layers] == [nn.QuantizedLinear] * 2
+
+
+class Unknown(nn.Module):
+    """A quantized layer of a class that nobody knows, as other packages have them.
+
+    Args:
+        name: Which of its arrays says that it is quantized.
+        inner: A module in it.
+    """
+
+    def __init__(self, name: str, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        dtype = mx.uint8 if name == "weight" else mx.float16
+        self[name] = mx.zeros((4, 4), dtype)
+        if inner is not None:
+            self.inner = inner
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Unknown("scales"), Unknown("weight"), Unknown("scales", nn.RMSNorm(4))],
+    ids=["scales", "codes", "with a module in it"],
+)
+def test_a_quantized_layer_of_an_unknown_class_is_refused(layer: nn.Module) -> None:
+    model = Layers(nn.QuantizedLinear(64, 64), layer)
+
+    with pytest.raises(ValueError, match=r"1 quantized layers .* as Unknown\("):
+        mlx_marlin.optimize(model, invariant=True)
+
+    assert type(model.layers[0]) is nn.QuantizedLinear
+    plain = Layers(nn.QuantizedLinear(64, 64), nn.RMSNorm(4), nn.Linear(4, 4))
+    assert mlx_marlin.optimize(plain, invariant=True).layers[0].invariant
+
+
+def test_the_output_head_of_a_packed_embedding_is_invariant() -> None:
+    weight = mlx_marlin.quantize(mx.random.normal((96, 512)), mode="symmetric")
+    model = Layers(PackedEmbedding.from_packed(weight, mx.float16))
+    x = mx.random.normal((64, 512), key=mx.random.key(0)).astype(mx.float16)
+
+    head = mlx_marlin.optimize(model, invariant=True).layers[0]
+
+    whole = head.as_linear(x)
+    for rows in (1, 2, 5, 8, 31):
+        assert mx.array_equal(head.as_linear(x[:rows]), whole[:rows])
+    assert not mlx_marlin.optimize(model, invariant=False).layers[0].invariant
 
 
 def test_a_row_of_a_model_has_the_same_bits_in_any_batch() -> None:

@@ -57,6 +57,13 @@ def is_plain(layer: nn.Module) -> bool:
     )
 
 
+def is_quantized(layer: nn.Module) -> bool:
+    """Returns whether a layer of any class holds codes of weights and their scales."""
+    weight = layer.get("weight")
+    codes = isinstance(weight, mx.array) and mx.issubdtype(weight.dtype, mx.integer)
+    return "scales" in layer or codes
+
+
 def is_sharded(layer: nn.Module) -> bool:
     """Returns whether a quantized layer is one of MLX's sharded layers."""
     sharded = nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear

@@ -111,6 +111,9 @@ class LayerConversion:
             )
         if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
             return MarlinEmbedding.from_quantized(layer, invariant=invariant)
+        if isinstance(layer, PackedEmbedding):
+            weight = layer.packed
+            return PackedEmbedding.from_packed(weight, layer.dtype, invariant=invariant)
         if type(layer) is nn.Linear:
             return MarlinLinear.from_linear(
                 layer, self.group_size, self.bits, layout=layout, invariant=invariant
@@ -142,9 +145,7 @@ class LayerConversion:
 
     def _changes(self, layer: Any) -> bool:
         """Returns whether a converted layer has other options."""
-        if isinstance(layer, PackedEmbedding):
-            return False
-        if isinstance(layer, MarlinEmbedding):
+        if isinstance(layer, MarlinEmbedding | PackedEmbedding):
             return layer.invariant is not self.invariant
         if is_marlin_heads(layer) and not supports_heads(self.invariant):
             return False
@@ -254,9 +255,7 @@ def replace_layers(
     """
     for positions in _with_progress(found, progress):
         layer = module_at(positions)
-        new = convert(layer)
-        mx.eval(new.parameters())
-        changes.replace([positions], [new], _rebuilding(inverse(layer)))
+        changes.replace([positions], [convert(layer)], _rebuilding(inverse(layer)))
 
 
 def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:

@@ -19,11 +19,9 @@ from mlx_marlin.integrations.mlx_lm.dry_run import DryRun
 from mlx_marlin.integrations.mlx_lm.dry_run import dry_run as _dry_run
 from mlx_marlin.integrations.mlx_lm.joining import join_layers, separate_layers
 from mlx_marlin.integrations.mlx_lm.known_layers import (
-    is_experts,
-    is_heads,
     is_marlin_experts,
     is_marlin_heads,
-    is_sharded,
+    is_quantized,
     is_tracing_faster,
     supports_experts,
     supports_heads,
@@ -36,11 +34,15 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     replace_layers,
     to_stock,
 )
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.integrations.mlx_lm.module_changes import (
+    Changes,
+    one_at_a_time,
+)
 from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers, find_layers
 from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
 from mlx_marlin.integrations.mlx_lm.warm_up import check_rows, run_once
 from mlx_marlin.integrations.tuned_models import lookup
+from mlx_marlin.layers.sharded.linear import SHARDED
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -73,6 +75,7 @@ def optimize(
 ) -> DryRun: ...
 
 
+@one_at_a_time
 def optimize(
     model: Any,
     *,
@@ -197,6 +200,7 @@ def optimize(
     return model
 
 
+@one_at_a_time
 def restore(model: Model, *, progress: bool = False) -> Model:
     """Converts the layers that `optimize` converted back to MLX's, in place.
 
@@ -265,26 +269,28 @@ def _check_layers(model: nn.Module, conversion: LayerConversion) -> None:
         )
     if not conversion.invariant:
         return
-    stock = [layer for layer in layers if _remains_stock(layer, conversion)]
-    if stock:
+    # Layers of other packages may contain modules beside their codes.
+    distinct = {id(layer): layer for layer in (*layers, *model.modules())}.values()
+    variant = [layer for layer in distinct if _remains_variant(layer, conversion)]
+    if variant:
         raise ValueError(
-            f"invariant=True: {len(stock)} quantized layers have no invariant kernel "
-            f"and would stay MLX's, such as {stock[0]}"
+            f"invariant=True: {len(variant)} quantized layers have no invariant kernel "
+            f"and would stay as they are, such as {variant[0]}"
         )
 
 
-def _remains_stock(layer: nn.Module, conversion: LayerConversion) -> bool:
-    """Returns whether stock MLX would serve a quantized layer of an invariant model.
+def _remains_variant(layer: nn.Module, conversion: LayerConversion) -> bool:
+    """Returns whether a quantized layer would depend on the other rows.
 
     Layers that are not quantized are MLX's responsibility, as attention is.
     """
-    quantized = isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)
-    quantized = quantized or is_sharded(layer)
-    if quantized or is_experts(layer) or is_heads(layer):
-        return not is_marlin_layer(layer) and not conversion.applies_to(layer)
     if is_marlin_experts(layer):
         return not supports_experts(invariant=True)
-    return is_marlin_heads(layer) and not supports_heads(invariant=True)
+    if is_marlin_heads(layer):
+        return not supports_heads(invariant=True)
+    if is_marlin_layer(layer):
+        return type(layer) in SHARDED  # sums of machines
+    return is_quantized(layer) and not conversion.applies_to(layer)
 
 
 def _set_tracing(
