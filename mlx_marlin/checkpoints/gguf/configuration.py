@@ -227,10 +227,11 @@ def _qwen3_moe(facts: _Facts) -> Config:
     }
 
 
-def _query_scalar(facts: _Facts, name: str) -> float:
+def _query_scalar(facts: _Facts, name: str) -> int:
+    """Returns an integer, as llama.cpp divides; transformers refuses a float."""
     if facts.layers == _GEMMA_27B_LAYERS[name]:
-        return facts.hidden_size / facts.heads
-    return float(facts.head_dim)
+        return facts.hidden_size // facts.heads
+    return facts.head_dim
 
 
 def _gemma2(facts: _Facts) -> Config:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_marlin import load
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
 from mlx_marlin.checkpoints.gguf.names import ARCHITECTURES
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.weights.bit_streams import codes_of_words
 from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import (
@@ -19,11 +22,11 @@ from support.gguf_models import (
     HIDDEN,
     KV_HEADS,
     arguments,
-    build,
     permuted,
     random_model,
     written_model,
 )
+from support.gguf_vocabularies import byte_pairs
 
 INEXACT = float(np.float32(1.9999999) * np.float32(2**-13))
 """No float32, divided by 2688, is this one."""
@@ -64,16 +67,17 @@ def test_queries_of_the_largest_gemmas_are_scaled_by_the_hidden_size(
 
 
 @cases
-def test_the_model_computes_the_same(name: str, path: Path) -> None:
+@pytest.mark.parametrize("converted", [False, True])
+def test_the_model_computes_the_same(name: str, converted: bool, path: Path) -> None:
     case = CASES[name]
     model = random_model(case)
-    write_gguf(path, case.metadata, written_model(case, model))
+    tensors = written_model(case, model)
+    write_gguf(path, case.metadata | byte_pairs("qwen2"), tensors)
+    if converted:
+        [*convert(open_source(path), path.parent / "folder")]
+        path = path.parent / "folder"
 
-    loaded = build(config_of(Container(path)))
-    weights = {tensor.name: tensor.read() for tensor in read(path)}
-    if hasattr(loaded, "sanitize"):
-        weights = loaded.sanitize(weights)
-    loaded.load_weights([*weights.items()])
+    loaded, _ = load(path)
 
     for (left, array), (right, other) in zip(
         tree_flatten(model.parameters()), tree_flatten(loaded.parameters()), strict=True

@@ -39,6 +39,7 @@ class GgufSource(ModelSource):
 
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
+        self.drop_absent_layers(self._tensors)
         dtype = self._dtype()
         for tensor in self._tensors:
             value = tensor.read()

@@ -3,7 +3,7 @@
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
@@ -105,6 +105,36 @@ class ModelSource(ABC):
         missing.discard(name)
         return True
 
+    def sanitized(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Returns arrays after the model's own `sanitize`, which may change the model.
+
+        Raises:
+            ValueError: If it fails.
+        """
+        sanitize = getattr(self.model, "sanitize", None)
+        if sanitize is None:
+            return arrays
+        try:
+            renamed: dict[str, mx.array] = sanitize(arrays)
+        except Exception as error:  # it expects the tensors of its models
+            raise ValueError(
+                f"{self.path}: mlx-lm cannot rename the tensors of a "
+                f"{self.config.get('model_type')!r} model: {error!r} "
+                f"({describe('mlx-lm')})"
+            ) from error
+        return renamed
+
+    def drop_absent_layers(self, tensors: Iterable[Tensor]) -> None:
+        """Lets mlx-lm drop layers that a checkpoint with its names does not have.
+
+        Some models do so in `sanitize` only, such as Gemma 3 with the output of a tied
+        model. Arrays of zeros, never computed, stand for the tensors.
+
+        Raises:
+            ValueError: If `sanitize` fails.
+        """
+        self.sanitized({tensor.name: mx.zeros(tensor.shape) for tensor in tensors})
+
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the model's parameters, before layers are replaced."""
@@ -167,6 +197,7 @@ class FolderSource(ModelSource):
         """Yields the name and the value of each parameter."""
         if marlin_folder.layers_of(self._folder):  # written under mlx-lm's names
             tensors = reading.folder_tensors(self._folder)
+            self.drop_absent_layers(tensors)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
         arrays = self._renamed(reading.folder_tensors(self._folder, check=False))
@@ -192,19 +223,8 @@ class FolderSource(ModelSource):
             elif isinstance(value, StoredWeight):
                 self._stored_widths.add((value.bits, value.group_size))
                 arrays |= _rows(tensor.name.removesuffix(".weight"), value)
-        sanitize = getattr(self.model, "sanitize", None)
-        if sanitize is None:
-            return arrays
-        try:
-            with _no_dequantizing(self._method):
-                renamed: dict[str, mx.array] = sanitize(arrays)
-        except Exception as error:  # it expects the tensors of its models
-            raise ValueError(
-                f"{self.path}: mlx-lm cannot rename the tensors of a "
-                f"{self.config.get('model_type')!r} model: {error!r} "
-                f"({describe('mlx-lm')})"
-            ) from error
-        return renamed
+        with _no_dequantizing(self._method):
+            return self.sanitized(arrays)
 
     def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
         rows = {part: arrays.pop(f"{layer}.{part}", None) for part in ROWS}
