@@ -5,21 +5,25 @@ hands them the metadata, and refuses what they would guess at.
 """
 
 import json
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, cast
 
 from mlx_marlin.checkpoints.gguf.container import Container
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from mlx_marlin.checkpoints.gguf.splits import QWEN2, SPLITS
 
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "llama")
 """Kinds of vocabularies that are read: bytes in pairs, and SentencePiece's."""
 LONGEST_TOKEN = 1024
-"""Characters; merges are derived from all divisions of a token."""
-_GPT2_SPLITS = ("gpt-2", "gpt2", "default")
-"""Names of GPT-2's own way to divide a text, which transformers takes for any name that
-it does not know."""
+"""Characters of a token."""
+LONGEST_PIECE = 256
+"""Characters of a token if merges are derived from its divisions."""
+MERGES_PER_TOKEN = 16
+"""Merges that are derived at most, in characters per character of the tokens: a
+vocabulary of Mistral's, with 32000 tokens of up to 16 characters, has 2.02."""
+_DEFAULT_ENDS = {"llama": {"bos": 1, "eos": 2}}
+"""Tokens that llama.cpp adds if the file names none (`llama_vocab::impl::load`). For
+pairs of bytes it is token 11, an accident of one vocabulary, which is refused."""
 
 
 def tokenizer_files(container: Container) -> dict[str, str]:
@@ -37,13 +41,19 @@ def tokenizer_files(container: Container) -> dict[str, str]:
         ValueError: If there is no vocabulary, or of a kind that is not read. The
             message names the file and the key.
     """
-    convert, known_splits = _converter()
+    convert, splits = _converter()
     architecture = container.text("general.architecture")
-    vocabulary = _vocabulary(container, architecture, known_splits)
+    vocabulary = _vocabulary(container, architecture, splits)
+    split = SPLITS.get(vocabulary.get("pre_tokenizer_type", ""))
+    begins = split is None or split.begins
+    before = _end(container, vocabulary, "bos", default=begins)
+    after = _end(container, vocabulary, "eos", default=False)
     special = _special_tokens(container, vocabulary["tokens"])
     try:
         tokenizer, _ = convert(architecture, vocabulary)
-        _add_ends(tokenizer, container, special)
+        if split is not None:
+            tokenizer.model.ignore_merges = split.whole_words
+        _add_ends(tokenizer, before, after)
         text: str = tokenizer.to_str()
     except Exception as error:  # of a library, about a vocabulary that nobody checked
         raise ValueError(
@@ -62,10 +72,10 @@ def tokenizer_files(container: Container) -> dict[str, str]:
     }
 
 
-def _converter() -> "tuple[Callable[..., tuple[Any, Any]], Mapping[str, str]]":
+def _converter() -> tuple[Callable[..., tuple[Any, Any]], list[str]]:
     """Returns transformers' converter, and the ways to divide a text that it knows.
 
-    They are regular expressions by the names that llama.cpp gives them.
+    For other names it would take GPT-2's.
     """
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import (
@@ -78,24 +88,22 @@ def _converter() -> "tuple[Callable[..., tuple[Any, Any]], Mapping[str, str]]":
             "transformers.integrations.gguf, such as 5.23"
         ) from error
 
-    gpt2 = dict.fromkeys(_GPT2_SPLITS, "GPT-2's")
-    return convert_gguf_tokenizer, gpt2 | GGUF_PRE_TOKENIZER_SPLITS
+    known = {"gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
+    return convert_gguf_tokenizer, [name for name in SPLITS if name in known]
 
 
 def _vocabulary(
-    container: Container, architecture: str, known_splits: "Mapping[str, str]"
+    container: Container, architecture: str, splits: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the vocabulary under the names that transformers gives its parts."""
     model = container.text(f"{_PREFIX}model")
     if model not in _MODELS:
         raise container.refusal(f"{_PREFIX}model", f"is not one of {[*_MODELS]}")
+    if model == "gpt2" and container.text(f"{_PREFIX}pre") not in splits:
+        raise container.refusal(f"{_PREFIX}pre", f"is not one of {', '.join(splits)}")
+    _check_options(container, model, architecture)
     tokens = _strings(container, "tokens")
     vocabulary: dict[str, Any] = {"tokenizer_type": model, "tokens": tokens}
-    if len(set(tokens)) != len(tokens) or len(max(tokens, key=len)) > LONGEST_TOKEN:
-        raise container.refusal(
-            f"{_PREFIX}tokens",
-            f"has a token twice, or one of more than {LONGEST_TOKEN} characters",
-        )
     if f"{_PREFIX}merges" in container.metadata:
         vocabulary["merges"] = _strings(container, "merges")
         if not all(merge.count(" ") == 1 for merge in vocabulary["merges"]):
@@ -104,25 +112,68 @@ def _vocabulary(
         if f"{_PREFIX}{name}" in container.metadata:
             vocabulary[name] = _numbers(container, name, len(tokens))
     if model == "gpt2":
-        split = container.text(f"{_PREFIX}pre")
-        if split not in known_splits:
-            raise container.refusal(
-                f"{_PREFIX}pre", f"is not one of {', '.join(known_splits)}"
-            )
-        if architecture == "qwen2" and known_splits[split] != known_splits["qwen2"]:
-            raise container.refusal(
-                f"{_PREFIX}pre", "is not 'qwen2', which transformers takes for Qwen2"
-            )
-        vocabulary["pre_tokenizer_type"] = split
-    space = container.metadata.get(f"{_PREFIX}add_space_prefix", True)
-    if model == "llama" and not space and not architecture.startswith("gemma"):
-        raise container.refusal(
-            f"{_PREFIX}add_space_prefix", "is not in transformers' converter"
-        )
+        vocabulary["pre_tokenizer_type"] = container.text(f"{_PREFIX}pre")
     needed = "merges" if model == "gpt2" else "scores"
     if needed not in vocabulary:
         raise ValueError(f"{container.path}: metadata '{_PREFIX}{needed}' is missing")
+    _check_tokens(container, tokens, derived="merges" not in vocabulary)
     return vocabulary
+
+
+def _check_options(container: Container, model: str, architecture: str) -> None:
+    """Refuses what transformers' tokenizers do not do."""
+    pre = f"{_PREFIX}pre"
+    known = model == "gpt2" and container.text(pre) in QWEN2
+    if architecture == "qwen2" and not known:
+        # Beside a config.json transformers takes its own tokenizer for this model.
+        raise container.refusal(pre, f"is not one of {', '.join(QWEN2)} for Qwen2")
+    gemma = architecture.startswith("gemma")
+    if model == "llama" and _flag(container, "add_space_prefix", True) == gemma:
+        raise container.refusal(
+            f"{_PREFIX}add_space_prefix",
+            f"must be {not gemma} (llama.cpp's default is True) for transformers",
+        )
+    if _flag(container, "add_sep_token", False):
+        raise container.refusal(f"{_PREFIX}add_sep_token", "must be False")
+    suppressed = container.metadata.get(f"{_PREFIX}suppress_tokens", ())
+    if not isinstance(suppressed, Sized) or len(suppressed):
+        raise container.refusal(f"{_PREFIX}suppress_tokens", "must be empty for mlx-lm")
+
+
+def _check_tokens(container: Container, tokens: list[str], *, derived: bool) -> None:
+    """Refuses tokens that are not a vocabulary's, before work grows with their squares.
+
+    Args:
+        container: The file.
+        tokens: The tokens.
+        derived: Whether merges are derived: transformers makes one of each division of
+            a token into two others.
+    """
+    longest = LONGEST_PIECE if derived else LONGEST_TOKEN
+    known = set(tokens)
+    if len(known) != len(tokens) or len(max(tokens, key=len)) > longest:
+        raise container.refusal(
+            f"{_PREFIX}tokens",
+            f"has a token twice, or one of more than {longest} characters",
+        )
+    left = MERGES_PER_TOKEN * sum(map(len, tokens))
+    for token in tokens if derived else ():
+        divisions = (
+            token[:at] in known and token[at:] in known for at in range(1, len(token))
+        )
+        left -= len(token) * sum(divisions)
+        if left < 0:
+            raise container.refusal(
+                f"{_PREFIX}tokens",
+                f"has more than {MERGES_PER_TOKEN} merges for each token",
+            )
+
+
+def _flag(container: Container, name: str, default: bool) -> bool:
+    value = container.metadata.get(f"{_PREFIX}{name}", default)
+    if not isinstance(value, bool):
+        raise container.refusal(f"{_PREFIX}{name}", "is neither True nor False")
+    return value
 
 
 def _strings(container: Container, name: str) -> list[str]:
@@ -143,40 +194,48 @@ def _numbers(container: Container, name: str, count: int) -> list[float]:
 
 
 def _special_tokens(container: Container, tokens: list[str]) -> dict[str, str]:
-    special = {}
-    for name, key in (
-        ("bos_token", "bos"),
-        ("eos_token", "eos"),
-        ("unk_token", "unknown"),
-        ("pad_token", "padding"),
-    ):
-        key = f"{_PREFIX}{key}_token_id"
-        if key not in container.metadata:
-            continue
-        index = container.integer(key)
-        if index >= len(tokens):
-            raise container.refusal(key, f"is not one of {len(tokens)} tokens")
-        special[name] = tokens[index]
-    return special
+    """Returns the special tokens that the file names, by transformers' names."""
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    keys = {f"{name}_token": f"{_PREFIX}{key}_token_id" for name, key in names.items()}
+    return {
+        name: _token(container, tokens, key)
+        for name, key in keys.items()
+        if key in container.metadata
+    }
 
 
-def _add_ends(tokenizer: Any, container: Container, special: dict[str, str]) -> None:
-    """Makes the tokenizer put tokens before and after a text, if the file says so."""
+def _token(container: Container, tokens: list[str], key: str) -> str:
+    index = container.integer(key)
+    if index >= len(tokens):
+        raise container.refusal(key, f"is not one of {len(tokens)} tokens")
+    return tokens[index]
+
+
+def _end(
+    container: Container, vocabulary: dict[str, Any], name: str, default: bool
+) -> str | None:
+    """Returns the token before ("bos") or after ("eos") each text; None without one."""
+    if not _flag(container, f"add_{name}_token", default):
+        return None
+    key = f"{_PREFIX}{name}_token_id"
+    index = _DEFAULT_ENDS.get(vocabulary["tokenizer_type"], {}).get(name)
+    if key in container.metadata or index is None:
+        return _token(container, vocabulary["tokens"], key)
+    tokens: list[str] = vocabulary["tokens"]
+    return tokens[index] if index < len(tokens) else None
+
+
+def _add_ends(tokenizer: Any, before: str | None, after: str | None) -> None:
+    """Makes a tokenizer put tokens before and after a text."""
     from tokenizers import processors
 
-    sentencepiece = container.metadata[f"{_PREFIX}model"] == "llama"
-    ends = []
-    for name, default in (("bos", sentencepiece), ("eos", False)):
-        added = container.metadata.get(f"{_PREFIX}add_{name}_token", default)
-        token = special.get(f"{name}_token")
-        ends.append(token if added is True else None)
-    if ends == [None, None]:
+    if before is None and after is None:
         return
-    before, after = ([token] if token else [] for token in ends)
+    first, last = ([token] if token else [] for token in (before, after))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[*before, "$A", *after],
-        pair=[*before, "$A", *after, *before, "$B:1", *after],
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *last, *first, "$B:1", *last],
         special_tokens=[
-            (token, tokenizer.token_to_id(token)) for token in ends if token
+            (token, tokenizer.token_to_id(token)) for token in first + last
         ],
     )

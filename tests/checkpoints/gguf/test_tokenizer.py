@@ -3,14 +3,23 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
-from mlx_marlin.checkpoints.gguf import Container, config_of, tokenizer_files
+from mlx_marlin.checkpoints.gguf import (
+    Container,
+    config_of,
+    tokenizer,
+    tokenizer_files,
+)
+from mlx_marlin.checkpoints.gguf.splits import SPLITS
 from support.gguf_files import write_gguf
 from support.gguf_models import CASES, random_model, written_model
 from support.gguf_vocabularies import TEMPLATE, byte_pairs, sentencepiece
+
+PREFIX = "tokenizer.ggml."
 
 
 def loaded(folder: Path, name: str, vocabulary: dict[str, Any]) -> TokenizerWrapper:
@@ -72,6 +81,47 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.decode(ids[1:]) == "hello world é"
 
 
+LLAMA3 = (
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
+)
+OTHERS = (
+    "dbrx smaug-bpe qwen2 deepseek-r1-qwen kormo f2llmv2 megrez qwen35 gpt-4o llama4"
+)
+WHOLE = dict.fromkeys([*LLAMA3.split(), "tekken"], True) | dict.fromkeys(
+    [*OTHERS.split(), "kanana2", "talkie", "minimax-m2", "gpt-2"], False
+)
+"""Whether llama.cpp takes a whole word of the vocabulary before it merges, and begins
+with BOS if the file does not say it: src/llama-vocab.cpp, `llama_vocab::impl::load`."""
+
+
+def test_every_split_is_in_the_table() -> None:
+    assert WHOLE.keys() == SPLITS.keys()
+
+
+@pytest.mark.parametrize("split", WHOLE)
+def test_words_and_beginnings_are_those_of_the_split(
+    split: str, tmp_path: Path
+) -> None:
+    vocabulary = byte_pairs(split)
+    del vocabulary[f"{PREFIX}add_bos_token"], vocabulary[f"{PREFIX}token_type"]
+    vocabulary[f"{PREFIX}tokens"] += ["abc"]  # no merge gives it
+    tokenizer = loaded(tmp_path, "qwen3", vocabulary)
+
+    ids = tokenizer.encode("abc hello")
+
+    whole = ["<|begin|>", "abc"] if WHOLE[split] else ["a", "b", "c"]
+    assert ids == ids_of(vocabulary, *whole, "Ġ", "hello")
+
+
+def test_sentencepiece_begins_with_token_1_if_the_file_names_none(
+    tmp_path: Path,
+) -> None:
+    vocabulary = sentencepiece()
+    del vocabulary[f"{PREFIX}bos_token_id"]
+
+    assert loaded(tmp_path, "llama", vocabulary).encode("hello")[0] == 1
+
+
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("ends", [False, True])
 def test_ends_are_added_if_the_file_says_so(
@@ -94,11 +144,13 @@ def test_templates_of_chats_are_kept(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([message], tokenize=False) == "hello"
 
 
-PREFIX = "tokenizer.ggml."
 REFUSED: dict[str, tuple[str, Any]] = {
     "kind": ("model", "bert"),
     "split": ("pre", "chatglm-bpe"),
-    "another split": ("pre", "llama-bpe"),
+    "a split of old files": ("pre", "default"),
+    "a flag": ("add_bos_token", 1),
+    "separators": ("add_sep_token", True),
+    "tokens that are never drawn": ("suppress_tokens", ("array", ("i32", [1]))),
     "tokens": ("tokens", [1, 2]),
     "no token": ("tokens", ("array", ("string", []))),
     "same token": ("tokens", ["a", "b", "a"]),
@@ -117,7 +169,33 @@ def test_vocabularies_that_are_not_read_are_refused(case: str, tmp_path: Path) -
         del vocabulary[f"{PREFIX}token_type"]
 
     with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{name}"):
-        tokenizer_files(opened(tmp_path, "qwen2", vocabulary))
+        tokenizer_files(opened(tmp_path, "qwen3", vocabulary))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "key"),
+    [
+        ("llama", {"add_space_prefix": False}, "add_space_prefix"),
+        ("gemma2", {}, "add_space_prefix"),
+        ("gemma2", {"add_space_prefix": True}, "add_space_prefix"),
+        ("qwen2", {}, "pre"),
+        ("qwen2", {"pre": "qwen2"}, "pre"),
+    ],
+)
+def test_sentencepiece_that_transformers_has_not_is_refused(
+    architecture: str, options: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    vocabulary = sentencepiece()
+    vocabulary |= {f"{PREFIX}{name}": value for name, value in options.items()}
+
+    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{key}"):
+        tokenizer_files(opened(tmp_path, architecture, vocabulary))
+
+
+def test_other_splits_of_qwen2_are_refused(tmp_path: Path) -> None:
+    """Beside a config.json transformers divides texts as Qwen2 does."""
+    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}pre"):
+        tokenizer_files(opened(tmp_path, "qwen2", byte_pairs("llama-bpe")))
 
 
 @pytest.mark.parametrize("name", ["model", "pre", "tokens", "merges"])
@@ -137,8 +215,39 @@ def test_scores_must_be_there(tmp_path: Path) -> None:
         tokenizer_files(opened(tmp_path, "llama", vocabulary))
 
 
-def test_sentencepiece_without_a_first_space_is_refused(tmp_path: Path) -> None:
-    vocabulary = sentencepiece() | {f"{PREFIX}add_space_prefix": False}
+def test_a_beginning_that_the_file_does_not_name_is_refused(tmp_path: Path) -> None:
+    vocabulary = byte_pairs("llama-bpe", add_bos=True)
+    del vocabulary[f"{PREFIX}bos_token_id"]
 
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}add_space_prefix"):
+    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}bos_token_id"):
         tokenizer_files(opened(tmp_path, "llama", vocabulary))
+
+
+@pytest.mark.parametrize("longest", [60, 256, 1024])
+def test_merges_are_not_derived_beyond_those_of_a_vocabulary(
+    longest: int, tmp_path: Path
+) -> None:
+    """Each division of such a token is a merge: a file of 0.5 MB made 250 MB."""
+    vocabulary = sentencepiece()
+    tokens = ["<unk>", "<s>", "</s>", *("a" * size for size in range(1, longest + 1))]
+    vocabulary[f"{PREFIX}tokens"] = tokens
+    vocabulary[f"{PREFIX}scores"] = [0.0] * len(tokens)
+    del vocabulary[f"{PREFIX}token_type"]
+    container = opened(tmp_path, "llama", vocabulary)
+
+    with (
+        mock.patch.object(tokenizer, "_converter", return_value=(None, [])),
+        pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}tokens.*more than \d+"),
+    ):
+        tokenizer_files(container)
+
+
+def test_tokens_of_many_spaces_are_a_vocabulary(tmp_path: Path) -> None:
+    vocabulary = sentencepiece()
+    spaces = ["▁" * size for size in range(2, 17)]
+    tokens = vocabulary[f"{PREFIX}tokens"] + spaces
+    vocabulary[f"{PREFIX}tokens"] = tokens
+    vocabulary[f"{PREFIX}scores"] = [-float(rank) for rank in range(len(tokens))]
+    del vocabulary[f"{PREFIX}token_type"]
+
+    assert "tokenizer.json" in tokenizer_files(opened(tmp_path, "llama", vocabulary))
