@@ -40,7 +40,8 @@ def why_untrusted(path: Path) -> str | None:
     """Returns why a file or folder of the cache must not be used, or None.
 
     Other users may have written it, or it is neither a folder nor a regular file. The
-    folder of a file and the package's root are checked as well.
+    folder of a file is checked as well, and so are all folders up to the package's
+    root.
 
     Args:
         path: A file or a folder.
@@ -48,12 +49,12 @@ def why_untrusted(path: Path) -> str | None:
     Raises:
         OSError: If the path does not exist or its owner cannot be read.
     """
-    package_root = root()
-    paths = [path] if path.is_dir() else [path, path.parent]
-    if package_root in path.parents and package_root not in paths:
-        paths.append(package_root)
-    reasons = (reason for checked in paths if (reason := _why_unusable(checked)))
-    return next(reasons, None)
+    above = [*path.parents]
+    if (package_root := root()) in above:
+        above = above[: above.index(package_root) + 1]
+    else:
+        above = above[: not path.is_dir()]
+    return next(filter(None, map(_why_unusable, (path, *above))), None)
 
 
 def _why_unusable(path: Path) -> str | None:
@@ -69,7 +70,10 @@ def _why_unusable(path: Path) -> str | None:
         )
     if status.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(status.st_mode)
-        return f"{path} can be written by other users (mode {mode:04o})"
+        return (
+            f"{path} can be written by other users (mode {mode:04o}): run chmod go-w "
+            f"{path}"
+        )
     return None
 
 

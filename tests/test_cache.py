@@ -60,6 +60,13 @@ def test_what_is_not_there_is_not_found(root: Path) -> None:
     assert cache.find("emulator", "file") is None
 
 
+def test_folders_above_that_of_a_file_are_checked(root: Path) -> None:
+    path = cache.write(root / "verdicts" / "m3", "a.json", b"{}")
+    (root / "verdicts").chmod(0o770)
+
+    assert "verdicts can be written by other users" in str(cache.why_untrusted(path))
+
+
 @pytest.mark.parametrize("of", ["file", "folder", "root"])
 @pytest.mark.parametrize("wrong", [0o020, 0o002])
 def test_what_others_may_write_is_not_found(root: Path, of: str, wrong: int) -> None:
@@ -69,7 +76,8 @@ def test_what_others_may_write_is_not_found(root: Path, of: str, wrong: int) -> 
 
     assert cache.find("emulator", "file") is None
     assert cache.why_untrusted(path) == (
-        f"{place} can be written by other users (mode {mode(place):04o})"
+        f"{place} can be written by other users (mode {mode(place):04o}): run chmod "
+        f"go-w {place}"
     )
 
 

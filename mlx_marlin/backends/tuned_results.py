@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_marlin import cache, regular_files, state
+from mlx_marlin import cache, regular_files, removal, state
 from mlx_marlin.backends import devices, registry
 from mlx_marlin.backends.source import shader_folder
 from mlx_marlin.planning import measurement
@@ -127,14 +127,16 @@ def write(results_folder: Path, here: Machine, results: Iterable[Result]) -> Pat
 
 
 def clear(results_folder: Path) -> int:
-    """Removes the results of all machines and returns the number of files."""
-    if not results_folder.is_dir():
+    """Removes the results of all machines and returns the number of files.
+
+    Raises:
+        OSError: If the folder is not trusted.
+        ValueError: If it is a link.
+    """
+    if not os.path.lexists(results_folder):
         return 0
-    with locked(results_folder):
-        files = list(results_folder.glob("*.json"))
-        for file in files:
-            file.unlink()
-    return len(files)
+    with removal.opened(results_folder) as opened, locked(results_folder):
+        return removal.remove_matching("*.json", opened)
 
 
 @lru_cache(maxsize=1)

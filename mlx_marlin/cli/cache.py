@@ -4,15 +4,14 @@ import argparse
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlx_marlin import cache
+from mlx_marlin import cache, removal
 
 KERNELS = {"emulator": "*.so", "kernels": "*.cubin"}
 """Names of the folders that `--limit` applies to, and pattern of their files."""
@@ -164,26 +163,35 @@ def listing(folders: Iterable[CacheFolder]) -> str:
 def clear(name: str) -> int:
     """Removes one folder of the cache or all, and returns the number of files removed.
 
+    Of a folder that is a link, the link alone is removed.
+
     Args:
         name: Name of the folder, or `ALL`.
 
     Raises:
-        ValueError: If there is no folder of that name.
+        OSError: If the cache or a folder belongs to another user.
+        ValueError: If there is no folder of that name, or the cache is a link.
     """
     folders = {path.name: path for path in _folders()}
     if name != ALL and name not in folders:
         known = ", ".join(folders) or "nothing to remove"
         raise ValueError(f"--clear {name!r}, expected a folder of the cache: {known}")
-    removed = 0
-    for path in folders.values() if name == ALL else [folders[name]]:
-        removed += len(_files(path))
-        for entry in path.iterdir():
-            _remove(entry)
-        with suppress(OSError):  # a symbolic link to a folder is kept
-            path.rmdir()
+    if not folders:
+        return 0
+    chosen = [*folders] if name == ALL else [name]
+    with removal.opened(cache.root()) as root:
+        for path in (folders[each] for each in chosen):
+            _check_owner(path)
+        removed = sum(removal.remove(each, root) for each in chosen)
     with suppress(OSError):  # not empty
         cache.root().rmdir()
     return removed
+
+
+def _check_owner(path: Path) -> None:
+    if not path.is_symlink():
+        with removal.opened(path):
+            pass
 
 
 def shrink(limit: int) -> int:
@@ -193,45 +201,57 @@ def shrink(limit: int) -> int:
 
     Args:
         limit: Maximum bytes of the remaining kernels.
+
+    Raises:
+        OSError: If a folder of kernels belongs to another user.
+        ValueError: If a folder of kernels is a link.
     """
-    files = [
-        file
-        for name, pattern in KERNELS.items()
-        for file in _files(cache.folder(name), pattern)
-    ]
     removed = 0
     total = 0
-    for status, path in sorted(files, key=_last_use, reverse=True):
-        total += status.st_size
-        if total > limit:
-            path.unlink(missing_ok=True)
-            removed += 1
+    with ExitStack() as opened:
+        files = []
+        for name, pattern in KERNELS.items():
+            if not os.path.lexists(path := cache.folder(name)):
+                continue
+            folder = opened.enter_context(removal.opened(path))
+            files += [(*each, folder) for each in removal.entries(folder, pattern)]
+        for status, name, folder in sorted(files, key=_last_use, reverse=True):
+            total += status.st_size
+            if total > limit:
+                removed += removal.remove(name, folder)
     return removed
 
 
 def remove_leftovers() -> int:
     """Removes the temporary folders of killed processes, and returns their number."""
-    candidates = [
-        *Path(tempfile.gettempdir()).glob(f"{cache.TEMPORARY_PREFIX}*"),
-        *(path for folder in _folders() for path in folder.glob("tmp*")),
+    removed = 0
+    temporary = Path(tempfile.gettempdir()).resolve()
+    with suppress(OSError), removal.opened(temporary, any_owner=True) as folder:
+        removed += _remove_old(folder, _is_of_killed_process)
+    with suppress(OSError, ValueError), removal.opened(cache.root()) as root:
+        for path in _folders():
+            with suppress(OSError, ValueError), removal.opened(path.name, root) as each:
+                # An unfinished file or a build folder.
+                removed += _remove_old(each, lambda name: name.startswith("tmp"))
+    return removed
+
+
+def _remove_old(folder: int, is_temporary: Callable[[str], bool]) -> int:
+    """Removes this user's temporary entries that are old, and returns their number."""
+    old = [
+        name
+        for status, name in removal.entries(folder)
+        if is_temporary(name)
+        and status.st_uid == os.geteuid()
+        and time.time() - status.st_mtime >= MIN_AGE
     ]
-    leftovers = [path for path in candidates if _is_leftover(path)]
-    for path in leftovers:
-        _remove(path)
-    return len(leftovers)
+    for name in old:
+        removal.remove(name, folder)
+    return len(old)
 
 
-def _is_leftover(path: Path) -> bool:
-    """Returns whether a temporary folder is this user's, old, and not in use."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    if status.st_uid != os.geteuid() or time.time() - status.st_mtime < MIN_AGE:
-        return False
-    if path.parent.parent == cache.root():
-        return True  # an unfinished file or a build folder
-    found = LEFTOVER.fullmatch(path.name)
+def _is_of_killed_process(name: str) -> bool:
+    found = LEFTOVER.fullmatch(name)
     return found is not None and not _is_running(int(found[1]))
 
 
@@ -245,13 +265,6 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _folders() -> list[Path]:
     root = cache.root()
     if not root.is_dir():
@@ -260,29 +273,19 @@ def _folders() -> list[Path]:
 
 
 def _describe(path: Path) -> CacheFolder:
-    files = _files(path)
+    sizes = removal.sizes(path)
+    contents = CONTENTS.get(path.name, "")
     return CacheFolder(
         name=path.name,
         path=str(path),
-        contents=CONTENTS.get(path.name, ""),
-        files=len(files),
-        bytes=sum(status.st_size for status, _ in files),
+        contents=f"{contents} (a link)" if path.is_symlink() else contents,
+        files=len(sizes),
+        bytes=sum(sizes),
         untrusted=cache.why_untrusted(path),
     )
 
 
-def _files(folder: Path, pattern: str = "*") -> list[tuple[os.stat_result, Path]]:
-    """Returns the files in a folder and its subfolders, with their status."""
-    return [*_with_status(path for path in folder.rglob(pattern) if path.is_file())]
-
-
-def _with_status(paths: Iterable[Path]) -> Iterator[tuple[os.stat_result, Path]]:
-    for path in paths:
-        with suppress(OSError):  # removed by another process
-            yield path.stat(), path
-
-
-def _last_use(file: tuple[os.stat_result, Path]) -> float:
+def _last_use(file: tuple[os.stat_result, str, int]) -> float:
     return file[0].st_mtime
 
 

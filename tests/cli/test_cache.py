@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -169,16 +170,99 @@ def test_clearing_what_is_not_there_names_what_is(
     assert path.exists()
 
 
-def test_a_folder_that_is_a_link_is_emptied(root: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "a.so").write_text("a")
-    root.mkdir()
-    (root / "emulator").symlink_to(elsewhere)
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """Returns a folder outside of the cache, with names that the cache uses."""
+    folder = tmp_path / "elsewhere"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("a.so", "b.cubin", "c.json", "tmpabc", "deep/d.so"):
+        (folder / name).write_text("text")
+        aged(folder / name, hours=9)
+    return folder
 
-    assert main(["cache", "--clear"]) == 0
 
-    assert [*elsewhere.iterdir()] == []
+def content(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+COMMANDS = [
+    ("cache", "--clear"),
+    ("cache", "--clear", "tuned"),
+    ("cache", "--clear", "emulator"),
+    ("cache", "--limit", "0"),
+    ("cache",),
+    ("tune", "--clear"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("place", ["", "emulator", "kernels", "tuned", "models", "x"])
+def test_folders_that_are_links_are_not_followed(
+    root: Path, precious: Path, command: tuple[str, ...], place: str
+) -> None:
+    before = content(precious)
+    if place:
+        keep("emulator", "a.so", 1)
+        keep("tuned", "a.json", 1)
+        if (root / place).is_dir():
+            shutil.rmtree(root / place)
+    (root / place).symlink_to(precious)
+
+    main([*command])
+
+    assert content(precious) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_links_in_a_folder_are_not_followed(
+    root: Path, precious: Path, command: tuple[str, ...]
+) -> None:
+    before = content(precious)
+    for name, file_name in (("emulator", "a.so"), ("tuned", "a.json"), ("x", "y")):
+        folder = keep(name, file_name, 1).parent
+        (folder / "tmplink").symlink_to(precious)
+        (folder / "linked.so").symlink_to(precious / "a.so")
+        (folder / "linked.json").symlink_to(precious)
+        os.utime(folder / "tmplink", (0, 0), follow_symlinks=False)
+
+    assert main([*command]) == 0
+
+    assert content(precious) == before
+
+
+def test_clearing_removes_a_link(root: Path, precious: Path) -> None:
+    keep("tuned", "a.json", 1)
+    (root / "emulator").symlink_to(precious)
+
+    assert main(["cache", "--clear", "emulator"]) == 0
+
+    assert [path.name for path in root.iterdir()] == ["tuned"]
+
+
+def test_a_cache_that_is_a_link_is_refused(
+    root: Path, precious: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root.symlink_to(precious)
+
+    assert main(["cache", "--clear"]) == 2
+
+    assert f"{root} is a link, which is not followed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--clear"], ["--limit", "0"]])
+def test_what_belongs_to_others_is_not_removed(
+    root: Path,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = keep("emulator", "a.so", 1)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+
+    assert main(["cache", *options]) == 2
+
+    assert f"belongs to the user {path.stat().st_uid}" in capsys.readouterr().err
+    assert path.exists()
 
 
 def test_old_temporary_folders_of_dead_processes_are_removed(

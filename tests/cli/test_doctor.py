@@ -154,7 +154,7 @@ def test_folders_are_told_with_size_and_rights(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "tuned").mkdir(parents=True)
-    (root / "tuned").chmod(0o775)  # a group may write what is only read as data
+    (root / "tuned").chmod(0o755)  # others may read it
     (root / "other").mkdir(mode=0o700)
     (root / "tuned" / "a").write_bytes(b"12345")
     (root / "other" / "b").write_bytes(b"123")
@@ -166,12 +166,15 @@ def test_folders_are_told_with_size_and_rights(
     assert list(told) == [str(root), str(root / "other"), str(root / "tuned")]
     assert [each["bytes"] for each in told.values()] == [8, 3, 5]
     assert told[str(root / "other")]["rights"] == "drwx------"
-    assert told[str(root / "tuned")]["rights"] == "drwxrwxr-x"
+    assert told[str(root / "tuned")]["rights"] == "drwxr-xr-x"
 
 
-def _writable_by_all(root: Path) -> None:
-    (root / "emulator").mkdir(parents=True)
-    (root / "emulator").chmod(0o777)
+def _writable(name: str, mode: int) -> Callable[[Path], None]:
+    def damage(root: Path) -> None:
+        (root / name).mkdir(parents=True)
+        (root / name).chmod(mode)
+
+    return damage
 
 
 def _file(root: Path) -> None:
@@ -186,7 +189,11 @@ def _file_in_a_folders_place(root: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_writable_by_all, "emulator can be written by other users (drwxrwxrwx)"),
+        (_writable("emulator", 0o777), "emulator can be written by other users (mode"),
+        (_writable("verdicts", 0o770), "verdicts can be written by other users (mode"),
+        (_writable("verdicts/m3", 0o770), "verdicts/m3 can be written by other users"),
+        (_writable("tuned", 0o775), "tuned can be written by other users (mode 0775)"),
+        (_writable("models", 0o702), "models can be written by other users (mode 0702"),
         (_file, "cache is not a folder"),
         (_file_in_a_folders_place, "tuned is not a folder"),
     ],
@@ -219,8 +226,8 @@ def test_a_folder_that_cannot_be_made_or_is_another_users_is_unusable(
         assert missing.startswith(f"does not exist, and {tmp_path} cannot be written")
         assert "cannot be written to" in folders.facts(tmp_path)["problem"]
     assert folders.facts(root)["problem"] is None
-    monkeypatch.setattr("os.getuid", lambda: 12345)
-    assert "belongs to another user" in folders.facts(tmp_path)["problem"]
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    assert "belongs to the user" in folders.facts(tmp_path)["problem"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,13 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache
+from mlx_marlin import cache, removal
 
 NAMES = ("emulator", "tuned", "models", "gpus", "verdicts")
 """Folders of the package; other folders in the cache are reported too."""
-LOADED = ("emulator",)
-"""Folders with libraries that are loaded: other users must not write to them."""
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def collect() -> dict[str, Any]:
@@ -39,7 +36,7 @@ def facts(path: Path) -> dict[str, Any]:
         return found | {"problem": _cannot_be_created(path)}
     except OSError as error:
         return found | {"problem": f"cannot be read: {error.strerror}"}
-    sizes = _sizes(path)
+    sizes = removal.sizes(path)
     return found | {
         "files": len(sizes),
         "bytes": sum(sizes),
@@ -48,27 +45,16 @@ def facts(path: Path) -> dict[str, Any]:
     }
 
 
-def _sizes(path: Path) -> list[int]:
-    """Returns the sizes of all files in a folder, skipping files that disappear."""
-    sizes = []
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                sizes.append(os.lstat(os.path.join(folder, name)).st_size)
-            except OSError:
-                continue
-    return sizes
-
-
 def _unusable(path: Path, status: os.stat_result) -> str | None:
     """Returns why a folder cannot be written to or read safely, or None."""
     if not stat.S_ISDIR(status.st_mode):
         return "is not a folder"
-    if status.st_uid != os.getuid():
-        return f"belongs to another user (user ID {status.st_uid})"
-    if path.name in LOADED and status.st_mode & OTHERS_WRITE:
-        rights = stat.filemode(status.st_mode)
-        return f"can be written by other users ({rights}): run chmod go-w {path}"
+    # The root's own folders have facts of their own.
+    is_root = path == cache.folder(NAMES[0]).parent
+    inner = [] if is_root else [entry for entry in path.iterdir() if entry.is_dir()]
+    reasons = filter(None, map(cache.why_untrusted, (path, *inner)))
+    if reason := next(reasons, None):
+        return f"is not used: {reason}"
     return _refuses_files(path)
 
 

@@ -6,13 +6,14 @@ with one warning.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache, regular_files
+from mlx_marlin import cache, regular_files, removal
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 from mlx_marlin.integrations.tuned_models import settings
 from mlx_marlin.integrations.tuned_models.machine import ModelMachine
@@ -135,11 +136,16 @@ def write(machine: ModelMachine, result: TunedModel) -> Path:
 
 
 def clear() -> int:
-    """Removes the results of all models and machines; returns the number of files."""
-    files = [*folder().glob("*.json")]
-    for file in files:
-        file.unlink(missing_ok=True)
-    return len(files)
+    """Removes the results of all models and machines; returns the number of files.
+
+    Raises:
+        OSError: If the folder belongs to another user.
+        ValueError: If it is a link.
+    """
+    if not os.path.lexists(folder()):
+        return 0
+    with removal.opened(folder()) as opened:
+        return removal.remove_matching("*.json", opened)
 
 
 def _read(path: Path, machine: ModelMachine) -> TunedModel | None:
