@@ -1,6 +1,7 @@
 """`mlx-marlin convert`: converts a checkpoint to our packed layout, or to MLX's."""
 
 import argparse
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ examples:
 """
 QUANTIZATION = ("bits", "group_size", "mode", "quantizer")
 """Options that say how plain weights are quantized."""
+NAME_WIDTH, LEFT_WIDTH = 46, 97
+"""Characters of a name, and of name and format, in a line of at most 120."""
 
 
 def add_parser(
@@ -131,18 +134,56 @@ def _integer(name: str, text: str) -> int:
 
 def _print_rows(rows: Any) -> "list[Row]":
     """Prints the rows as they come: the table shows the progress."""
-    print(f"{'parameter':<48} {'source':<30} {'target':<42} {'bytes':>12} error")
-    written = []
+    written: list[Row] = []
     for row in rows:
+        if not written:  # an error of the first row comes without a table
+            print(_line("parameter", "format", "bytes", "error"))
         error = "exact" if row.error == 0 else f"{row.error:.2e}"
-        formats = f"{row.source:<30} {row.target:<42}"
-        print(f"{row.name:<48} {formats} {row.nbytes:>12,} {error}", flush=True)
+        print(_line(row.name, _change(row), f"{row.nbytes:,}", error), flush=True)
         written.append(row)
     return written
+
+
+def _change(row: "Row") -> str:
+    """Returns the format of a parameter before and after, or once if it stays."""
+    stays = row.target.startswith(row.source)
+    return row.target if stays else f"{row.source} → {row.target}"
+
+
+def _line(name: str, change: str, nbytes: str, error: str) -> str:
+    """Returns a line of the table; a long name has a line of its own."""
+    left = f"{name:<{NAME_WIDTH}} {change}"
+    if len(left) > LEFT_WIDTH:
+        left = f"{name}\n{change:>{LEFT_WIDTH}}"
+        return f"{left} {nbytes:>13} {error}"
+    return f"{left:<{LEFT_WIDTH}} {nbytes:>13} {error}"
 
 
 def _summary(rows: "list[Row]", args: argparse.Namespace) -> str:
     total = sum(row.nbytes for row in rows)
     rounded = sum(row.error > 0 for row in rows)
     done = "would take" if args.dry_run else f"in {args.destination} take"
-    return f"{len(rows)} parameters {done} {total:,} bytes; {rounded} of them rounded"
+    size = f"{len(rows)} parameters {done} {total:,} bytes; {rounded} of them rounded"
+    is_asked = _quantization(args) is not None
+    return "\n".join([*_plain(rows, is_asked), size])
+
+
+def _plain(rows: "list[Row]", is_asked: bool) -> Iterator[str]:
+    """Yields lines that say which weights of layers stay plain, and why.
+
+    Args:
+        rows: The parameters.
+        is_asked: Whether an option asks for a quantization.
+    """
+    if all(row.source == row.target for row in rows):
+        options = " or ".join(f"--{name.replace('_', '-')}" for name in QUANTIZATION)
+        without = "" if is_asked else f": plain weights stay plain without {options}"
+        yield f"nothing was quantized{without}"
+    for reason in dict.fromkeys(row.plain_because for row in rows):
+        if is_asked and reason:
+            own = [row for row in rows if row.plain_because == reason]
+            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            yield (
+                f"not quantized: {own[0].name}{more}, {own[0].target}, "
+                f"{sum(row.nbytes for row in own):,} bytes: {reason}"
+            )

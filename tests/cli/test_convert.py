@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 from mlx_lm import utils
 
-from mlx_marlin.cli import main
+from mlx_marlin.cli import convert, demo, main
+from mlx_marlin.integrations.mlx_lm.checkpoints import gguf_source
+from mlx_marlin.integrations.mlx_lm.module_tree import natural_key
+from mlx_marlin.planning.choice import WIDTH
 from support import foreign_checkpoints as foreign
+from support import quantized_folder
 from support.foreign_models import LINEAR, write_llama
 
 
@@ -37,6 +41,8 @@ def test_a_folder_is_converted(
 
     *_, last = lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 3 + 2 * (2 + len(LINEAR)) + 1
+    assert len({line.rindex(" ") for line in lines[:-1]}) == 1  # one column of errors
+    assert max(map(len, lines)) <= WIDTH
     (row,) = [line for line in lines if "layers.1.mlp.down_proj" in line]
     assert "zero_point 4-bit, group 64, marlin layout" in row
     assert row.endswith("exact")
@@ -68,9 +74,86 @@ def test_plain_weights_are_quantized_if_an_option_asks_for_it(
     options = ["--layout", "mlx", "--bits", "5", "--quantizer", "search"]
     assert main(["convert", *paths, *options, "--group-size", "32"]) == 0
 
-    assert "bytes; 15 of them rounded" in capsys.readouterr().out
+    *_, plain_weight, last = capsys.readouterr().out.splitlines()
+    assert last.endswith("bytes; 15 of them rounded")
+    assert plain_weight == (
+        "not quantized: model.embed_tokens.weight, float16, 16,384 bytes: an embedding"
+    )
     _, config = utils.load_model(tmp_path / "result")
     assert config["quantization"] == {"bits": 5, "group_size": 32, "mode": "affine"}
+
+
+def test_plain_weights_that_stay_plain_are_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain(tmp_path / "source")
+    paths = [str(tmp_path / "source"), str(tmp_path / "result")]
+
+    assert main(["convert", *paths, "--dry-run"]) == 0
+    assert "nothing was quantized: plain weights stay" in capsys.readouterr().out
+
+    assert main(["convert", *paths, "--mode", "affine", "--group-size", "96"]) == 2
+    words = ["--group-size", "256", "--only", "q_proj"]
+    assert main(["convert", *paths, *words]) == 0
+    *_, excluded, _ = lines = capsys.readouterr().out.splitlines()
+    assert "nothing was quantized" in lines
+    assert excluded == (
+        "not quantized: model.layers.0.self_attn.q_proj.weight and 1 more, float16, "
+        "65,536 bytes: 128 columns are no whole groups of 256"
+    )
+
+
+def test_a_tied_embedding_that_stays_plain_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(demo.checkpoint()), str(tmp_path / "result")]
+
+    assert main(["convert", *paths, "--bits", "4", "--dry-run"]) == 0
+
+    assert (
+        "not quantized: model.embed_tokens.weight, float16, 655,360 bytes: an "
+        "embedding, and the output head\n"
+    ) in capsys.readouterr().out
+
+
+def test_layer_10_comes_after_layer_9(tmp_path: Path) -> None:
+    path = quantized_folder.write(tmp_path / "source")
+    names = [f"model.layers.{i}.x.weight" for i in (0, 1, 10, 11, 2)]
+    expected = [names[i] for i in (0, 1, 4, 2, 3)]
+    assert sorted(names, key=natural_key) == expected
+    source = gguf_source.open_source(path)
+    read = [name for name, _ in source.stored_parameters()]
+    assert read == sorted(read, key=natural_key)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("model.norm.weight", "float16"),
+        ("n" * 60, "zero_point 4-bit, group 128, marlin layout, x gathered"),
+        ("n" * 39, "zero_point 4-bit, group channel, marlin layout, order folded"),
+    ],
+)
+def test_lines_have_equal_ends(name: str, format: str) -> None:
+    line = convert._line(name, format, "1,234,567,890", "4.60e-02")
+
+    *names, last = line.split("\n")
+    assert [*map(str.strip, names)] in ([], [name])
+    assert len(last) == WIDTH
+    assert last.endswith(" 1,234,567,890 4.60e-02")
+    assert format in last
+
+
+def test_an_error_comes_without_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gptq(tmp_path / "source")
+    (tmp_path / "result").mkdir()
+    paths = [str(tmp_path / "source"), str(tmp_path / "result")]
+
+    assert main(["convert", *paths]) == 2
+
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

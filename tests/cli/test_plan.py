@@ -11,6 +11,7 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import main
 from mlx_marlin.cli.pictures.text import tile_map, timeline
+from mlx_marlin.planning.choice import WIDTH
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -46,6 +47,20 @@ def lines(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def figures(capsys: pytest.CaptureFixture[str], arguments: str) -> Any:
     """Runs the command with --json and returns what it printed: nothing else."""
     return json.loads("\n".join(lines(capsys, "plan", *arguments.split(), "--json")))
+
+
+@pytest.mark.parametrize("m", [1, 64])
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("chip", ["M3 Max", "H200"])
+def test_tables_and_diagrams_are_at_most_120_columns_wide(
+    m: int, layout: str, chip: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(m), "4096", "14336", "--layout", layout, "--chip", chip]
+    assert main(["plan", *words, "--all"]) == 0
+
+    for line in capsys.readouterr().out.splitlines():
+        is_sentence = ", " in line and "(" in line
+        assert len(line) <= WIDTH or is_sentence, line
 
 
 def test_three_by_three_tiles_on_five_draw_the_picture_of_marlin(

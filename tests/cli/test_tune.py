@@ -12,6 +12,7 @@ import mlx_marlin
 from mlx_marlin import emulator, guard, state
 from mlx_marlin.backends import devices, launch, planner, selection, tuned_results
 from mlx_marlin.cli import main
+from mlx_marlin.planning import choice
 from mlx_marlin.tuning import counting, operands, tuner
 from support.arguments import activations, weight
 from support.processes import run_python
@@ -210,6 +211,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
         launch, "product", lambda plan: operands.stock_product(plan.problem)
     )
 
+    monkeypatch.setattr(choice, "WIDTH", 1000)  # names of plans stay in one line
     words = ["tune", "4x64x256", "--seconds", "0.1", "--layout", "mlx"]
     assert main(words) == 0
 

@@ -310,7 +310,7 @@ def test_nobody_serves_invariant_rows_without_kernels(backend: Choose) -> None:
 
     served = {call.served_by for layer in report.layers for call in layer.decisions}
     assert served == {"nobody"}
-    assert "nobody: raises" in str(report)
+    assert "nobody:" in str(report)
 
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])

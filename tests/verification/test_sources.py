@@ -131,10 +131,10 @@ def test_quantized_weights_are_within_the_limit_of_their_format(
 
     assert report.passed, str(report)
     assert len(report.layers) == 15  # and lm_head
+    assert "kernels" in str(report)
     for layer in report.layers:
         assert layer.weights is not None
         assert 0 < layer.weights.relative < layer.weights.limit
-        assert "kernels" in str(layer)
 
 
 def test_a_wrong_layer_is_found_next_to_quantization_errors(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, groupby, takewhile
 
+from mlx_marlin.planning.choice import WIDTH as TABLE_WIDTH
 from mlx_marlin.planning.choice import Choice, aligned
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work import Split
@@ -72,10 +73,21 @@ def tile_map(plan: Plan) -> str:
         plan: The plan to draw.
 
     Returns:
-        Lines of text, one for each row of tiles, at most `SHOWN` rows and columns. A
-        wide tile spans the columns of the tiles that it replaces.
+        Lines of text, one for each row of tiles, at most `SHOWN` rows and columns, and
+        fewer columns if lines would be longer than those of tables. A wide tile spans
+        the columns of the tiles that it replaces.
     """
-    columns = shown_columns(plan, SHOWN)
+    for shown in range(SHOWN, 0, -2):
+        text = _tile_map(plan, shown)
+        if max(map(len, text)) <= TABLE_WIDTH:
+            break
+    idle = spans_of(idle_threadgroups(plan))
+    return "\n".join([*text, f"idle: {idle}"] if idle else text)
+
+
+def _tile_map(plan: Plan, shown: int) -> list[str]:
+    """Returns the lines of a tile map with at most `shown` columns."""
+    columns = shown_columns(plan, shown)
     head = [GAP if column is None else f"{column}" for column in columns]
     lines = [("col", head)]
     for row in ends(plan.m_tiles, SHOWN):
@@ -87,9 +99,7 @@ def tile_map(plan: Plan) -> str:
         ]
         lines.append((f"row {row}", owners))
     spans = [0 if column is None else span(plan, column) for column in columns]
-    idle = spans_of(idle_threadgroups(plan))
-    text = [_title(plan), *_grid(lines, spans)]
-    return "\n".join([*text, f"idle: {idle}"] if idle else text)
+    return [_title(plan), *_grid(lines, spans)]
 
 
 def timeline(choice: Choice) -> str:

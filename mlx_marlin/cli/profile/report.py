@@ -24,20 +24,20 @@ REASONS = {
 HEADS = (
     "rows",
     "k→n",
-    "format",
     "kernel",
     "ms",
     "TFLOPS",
-    "compute %",
+    "% of peak",
     "GB/s",
-    "memory %",
-    "FLOP/byte",
+    "% of peak",
+    "FLOP /byte",
     "% of roof",
-    "bottleneck",
-    "simdgroups",
-    "LOW OCCUPANCY",
+    "bound by",
+    "simd- groups",
+    "low by",
     "times",
 )
+"""Heads of the table's columns; spaces let long ones take two lines."""
 
 
 def details(device: PlanningDevice, profiles: Sequence[Profile]) -> str:
@@ -48,9 +48,14 @@ def details(device: PlanningDevice, profiles: Sequence[Profile]) -> str:
 
 
 def table(device: PlanningDevice, profiles: Sequence[Profile]) -> str:
-    """Returns the profiles as a table, and below it why times are impossible."""
-    rows = [[*HEADS], *map(_row, profiles)]
-    lines = [_device(device), "", aligned(rows)]
+    """Returns a table for each format, and below it why times are impossible."""
+    lines = [_device(device)]
+    for name in dict.fromkeys(_format(profile.problem) for profile in profiles):
+        of_format = [each for each in profiles if _format(each.problem) == name]
+        rows = [[*HEADS], *map(_row, of_format)]
+        lines += ["", name, aligned(rows)]
+    if any(profile.low_occupancy for profile in profiles):
+        lines += ["", 'low by: the limit that causes LOW OCCUPANCY, in "simdgroups"']
     for profile in profiles:
         if profile.refusal:
             label = f"{_label(profile.problem)}, {profile.kernel}"
@@ -164,7 +169,6 @@ def _row(profile: Profile) -> list[str]:
     return [
         f"{problem.m}",
         f"{problem.k}→{problem.n}",
-        _format(problem),
         "stock " * (profile.plan is None) + profile.kernel.split()[0],
         f"{point.seconds * 1e3:.4f}",
         _short(point.tflops),
@@ -175,9 +179,14 @@ def _row(profile: Profile) -> list[str]:
         "" if profile.refusal else _percent(roofline.attained(point)),
         "IMPOSSIBLE" if profile.refusal else roofline.bottleneck(point),
         "" if residency is None else f"{residency.resident}",
-        residency.limit if residency and profile.low_occupancy else "",
+        _limit(residency) if residency and profile.low_occupancy else "",
         profile.origin,
     ]
+
+
+def _limit(residency: Residency) -> str:
+    """Returns the limit of the occupancy as one word."""
+    return residency.limit.removeprefix("launched ")
 
 
 def _label(problem: Problem) -> str:

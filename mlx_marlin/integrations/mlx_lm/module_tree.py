@@ -51,6 +51,17 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield (_joined_path(paths) if is_joined else paths[0]), layer
 
 
+def has_tied_head(model: nn.Module) -> bool:
+    """Returns whether an embedding is the output head: there is no lm_head."""
+    return not any(name.endswith("lm_head") for name, _ in model.named_modules())
+
+
+def natural_key(path: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts layer 10 after layer 9."""
+    parts = path.split(".")
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
 def pattern(path: str) -> str:
     """Returns a path with "*" in place of numbers between dots."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))

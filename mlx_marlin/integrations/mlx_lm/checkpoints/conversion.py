@@ -21,6 +21,7 @@ from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource, Value
+from mlx_marlin.integrations.mlx_lm.module_tree import has_tied_head
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 
@@ -41,6 +42,8 @@ class Row:
         target: Its format in the result.
         nbytes: Bytes in the result.
         error: Relative Frobenius error that the conversion adds to the weight.
+        plain_because: Why a weight stays plain that a quantization was asked for; empty
+            for parameters that are never quantized, such as norms.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Row:
     target: str
     nbytes: int
     error: float
+    plain_because: str = ""
 
 
 @dataclass
@@ -143,9 +147,9 @@ def _rows(
         stored = _describe(value)
         with naming(source.path, name):
             if isinstance(value, mx.array):
-                own = _quantization(source, name, quantization) if matches else None
-                if own is None:
-                    yield _unchanged(name, value), {name: value}
+                own = _quantization(source, name, quantization) if matches else ""
+                if isinstance(own, str):
+                    yield _unchanged(name, value, own), {name: value}
                     continue
                 value, error = own.apply(value)
             keeps = not matches or not _can_be_packed(value)
@@ -174,9 +178,16 @@ def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
     return "mlx" if value.mode in MODE_DEFAULTS else layout
 
 
-def _unchanged(name: str, array: mx.array) -> Row:
+def _unchanged(name: str, array: mx.array, reason: str) -> Row:
     dtype = _describe(array)
-    return Row(name=name, source=dtype, target=dtype, nbytes=array.nbytes, error=0.0)
+    return Row(
+        name=name,
+        source=dtype,
+        target=dtype,
+        nbytes=array.nbytes,
+        error=0.0,
+        plain_because=reason,
+    )
 
 
 def _can_be_packed(value: StoredWeight | PackedLayer) -> bool:
@@ -188,24 +199,30 @@ def _can_be_packed(value: StoredWeight | PackedLayer) -> bool:
 
 def _quantization(
     source: ModelSource, name: str, wanted: Quantization | None
-) -> Quantization | None:
-    """Returns how a plain parameter is quantized; None if it stays as it is.
+) -> Quantization | str:
+    """Returns how a plain parameter is quantized, or why it stays as it is.
 
-    The `quant_predicate` of mlx-lm's model can exclude a layer or set its format, such
-    as 8 bits for a router.
+    The reason is empty for a parameter that is never quantized, such as a norm. The
+    `quant_predicate` of mlx-lm's model can exclude a layer or set its format, such as
+    8 bits for a router.
     """
     path = name.removesuffix(".weight")
     layer = source.layer(path)
     if wanted is None or path == name or not hasattr(layer, "to_quantized"):
-        return None
+        return ""
     # An embedding looks rows up, which our packed layout does not serve.
     if isinstance(layer, nn.Embedding):
-        return None
+        return f"an embedding{', and the output head' * has_tied_head(source.model)}"
     predicate = getattr(source.model, "quant_predicate", None)
     own = True if predicate is None else predicate(path, layer)
     if isinstance(own, dict):
         wanted = wanted.with_format(**own)
-    return wanted if own and wanted.applies_to(layer.weight.shape[-1]) else None
+    if not own:
+        return "mlx-lm's model excludes it"
+    k = layer.weight.shape[-1]
+    if not wanted.applies_to(k):
+        return f"{k} columns are no whole groups of {wanted.group_size}"
+    return wanted
 
 
 def _describe(value: Value) -> str:

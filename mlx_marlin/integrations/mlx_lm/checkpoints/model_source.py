@@ -19,6 +19,7 @@ from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.integrations.mlx_lm.checkpoints.folding import fold_orders
+from mlx_marlin.integrations.mlx_lm.module_tree import natural_key
 from mlx_marlin.integrations.mlx_lm.versions import describe
 
 Value = StoredWeight | PackedLayer | mx.array
@@ -197,6 +198,7 @@ class FolderSource(ModelSource):
         """Yields the name and the value of each parameter."""
         if marlin_folder.layers_of(self._folder):  # written under mlx-lm's names
             tensors = reading.folder_tensors(self._folder)
+            tensors.sort(key=lambda tensor: natural_key(tensor.name))
             self.drop_absent_layers(tensors)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
@@ -204,7 +206,7 @@ class FolderSource(ModelSource):
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
         self.folded = fold_orders(arrays, module)
-        for name in [*arrays]:
+        for name in sorted(arrays, key=natural_key):
             layer, _, part = name.rpartition(".")
             if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
                 continue  # goes with the layer's weight

@@ -19,7 +19,11 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
     LayerConversion,
     is_marlin_layer,
 )
-from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers
+from mlx_marlin.integrations.mlx_lm.module_tree import (
+    computing_layers,
+    has_tied_head,
+    natural_key,
+)
 from mlx_marlin.integrations.mlx_lm.optimize import optimize
 from mlx_marlin.integrations.mlx_lm.verification.exact_weights import ExactWeight
 from mlx_marlin.layers.joined import MarlinPart
@@ -127,11 +131,11 @@ def checked_layers(model: nn.Module) -> Iterator[CheckedLayer]:
     """
     named = [(name, module) for name, module in model.named_modules()]
     inner = {id(m.linear) for _, m in named if isinstance(m, ReorderedLinear)}
-    is_tied = not any(name.endswith("lm_head") for name, _ in named)
-    for name, module in sorted(named, key=lambda pair: _natural(pair[0])):
+    with_head = has_tied_head(model)
+    for name, module in sorted(named, key=lambda pair: natural_key(pair[0])):
         if id(module) in inner:
             continue
-        for operation in _operations(module, is_tied):
+        for operation in _operations(module, with_head):
             yield CheckedLayer(name, module, operation)
 
 
@@ -156,12 +160,6 @@ def dtype_of_activations(model: nn.Module) -> mx.Dtype:
         if is_float and name.rpartition(".")[2] not in QUANTIZED_PARTS:
             return array.dtype  # type: ignore[no-any-return]
     return activation_dtype(model)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Returns a key that sorts layer 10 after layer 9."""
-    parts = name.split(".")
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _operations(module: nn.Module, is_tied: bool) -> tuple[str, ...]:

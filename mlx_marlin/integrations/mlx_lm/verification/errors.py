@@ -40,6 +40,3 @@ class Errors:
             max_error=float(error.max()),
             rms_error=float(norm / np.sqrt(error.size)),
         )
-
-    def __str__(self) -> str:
-        return f"max_error={self.max_error:.6f}, rms_error={self.rms_error:.6f}"

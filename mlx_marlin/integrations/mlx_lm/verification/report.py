@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_marlin.integrations.mlx_lm.verification.errors import Errors
+from mlx_marlin.planning.choice import aligned
+
+HEADS = (
+    *("layer", "format", "largest error", "rms error", "relative", "limit"),
+    *("kernels, relative", "limit", ""),
+)
+"""Heads of the table. Against a source, errors are those of its weights; those of the
+kernels alone then follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,10 @@ class ProductReport:
                 f"{where}: {self.wrong_features} output features are wrong, the first "
                 f"is {self.first_wrong_feature}"
             )
+
+    def shares(self) -> list[str]:
+        """Returns the relative error and its limit as text."""
+        return [f"{self.errors.relative:.1e}", f"{self.limit:.1e}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +133,21 @@ class LayerReport:
         products = [each for each in self.products if each.reference == reference]
         return max(products, key=lambda each: _part(each.errors.relative, each.limit))
 
-    def __str__(self) -> str:
+    def cells(self) -> list[str]:
+        """Returns the cells of the report's table, `HEADS`."""
         own = self.worst("weights")
         shown = own if self.weights is None else self.worst("source")
-        title = f"{self.name} ({self.operation})"
-        line = (
-            f"{title:<44} {self.format:<26} {shown.errors}, relative "
-            f"{shown.errors.relative:.1e} of {shown.limit:.1e}, NMSE "
-            f"{shown.errors.nmse:.1e}"
-        )
-        if self.weights is not None:
-            line += f", kernels {own.errors.relative:.1e} of {own.limit:.1e}"
-        return f"{line}  {'FAILED' if self.failures else 'ok'}"
+        title = [self.name, *([] if self.operation == "linear" else [self.operation])]
+        errors = [shown.errors.max_error, shown.errors.rms_error]
+        kernels = ["", ""] if self.weights is None else own.shares()
+        return [
+            ", ".join(title),
+            self.format,
+            *(f"{error:.1e}" for error in errors),
+            *shown.shares(),
+            *kernels,
+            "FAILED" if self.failures else "ok",
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +203,7 @@ class Report:
         return values | {"failed": [*self.failed], "passed": self.passed}
 
     def __str__(self) -> str:
-        lines = [str(layer) for layer in self.layers]
+        lines = [_table(self.layers)] if self.layers else []
         failed = [layer for layer in self.layers if layer.failures]
         lines += [f"{each.name}: {text}" for each in failed for text in each.failures]
         lines += [
@@ -212,6 +227,13 @@ class Report:
             f"{len(self.failed)} failed, {missing} without a source (back end: "
             f"{self.backend}, seed {self.seed})"
         )
+
+
+def _table(layers: tuple[LayerReport, ...]) -> str:
+    """Returns a line for each layer, without the columns that are empty."""
+    rows = [layer.cells() for layer in layers]
+    filled = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
+    return aligned([[row[i] for i in filled] for row in ([*HEADS], *rows)])
 
 
 def _position(first: tuple[int, ...] | None) -> str:
