@@ -94,6 +94,7 @@ CASES = {
             "rope.scaling.factor": 32.0,
             "rope.scaling.original_context_length": 64,
         },
+        layers=3,
     ),
 }
 
@@ -140,6 +141,7 @@ def arguments(case: Case) -> dict[str, Any]:
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_scaling": {
                 "type": "yarn",
                 "factor": 32.0,

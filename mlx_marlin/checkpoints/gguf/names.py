@@ -170,7 +170,7 @@ def parameter_name(architecture: Architecture, name: str) -> str | None:
     parts = re.fullmatch(r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?(\w+)\.(weight|bias)", name)
     if parts is not None:
         layer, stem, suffix = parts.groups()
-        if layer is None and stem in FREQUENCY_FACTORS:
+        if layer is None and stem in FREQUENCY_FACTORS and suffix == "weight":
             return None
         module = (architecture.ends if layer is None else architecture.block).get(stem)
         if module is not None:

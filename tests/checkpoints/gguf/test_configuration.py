@@ -59,6 +59,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope.scaling.attn_factor": 2.0},
         "rope.scaling.attn_factor",
     ),
+    "scaled attention of Llama": (
+        "llama",
+        {"rope.scaling.attn_factor": 1.19},
+        "rope.scaling.attn_factor",
+    ),
+    "a pattern of more layers": (
+        "gemma3",
+        {"attention.sliding_window_pattern": 7},
+        "sliding_window_pattern",
+    ),
     "scaled experts": (
         "mixtral",
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0},
@@ -108,6 +118,7 @@ def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
         numbers("attn_q.weight", [1.0]),
         numbers("blk.0.attn_q.scale", [1.0])._replace(name="blk.0.lora.scale"),
         numbers("odd", [1.0]),
+        numbers("rope_freqs.bias", [1.0]),
         random_tensor("output_norm.weight", "Q8_0", (32,), np.random.default_rng(0)),
         numbers("blk.0.attn_q.bias", [1.0] * 9),
     ],
@@ -168,15 +179,16 @@ def test_scalings_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_the_older_key_of_linear_scaling_is_read(tmp_path: Path) -> None:
-    config = config_of(opened(tmp_path, "llama", {"rope.scale_linear": 2.0}))
-
+    keys = {"rope.scale_linear": 2.0}
+    config = config_of(opened(tmp_path, "llama", keys))
     assert config["rope_scaling"] == {"type": "linear", "factor": 2.0}
 
+    config = config_of(opened(tmp_path, "llama", keys | {"rope.scaling.factor": 4.0}))
+    assert config["rope_scaling"] == {"type": "linear", "factor": 4.0}
 
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_factors_of_llama_3_are_recognized(factor: float, tmp_path: Path) -> None:
-    """The tensor holds what multiplies wavelengths, as float32, and no parameters."""
-    keys = {"rope.freq_base": 500000.0, "rope.dimension_count": 32}
+
+def llama3_factors(factor: float) -> Written:
+    """Returns what multiplies wavelengths of 32 features with the base 500000."""
     factors = []
     for index in range(16):
         wavelength = 2 * math.pi * 500000.0 ** (index / 16)
@@ -187,15 +199,47 @@ def test_factors_of_llama_3_are_recognized(factor: float, tmp_path: Path) -> Non
         else:
             share = (8192 / wavelength - 1) / 3
             factors.append(1 / ((1 - share) / factor + share))
-    tensor = numbers("rope_freqs.weight", factors)
+    return numbers("rope_freqs.weight", factors)
+
+
+LLAMA3 = {"rope.freq_base": 500000.0, "rope.dimension_count": 32}
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+@pytest.mark.parametrize("name", [None, "none", "linear"])
+def test_factors_of_llama_3_are_recognized(
+    factor: float, name: str | None, tmp_path: Path
+) -> None:
+    """The tensor holds what multiplies wavelengths, as float32, and no parameters."""
+    tensor = llama3_factors(factor)
+    keys = LLAMA3 | {"rope.scaling.type": name}
 
     container = opened(tmp_path, "llama_tied", keys, tensor)
     scaling = config_of(container)["rope_scaling"]
 
     rotation = Llama3RoPE(32, base=500000.0, scaling_config=scaling)
     plain = 500000.0 ** (mx.arange(0, 32, 2) / 32)
+    factors = np.frombuffer(tensor.data, np.float32)
     np.testing.assert_allclose(rotation._freqs / plain, factors, rtol=1e-5)
     assert all("rope_freqs" not in tensor.name for tensor in read(container.path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope.scaling.factor": 4.0}, "rope.scaling.factor"),
+        ({"rope.scale_linear": 4.0}, "rope.scale_linear"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "scaling.type"),
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type"),
+    ],
+)
+def test_a_second_scaling_is_refused(
+    keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    container = opened(tmp_path, "llama_tied", LLAMA3 | keys, llama3_factors(8.0))
+
+    with pytest.raises(ValueError, match=rf"t\.gguf.*{message}"):
+        config_of(container)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +254,7 @@ def test_other_factors_are_refused(factors: list[float], tmp_path: Path) -> None
         config_of(opened(tmp_path, "llama_tied", keys, tensor))
 
 
-def phi3(folder: Path, attention: float) -> Container:
+def phi3(folder: Path, attention: float | None, without: str = "") -> Container:
     keys = {
         "rope.scaling.original_context_length": 64,
         "rope.scaling.attn_factor": attention,
@@ -218,6 +262,7 @@ def phi3(folder: Path, attention: float) -> Container:
     factors = [
         numbers(f"rope_factors_{name}.weight", values)
         for name, values in (("long", [1.5, 2, 3, 4]), ("short", [1, 1, 1.25, 2]))
+        if name != without
     ]
     return opened(folder, "phi3", keys, *factors)
 
@@ -233,6 +278,18 @@ def test_factors_of_phi_3_are_those_of_the_file(tmp_path: Path) -> None:
     assert config["original_max_position_embeddings"] == 64
 
 
-def test_another_factor_of_phi_3s_attention_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", [1.19, None])
+def test_another_factor_of_phi_3s_attention_is_refused(
+    attention: float | None, tmp_path: Path
+) -> None:
+    """llama.cpp takes 1 if there is no key."""
     with pytest.raises(ValueError, match=r"t\.gguf.*rope\.scaling\.attn_factor"):
-        config_of(phi3(tmp_path, 1.19))
+        config_of(phi3(tmp_path, attention))
+
+
+@pytest.mark.parametrize("name", ["long", "short"])
+def test_both_tensors_of_phi_3_must_be_there(name: str, tmp_path: Path) -> None:
+    attention = math.sqrt(1 + math.log(2) / math.log(64))
+
+    with pytest.raises(ValueError, match=rf"t\.gguf.*rope_factors_{name}"):
+        config_of(phi3(tmp_path, attention, without=name))

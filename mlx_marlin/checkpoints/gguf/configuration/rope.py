@@ -21,7 +21,10 @@ _SCALINGS = {
     "gpt_oss": ("linear", "yarn"),
 }
 """Scalings of mlx-lm's models, by model type; others have none."""
+_NAMES = ("none", "linear", "yarn", "longrope")
+"""Values of `rope.scaling.type` in llama.cpp (src/llama-model.cpp, commit 00342301)."""
 _FACTORS = "rope_freqs.weight"
+_LONGROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def check_rope(container: Container, head_dim: int, model_type: str) -> None:
@@ -42,10 +45,13 @@ def check_rope(container: Container, head_dim: int, model_type: str) -> None:
     if partial and model_type != "phi3":
         raise container.refusal(key, f"must be {head_dim}, the width of a head")
     scaling = _scaling_type(container)
-    if scaling is not None and scaling not in _SCALINGS.get(model_type, ()):
-        raise container.refusal(
-            _type_key(container), f"({scaling}) is not in mlx-lm's {model_type!r}"
-        )
+    attention = f"{prefix}rope.scaling.attn_factor"
+    if scaling != "longrope" and container.metadata.get(attention, 1.0) != 1.0:
+        # llama.cpp multiplies queries and keys by it, whatever the scaling is.
+        raise container.refusal(attention, "must be 1 for mlx-lm")
+    if scaling is not None and scaling not in (*_SCALINGS.get(model_type, ()), "none"):
+        place = _FACTORS if scaling == "llama3" else _type_key(container)
+        raise container.refusal(place, f"({scaling}) is not in mlx-lm's {model_type!r}")
 
 
 def rope_scaling(
@@ -63,7 +69,7 @@ def rope_scaling(
             the key or the tensor.
     """
     scaling = _scaling_type(container)
-    if scaling is None:
+    if scaling in (None, "none"):
         return None
     if scaling == "llama3":
         return _llama3(container, base, head_dim)
@@ -73,10 +79,6 @@ def rope_scaling(
     factor = container.positive(_factor_key(container))
     if scaling == "linear":
         return {"type": "linear", "factor": factor}
-    for name in ("attn_factor", "yarn_attn_factor"):
-        key = prefix + name
-        if key in container.metadata and container.real(key) != 1.0:
-            raise container.refusal(key, "must be 1 for mlx-lm's YaRN")
     optional = {
         "beta_fast": f"{prefix}yarn_beta_fast",
         "beta_slow": f"{prefix}yarn_beta_slow",
@@ -100,34 +102,47 @@ def _prefix(container: Container) -> str:
 
 
 def _type_key(container: Container) -> str:
-    if _FACTORS in container.tensors:
-        return _FACTORS
     return f"{_prefix(container)}rope.scaling.type"
 
 
 def _factor_key(container: Container) -> str:
-    """Returns the key of the factor; older files have another one."""
-    older = f"{_prefix(container)}rope.scale_linear"
-    newer = f"{_prefix(container)}rope.scaling.factor"
-    return older if older in container.metadata else newer
+    """Returns the key of the factor: the older one only if the other is not there."""
+    prefix, metadata = _prefix(container), container.metadata
+    newer, older = f"{prefix}rope.scaling.factor", f"{prefix}rope.scale_linear"
+    return older if older in metadata and newer not in metadata else newer
 
 
 def _scaling_type(container: Container) -> str | None:
-    if "rope_factors_long.weight" in container.tensors:
-        return "longrope"
+    """Returns the scaling that tensors or keys say; None without one."""
+    name = _named_scaling(container)
     if _FACTORS in container.tensors:
-        return "llama3"
+        tensors = "llama3"
+    elif any(each in container.tensors for each in _LONGROPE):
+        tensors = "longrope"
+    else:
+        return "linear" if name is None and _is_scaled(container) else name
+    if name not in (None, "none", "linear", tensors):
+        raise container.refusal(_type_key(container), f"is beside {tensors} in tensors")
+    if name != "none" and _is_scaled(container):
+        # llama.cpp would divide frequencies by both.
+        raise container.refusal(_factor_key(container), f"must be 1 beside {tensors}")
+    return tensors
+
+
+def _named_scaling(container: Container) -> str | None:
     key = _type_key(container)
-    if key in container.metadata:
-        name = container.text(key)
-        if name in ("linear", "yarn"):
-            return name
-        if name != "none":
-            raise container.refusal(key, "is not 'none', 'linear' or 'yarn'")
+    if key not in container.metadata:
         return None
-    factor_key = _factor_key(container)
-    has_factor = factor_key in container.metadata
-    return "linear" if has_factor and container.real(factor_key) != 1.0 else None
+    name = container.text(key)
+    if name not in _NAMES:
+        raise container.refusal(key, f"is not one of {[*_NAMES]}")
+    return name
+
+
+def _is_scaled(container: Container) -> bool:
+    """Returns whether a factor scales frequencies; llama.cpp takes 0 for 1."""
+    key = _factor_key(container)
+    return key in container.metadata and container.real(key) not in (0.0, 1.0)
 
 
 def _factors(container: Container, name: str) -> list[float]:
@@ -149,12 +164,12 @@ def _llama3(container: Container, base: float, head_dim: int) -> dict[str, Any]:
     """Returns Llama 3's scaling if its factors are those of the file."""
     factors = _factors(container, _FACTORS)
     factor = max(factors)
-    expected = llama3_factors(base, head_dim, factor)
-    same = len(factors) == len(expected) and all(
+    if len(factors) != (head_dim + 1) // 2 or not all(
         isclose(given, wanted, rel_tol=1e-4)
-        for given, wanted in zip(factors, expected, strict=True)
-    )
-    if not same:
+        for given, wanted in zip(
+            factors, llama3_factors(base, head_dim, factor), strict=True
+        )
+    ):
         raise ValueError(
             f"{container.path}: tensor {_FACTORS!r} is not Llama 3's scaling with "
             f"base {base}, and mlx-lm takes no factors"
@@ -183,20 +198,20 @@ def llama3_factors(base: float, head_dim: int, factor: float) -> list[float]:
 def _longrope(container: Container) -> dict[str, Any]:
     """Returns Phi-3's scaling; mlx-lm derives the factor of attention by itself."""
     prefix = _prefix(container)
+    original_key = f"{prefix}rope.scaling.original_context_length"
+    longest = container.integer(f"{prefix}context_length")
+    original = container.integer(original_key)
+    if original < 2:
+        raise container.refusal(original_key, "is not above 1")
+    ratio = longest / original
+    expected = sqrt(1 + log(ratio) / log(original)) if ratio > 1 else 1.0
     key = f"{prefix}rope.scaling.attn_factor"
-    if key in container.metadata:
-        longest = container.integer(f"{prefix}context_length")
-        original = container.integer(f"{prefix}rope.scaling.original_context_length")
-        if original < 2:
-            raise container.refusal(
-                f"{prefix}rope.scaling.original_context_length", "is not above 1"
-            )
-        ratio = longest / original
-        expected = sqrt(1 + log(ratio) / log(original)) if ratio > 1 else 1.0
-        if not isclose(container.real(key), expected, rel_tol=1e-3):
-            raise container.refusal(key, f"must be {expected:.6f} for mlx-lm's 'phi3'")
+    given = container.real(key) if key in container.metadata else 1.0
+    if not isclose(given, expected, rel_tol=1e-3):
+        raise container.refusal(key, f"must be {expected:.6f} for mlx-lm's 'phi3'")
+    long, short = (_factors(container, name) for name in _LONGROPE)
     return {
         "type": "longrope",
-        "long_factor": _factors(container, "rope_factors_long.weight"),
-        "short_factor": _factors(container, "rope_factors_short.weight"),
+        "long_factor": long,
+        "short_factor": short,
     }
