@@ -19,7 +19,7 @@ from mlx_marlin.checkpoints.gguf.names import (
     architecture_of,
     parameter_name,
 )
-from mlx_marlin.checkpoints.gguf.nvfp4_scales import SCALES, global_scale
+from mlx_marlin.checkpoints.gguf.scales import SCALES, check_scale, global_scale
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 
 _SHARED_GATE = ".ffn_gate_inp_shexp."
@@ -58,10 +58,12 @@ def tensors_of(container: Container) -> list[Tensor]:
         stem = info.name.split(".")[-2:-1]
         heads = permuted.get(stem[0]) if stem else None
         source = _Source(container, architecture, info, heads)
-        with_scale = SCALES.fullmatch(info.name)
-        if with_scale is not None and f"{with_scale[1]}.weight" in container.tensors:
-            continue  # read with the weight, or of activations, which stay as they are
+        scaled = _scaled(container, info)
         try:
+            if scaled is not None:
+                if info.name.endswith(".scale"):
+                    check_scale(container, scaled)
+                continue  # read with the weight; those of activations are not used
             name = parameter_name(architecture, info.name)
             source.check_type()
         except ValueError as error:
@@ -79,6 +81,12 @@ def tensors_of(container: Container) -> list[Tensor]:
                 )
             )
     return tensors
+
+
+def _scaled(container: Container, info: TensorInfo) -> TensorInfo | None:
+    """Returns the weight of which a tensor is a scale; None for other tensors."""
+    parts = SCALES.fullmatch(info.name)
+    return None if parts is None else container.tensors.get(f"{parts[1]}.weight")
 
 
 def _permuted_heads(container: Container, architecture: Architecture) -> dict[str, int]:

@@ -185,6 +185,41 @@ def test_one_global_scale_is_what_mlx_multiplies_by(path: Path) -> None:
     np.testing.assert_allclose(decoded, np.array(plain) * scale, rtol=2e-7)
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K", "MXFP4", "F16", "F32"])
+@pytest.mark.parametrize("stem", ["attn_v", "ffn_down_exps"])
+def test_scales_of_other_tensors_must_be_1(kind: str, stem: str, path: Path) -> None:
+    """llama.cpp multiplies the product by such a scale, whatever the type is."""
+    random = np.random.default_rng(1)
+    shape = (4, 2, 256) if stem.endswith("exps") else (2, 256)
+    weight = random_tensor(f"blk.0.{stem}.weight", kind, shape, random)
+    scale = np.ones(4 if len(shape) == 3 else 1, np.float32)
+    name = f"blk.0.{stem}.scale"
+    tensors = [weight, Written(name, "F32", scale.shape, scale.tobytes())]
+    (tensor,) = read(write_gguf(path, CASES["qwen3moe"].metadata, tensors))
+    assert tensor.shape == shape
+
+    scale[-1] = 0.5
+    tensors[1] = Written(name, "F32", scale.shape, scale.tobytes())
+    write_gguf(path, CASES["qwen3moe"].metadata, tensors)
+    with pytest.raises(ValueError, match=rf"model\.gguf: tensor '{name}'"):
+        read(path)
+
+
+@pytest.mark.parametrize("layer", ["token_embd", "blk.0.attn_norm", "output_norm"])
+def test_scales_that_llama_cpp_does_not_have_are_refused(
+    layer: str, path: Path
+) -> None:
+    one = np.ones(1, np.float32).tobytes()
+    tensors = [
+        Written(f"{layer}.weight", "F32", (8,), bytes(32)),
+        Written(f"{layer}.scale", "F32", (1,), one),
+    ]
+    write_gguf(path, CASES["qwen3"].metadata, tensors)
+
+    with pytest.raises(ValueError, match=rf"model\.gguf: tensor '{layer}\.scale'"):
+        read(path)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), INEXACT])
 def test_scales_that_no_global_scale_stands_for_are_refused(
     value: float, path: Path
