@@ -1,6 +1,9 @@
 """What `optimize(model, dry_run=True)` returns: what becomes of each layer."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.nn as nn
 
@@ -22,6 +25,7 @@ from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.planning.choice import aligned
 
 HEADS = ("layer", "count", "is", "optimize", "layout", "why not")
+BLOCK_HEADS = ("block", "count", "is", "optimize", "why not")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,26 @@ class LayerOutcome:
         return "converts" if self.is_converted else "keeps"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOutcome:
+    """What `trace=True` does with a decoder block.
+
+    Attributes:
+        name: The path of the block.
+        block: The name of its class.
+        reason: Why it runs its own code; None if it is traced.
+    """
+
+    name: str
+    block: str
+    reason: str | None = None
+
+    @property
+    def action(self) -> str:
+        """What `optimize` does, in a word."""
+        return "traces" if self.reason is None else "keeps"
+
+
 @dataclass(frozen=True, slots=True)
 class DryRun:
     """What `optimize` does with a model. `str` returns a table.
@@ -62,11 +86,13 @@ class DryRun:
         float16: What `compute="float16"` converts; None without it.
         tuned: The settings that `mlx-marlin tune` found for the model and that are
             used, with the measured speed; None if there are none.
+        blocks: Each decoder block, if blocks are to be traced.
     """
 
     layers: tuple[LayerOutcome, ...]
     float16: Float16Outcome | None = None
     tuned: str | None = None
+    blocks: tuple[BlockOutcome, ...] = ()
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -81,19 +107,36 @@ class DryRun:
     def __str__(self) -> str:
         """Returns a table in which equal layers at corresponding paths are one line.
 
-        Tuned settings that are used are the last line.
+        Blocks to be traced are a table of their own. Tuned settings that are used are
+        the last line.
         """
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for each in self.layers:
-            outcome = (each.layer, each.action, each.layout, each.reason)
-            groups.setdefault((pattern(each.name), *outcome), []).append(each.name)
-        rows = [[*HEADS]]
-        for (_, *outcome_of_all), names in groups.items():
-            cells = (common_path(names), len(names), *outcome_of_all)
-            rows.append(["-" if cell is None else str(cell) for cell in cells])
-        table = aligned(rows)
+        layers = [
+            (each.name, each.layer, each.action, each.layout, each.reason)
+            for each in self.layers
+        ]
+        blocks = [
+            (each.name, each.block, each.action, each.reason) for each in self.blocks
+        ]
         tuned = f"tuned settings, {self.tuned}" if self.tuned else None
-        return "\n".join(str(each) for each in (table, self.float16, tuned) if each)
+        parts = (
+            _table(HEADS, layers),
+            blocks and _table(BLOCK_HEADS, blocks),
+            self.float16,
+            tuned,
+        )
+        return "\n".join(str(each) for each in parts if each)
+
+
+def _table(heads: Sequence[str], outcomes: Sequence[tuple[Any, ...]]) -> str:
+    """Returns a table of outcomes, whose first cell is a path."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, *outcome in outcomes:
+        groups.setdefault((pattern(name), *outcome), []).append(name)
+    rows = [[*heads]]
+    for (_, *outcome_of_all), names in groups.items():
+        cells = (common_path(names), len(names), *outcome_of_all)
+        rows.append(["-" if cell is None else str(cell) for cell in cells])
+    return aligned(rows)
 
 
 def dry_run(
@@ -101,6 +144,7 @@ def dry_run(
     conversion: LayerConversion,
     float16: Float16Outcome | None = None,
     tuned: TunedModel | None = None,
+    tracing: Any = None,
 ) -> DryRun:
     """Returns what a conversion does with each layer of a model. Changes nothing.
 
@@ -109,7 +153,10 @@ def dry_run(
         conversion: The conversion.
         float16: What `compute="float16"` converts.
         tuned: The tuned result that is used, if there is one.
+        tracing: The module that traces blocks, if they are to be traced.
     """
+    # Whether a block can be traced depends on classes. Unpacked layers share arrays.
+    unpacked = replace(conversion, layout="mlx")
     stock = None if tuned is None or tuned.settings is not None else tuned.reason
     layers = ((name, _whole(layer)) for name, layer in named_layers(model))
     return DryRun(
@@ -120,7 +167,27 @@ def dry_run(
         ),
         float16,
         f"{name_of(tuned.settings)}: {tuned.reason}" if tuned else None,
+        tuple(
+            BlockOutcome(name=name, block=cls, reason=reason)
+            for name, cls, reason in tracing.block_outcomes(
+                model, lambda block: _as_converted(block, unpacked)
+            )
+        )
+        if tracing
+        else (),
     )
+
+
+def _as_converted(entry: Any, conversion: LayerConversion) -> Any:
+    """Returns a module as `optimize` would leave it; the model's own stays as it is."""
+    if not isinstance(entry, nn.Module):
+        return entry
+    if conversion.applies_to(entry):
+        return conversion.convert(entry)
+    twin = copy(entry)
+    entries = {name: _as_converted(each, conversion) for name, each in entry.items()}
+    dict.update(twin, entries)
+    return twin
 
 
 def _whole(layer: nn.Module) -> nn.Module:

@@ -1,6 +1,5 @@
 """`optimize` and `restore`: converts the layers of an mlx-lm model in place."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
@@ -39,7 +38,7 @@ from mlx_marlin.integrations.mlx_lm.module_changes import (
     one_at_a_time,
 )
 from mlx_marlin.integrations.mlx_lm.module_tree import computing_layers, find_layers
-from mlx_marlin.integrations.mlx_lm.tracing_code import loaded_code, tracing_code
+from mlx_marlin.integrations.mlx_lm.tracing_code import set_tracing, tracing_code
 from mlx_marlin.integrations.mlx_lm.warm_up import check_rows, run_once
 from mlx_marlin.integrations.tuned_models import lookup
 from mlx_marlin.layers.sharded.linear import SHARDED
@@ -125,7 +124,7 @@ def optimize(
         trace: Compile each known decoder block of mlx-lm into two cached graphs for
             calls with few rows and a cache, which reduces host overhead during
             decoding. Residual sums and, on CUDA, gatings are then rounded once.
-            Default: False; on CUDA True.
+            Default: False; on CUDA True. A warning is given if True traces nothing.
         fuse: Names of the operations that traced blocks fuse into one kernel, from
             "residual", "gate", "norm", "rope", "add_norm" and "experts". What a back
             end has no kernel for runs as separate operations. Default: "residual"; on
@@ -142,7 +141,8 @@ def optimize(
 
     Returns:
         The same model. With `dry_run=True` a `DryRun`: the layers that would be
-        converted and, with reasons, those that would stay; `str` returns a table.
+        converted and, with reasons, those that would stay, and with `trace=True` the
+        blocks that would be traced or not; `str` returns a table.
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
@@ -170,13 +170,15 @@ def optimize(
         conversion = replace(conversion, layout=layout)
     faster = is_tracing_faster()
     join = faster and layout != "mlx" if join is None else join
+    asked = trace is True and tuned is None
     trace = faster if trace is None else trace
     fused = fusions(fuse, trace)
     _check_layers(model, conversion)
     check_compute(model, compute)
     if dry_run:
         half = None if compute is None else outcome_of(model)
-        return _dry_run(model, conversion, half, tuned)
+        code = tracing_code(trace) if trace else None
+        return _dry_run(model, conversion, half, tuned, code)
     if tuned is not None and tuned.settings is None:
         _leave_to_stock(model, progress)
         return model
@@ -192,7 +194,7 @@ def optimize(
         replace_layers(wanted, conversion.convert, progress, changes)
         if join:
             join_layers(model, changes)
-        _set_tracing(model, trace, changes, fused)
+        set_tracing(model, trace, changes, fused, asked)
         run_once(model, warm_up)
     except BaseException:
         changes.undo()
@@ -220,7 +222,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     check_model(model)
     changes = Changes()
     try:
-        _set_tracing(model, False, changes)
+        set_tracing(model, False, changes)
         separate_layers(model, changes)
         give_back_bfloat16(model, changes)
         converted = find_layers(model, is_marlin_layer)
@@ -237,7 +239,7 @@ def _leave_to_stock(model: nn.Module, progress: bool) -> None:
     """Converts layers back to MLX's, except those that MLX's layers would round."""
     changes = Changes()
     try:
-        _set_tracing(model, False, changes)
+        set_tracing(model, False, changes)
         separate_layers(model, changes)
         converted = find_layers(model, has_stock_format)
         replace_layers(converted, to_stock, progress, changes)
@@ -291,17 +293,3 @@ def _remains_variant(layer: nn.Module, conversion: LayerConversion) -> bool:
     if is_marlin_layer(layer):
         return type(layer) in SHARDED  # sums of machines
     return is_quantized(layer) and not conversion.applies_to(layer)
-
-
-def _set_tracing(
-    model: nn.Module, trace: bool, changes: Changes, fuse: Iterable[str] = ()
-) -> None:
-    if "mlx_lm.models.base" not in sys.modules:
-        return  # no module of mlx-lm has been imported, so no block can be traced
-    code: Any = tracing_code() if trace else loaded_code()
-    if code is None:
-        return
-    if trace:
-        code.trace_blocks(model, changes, frozenset(fuse))
-    else:
-        code.untrace_blocks(model, changes)

@@ -50,7 +50,7 @@ def rope_of(attention: nn.Module) -> nn.Module:
     # SmolLM3 has layers whose rope is its class `NoPE`.
     smollm3: Any = sys.modules.get("mlx_lm.models.smollm3")
     if type(rope) not in ROPES and type(rope) is not getattr(smollm3, "NoPE", None):
-        raise NotTraceableError
+        raise NotTraceableError(f"its rope is a {type(rope).__name__}")
     return rope
 
 

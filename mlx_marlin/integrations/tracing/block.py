@@ -7,6 +7,7 @@ used.
 """
 
 import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 from operator import getitem
 from typing import Any, ClassVar
@@ -20,7 +21,12 @@ from mlx_marlin.integrations.tracing.attention import attend
 from mlx_marlin.integrations.tracing.block_spec import Shape
 from mlx_marlin.integrations.tracing.fused_rope import on_device
 from mlx_marlin.integrations.tracing.fusion import make_graphs
-from mlx_marlin.integrations.tracing.inspection import Inspection, inspect
+from mlx_marlin.integrations.tracing.inspection import (
+    ATTENTION,
+    Inspection,
+    inspect,
+    why_untraced,
+)
 from mlx_marlin.integrations.tracing.kv_cache import check_caches, is_alone
 from mlx_marlin.integrations.tracing.model_families import block_classes
 from mlx_marlin.integrations.tracing.snapshot import is_unchanged
@@ -80,7 +86,7 @@ class TracedBlock(nn.Module):
             x, offset, positions, *map(getitem, *inspection.before)
         )
         transformed = spec.runs["before"] != runs
-        sinks = self["self_attn"].get("sinks")
+        sinks = self[ATTENTION].get("sinks")
         options = mask, inspection.scale, sinks
         attended = attend(
             queries, keys, values, cache, *options, transformed=transformed, alone=alone
@@ -110,7 +116,8 @@ def check() -> None:
 def trace_blocks(model: nn.Module, changes: Changes, fuse: frozenset[str]) -> None:
     """Changes the class of a model's known decoder blocks to `TracedBlock`.
 
-    Blocks that are traced already are inspected again at their next call.
+    Blocks without attention keep their class. Blocks that are traced already are
+    inspected again at their next call.
 
     Args:
         model: The model.
@@ -119,11 +126,9 @@ def trace_blocks(model: nn.Module, changes: Changes, fuse: frozenset[str]) -> No
     """
     classes = block_classes()
     for block in model.modules():
-        cls: Any = type(block)
-        if isinstance(block, TracedBlock):
-            vars(block).pop("_inspection", None)
-            cls = cls.__bases__[1]
-        if cls in classes:
+        cls = _own_class(block)
+        vars(block).pop("_inspection", None)
+        if cls in classes and ATTENTION in block:
             changes.set_class(block, _traced(cls, fuse))
 
 
@@ -137,7 +142,34 @@ def untrace_blocks(model: nn.Module, changes: Changes) -> None:
     for block in model.modules():
         if isinstance(block, TracedBlock):
             vars(block).pop("_inspection", None)
-            changes.set_class(block, type(block).__bases__[1])
+            changes.set_class(block, _own_class(block))
+
+
+def block_outcomes(
+    model: nn.Module, converted: Callable[[nn.Module], nn.Module]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Yields the path and the class of each decoder block, and why it is not traced.
+
+    Args:
+        model: The model.
+        converted: Returns a block as `optimize` leaves it.
+    """
+    classes = block_classes()
+    others = getattr(model, "layers", None)  # the blocks of any model of mlx-lm's
+    listed = {id(block) for block in (others if isinstance(others, list) else ())}
+    for path, block in reversed(model.named_modules()):  # the order of the model
+        cls = _own_class(block)
+        if cls in classes:
+            yield path, cls.__name__, why_untraced(converted(block), cls)
+        elif id(block) in listed and block.children():
+            yield path, cls.__name__, f"optimize does not trace a {cls.__name__}"
+
+
+def _own_class(block: nn.Module) -> type[nn.Module]:
+    """Returns mlx-lm's class of a block, traced or not."""
+    cls = type(block)
+    own: type[nn.Module] = cls.__bases__[1] if issubclass(cls, TracedBlock) else cls
+    return own
 
 
 class _Last(threading.local):

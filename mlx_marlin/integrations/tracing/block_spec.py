@@ -32,7 +32,7 @@ SCALARS = (bool, float, int, str, type(None))
 
 
 class NotTraceableError(Exception):
-    """A block differs from what mlx-lm's own code makes."""
+    """A block differs from what mlx-lm's own code makes. The message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +158,9 @@ def _settings(module: nn.Module, arrays: int) -> tuple[tuple[str, object], ...]:
     """
     settings = {key: _setting(vars(module)[key]) for key in vars(module).keys() - STATE}
     if any(type(value) not in (*SCALARS, Arguments) for value in settings.values()):
-        raise NotTraceableError
+        raise NotTraceableError(f"a setting of its {type(module).__name__} may change")
     if len(module) != arrays + len(children_of(module)):
-        raise NotTraceableError
+        raise NotTraceableError(f"its {type(module).__name__} has lists or others")
     return tuple(sorted(settings.items()))
 
 

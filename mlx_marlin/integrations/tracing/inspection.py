@@ -52,6 +52,8 @@ from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
 
+ATTENTION = "self_attn"
+"""Name of the attention in a block."""
 LINEARS = (MarlinLinear, nn.QuantizedLinear, nn.Linear)
 EXPERT_PARTS = (
     *LINEARS,
@@ -109,25 +111,49 @@ class Inspection:
 def inspect(block: nn.Module) -> Inspection:
     """Inspects a traced block, whose second base class is mlx-lm's."""
     cls: Any = type(block).__bases__[1]
-    own = sys.modules[cls.__module__]
-    family = family_of(own)
     snapshot = take_snapshot(block, cls, "_inspection")
-    if not are_original(snapshot.lookups):
-        return Inspection(snapshot, None)
     try:
-        spec, before, after = _spec(block, family, own)
-        windowed = family.windowed(block)
-        scale = getattr(block["self_attn"], family.scale)
-    except (NotTraceableError, KeyError):
+        spec, before, after, windowed, scale = _inspected(block, cls, snapshot)
+    except NotTraceableError:
         return Inspection(snapshot, None)
     except AttributeError as error:  # another version of mlx-lm
-        report_untraced(str(error), f"decoder blocks of {own.__name__}")
+        report_untraced(str(error), f"decoder blocks of {cls.__module__}")
         return Inspection(snapshot, None)
     if spec not in _specs and len(_specs) >= MOST_SPECS:
         warn_once("too many specs", TOO_MANY)
         return Inspection(snapshot, None)
     spec = _specs.setdefault(spec, spec)
     return Inspection(snapshot, spec, before, after, windowed, scale)
+
+
+def why_untraced(block: nn.Module, cls: type[nn.Module]) -> str | None:
+    """Returns why a block of a class in `FAMILIES` cannot be traced, or None."""
+    try:
+        _inspected(block, cls, take_snapshot(block, cls, "_inspection"))
+    except (NotTraceableError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+def _inspected(
+    block: nn.Module, cls: type[nn.Module], snapshot: Snapshot
+) -> tuple[BlockSpec, Slots, Slots, bool, float]:
+    """Returns what `Inspection` has besides a snapshot.
+
+    Raises:
+        NotTraceableError: If the block cannot be traced.
+        AttributeError: If mlx-lm has renamed something.
+    """
+    if not are_original(snapshot.lookups):
+        raise NotTraceableError("a method or function that it calls was replaced")
+    own = sys.modules[cls.__module__]
+    family = family_of(own)
+    try:
+        spec, before, after = _spec(block, family, own)
+    except KeyError as error:
+        raise NotTraceableError(f"it has no {error.args[0]}") from None
+    scale = getattr(block[ATTENTION], family.scale)
+    return spec, before, after, family.windowed(block), scale
 
 
 class _Specs(dict[BlockSpec, BlockSpec]):
@@ -151,11 +177,12 @@ def _spec(
         NotTraceableError: If a part differs from what mlx-lm's own code makes.
         KeyError: If a part is missing.
     """
-    attention = block["self_attn"]
+    attention = block[ATTENTION]
     _checked(attention, getattr(own, family.attention))
     home: Any = sys.modules[type(attention).__module__]
     if home.scaled_dot_product_attention is not scaled_dot_product_attention:
-        raise NotTraceableError  # it was patched when this module was imported
+        # It was patched when this module was imported.
+        raise NotTraceableError("mlx-lm's attention was replaced")
     heads, kv_heads = (getattr(attention, name) for name in family.heads)
     qkv, q_k_v = _attention_layers(attention, heads, kv_heads)
     norms, norms_after = _norms(block, attention, family, own)
@@ -202,7 +229,7 @@ def _residual_sum(block: nn.Module, family: Family, own: ModuleType) -> Merge | 
     """Returns how results are added to the residual. None for a plain sum."""
     add = None if family.add is None else family.add(block, own)
     if isinstance(add, ScaledResidualSum) and type(add.factor) not in SCALARS:
-        raise NotTraceableError  # the value of an array may change
+        raise NotTraceableError("the factor of its residual sum may change")
     return add
 
 
@@ -256,7 +283,7 @@ def _attention_layers(
 def _mlp_layers(mlp: nn.Module, cls: type[nn.Module] | None) -> dict[str, nn.Module]:
     """Returns the layers of an MLP, with gate and up joined or separate."""
     if cls is None:
-        raise NotTraceableError
+        raise NotTraceableError(f"it has a {type(mlp).__name__}")
     _checked(mlp, cls)
     if "gate_up_proj" in mlp:
         gate_and_up = {"joined": _checked(mlp["gate_up_proj"], MarlinLinear)}
@@ -281,7 +308,7 @@ def _linears(
         shared = layers[0].shared
         parts = [(layer.shared, layer.index) for layer in layers]
         if parts != [(shared, index) for index in range(len(shared.sizes))]:
-            raise NotTraceableError
+            raise NotTraceableError("only some of its joined layers are left")
         return shared.sizes, {"joined": _checked(shared.layer, MarlinLinear)}
     return (), {
         name: _checked(layer, *LINEARS)
@@ -291,5 +318,5 @@ def _linears(
 
 def _checked(module: nn.Module, *classes: type | None) -> nn.Module:
     if type(module) not in classes:
-        raise NotTraceableError
+        raise NotTraceableError(f"it has a {type(module).__name__}")
     return module
