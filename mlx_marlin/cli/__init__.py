@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from mlx_marlin.cli import terminal
+from mlx_marlin.cli import json_output, terminal
 
 COMMANDS = {
     "plan": ("mlx_marlin.cli.plan", "show the plan of a matrix product"),
@@ -50,7 +50,7 @@ GUIDE = {
     "use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
     "check a converted model": "mlx-marlin verify MODEL",
     "see who serves a model's layers": "mlx-marlin report MODEL",
-    "see why a kernel is chosen": 'mlx-marlin plan 8 4096 4096 --chip "M3 Max"',
+    "see why a kernel is chosen": 'mlx-marlin plan 8x4096x4096 --chip "M3 Max"',
     "compare times with the limits": "mlx-marlin profile",
     "measure and keep faster plans": "mlx-marlin tune MODEL",
     "measure against stock MLX": "mlx-marlin bench",
@@ -68,6 +68,9 @@ EPILOG = "\n".join(
         "Run `mlx-marlin COMMAND --help` for the options of a command.",
     ]
 )
+
+HAD_A_JSON_FLAG = ("plan", "doctor", "cache", "emulate")
+"""Commands whose option `--json` took no file."""
 
 WRONG_INPUT = 2
 """Exit status for invalid input or a missing dependency."""
@@ -122,8 +125,11 @@ class _Version(argparse.Action):
 
 def _run(argv: list[str]) -> int:
     command = next((word for word in argv if not word.startswith("-")), None)
+    if command in HAD_A_JSON_FLAG:
+        argv = json_output.separated(argv)
     args = _parser(command).parse_args(argv)
-    status: int = import_module(COMMANDS[args.command][0]).run(args)
+    with json_output.instead_of_text(args):
+        status: int = import_module(COMMANDS[args.command][0]).run(args)
     return status
 
 

@@ -1,7 +1,6 @@
 """`mlx-marlin cache`: lists, limits and clears the package's cache."""
 
 import argparse
-import json
 import os
 import re
 import tempfile
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_marlin import cache, removal
+from mlx_marlin.cli import json_output
 
 KERNELS = {"emulator": "*.so", "kernels": "*.cubin"}
 """Names of the folders that `--limit` applies to, and pattern of their files."""
@@ -93,16 +93,14 @@ def add_parser(
         metavar="NAME",
         help="remove the folder NAME, or all folders",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_output.add_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Removes files if requested, and lists the cache."""
     removed = _remove_files(args)
     leftovers = remove_leftovers()
-    if args.json:
-        print(_as_json(cache_folders(), removed or 0, leftovers))
-        return 0
+    json_output.write(args, _as_json(cache_folders(), removed or 0, leftovers))
     if removed is not None:
         print(f"files removed: {removed}")
     if leftovers:
@@ -120,14 +118,15 @@ def _remove_files(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _as_json(folders: Iterable[CacheFolder], removed: int, leftovers: int) -> str:
-    data = {
+def _as_json(
+    folders: Iterable[CacheFolder], removed: int, leftovers: int
+) -> dict[str, object]:
+    return {
         "root": str(cache.root()),
         "folders": [asdict(folder) for folder in folders],
         "removed_files": removed,
         "removed_leftovers": leftovers,
     }
-    return json.dumps(data, indent=1)
 
 
 def size(text: str) -> int:

@@ -52,6 +52,24 @@ def shape(text: str) -> tuple[int | None, int, int] | None:
     return (int(m) if m else None), int(n), int(k)
 
 
+def product(text: str, option: str = "") -> tuple[int, int, int]:
+    """Returns m, n and k of a shape.
+
+    Args:
+        text: The shape, such as "8x4096x4096" or "8,4096,4096".
+        option: The option that has it, for messages.
+
+    Raises:
+        ValueError: If it is not a shape with m.
+    """
+    found = shape(text)
+    if found is None or found[0] is None:
+        where = f"{option} {text!r}".strip()
+        raise ValueError(f"{where}, expected MxNxK such as 8x4096x4096")
+    m, n, k = found
+    return m, n, k
+
+
 def rows(text: str, option: str = "--rows") -> list[int]:
     """Parses numbers of rows, such as "1,4,8".
 

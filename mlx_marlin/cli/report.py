@@ -1,10 +1,8 @@
 """`mlx-marlin report MODEL`: shows who serves each layer of a model."""
 
 import argparse
-import json
-from pathlib import Path
 
-from mlx_marlin.cli import models
+from mlx_marlin.cli import json_output, models
 
 ROWS = (1, 4, 8)
 """Default rows."""
@@ -50,9 +48,7 @@ def add_parser(
         help='decide for a chip such as "M3 Max" or "H200"; default: what this machine '
         "does",
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the report as JSON"
-    )
+    json_output.add_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,12 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     rows = models.rows(args.rows)
     check(rows, args.chip)  # before the model is loaded, which takes time
-    path = args.json
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--json {path}: expected a file in an existing folder")
     model, _ = models.load(args.model, lazy=True)
     found = report(model, rows, chip=args.chip)
-    if path is not None:
-        path.write_text(f"{json.dumps(found.document(), indent=2)}\n", "utf-8")
+    json_output.write(args, found.document())
     print(found)
     return 0

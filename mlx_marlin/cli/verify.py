@@ -1,12 +1,11 @@
 """`mlx-marlin verify`: compares a model's layers with float64 and with its source."""
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin.cli import models
+from mlx_marlin.cli import json_output, models
 
 EPILOG = """
 MODEL is a checkpoint that mlx_marlin.load reads: a GGUF file, or a folder in the format
@@ -59,9 +58,7 @@ def add_parser(
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of random activations (default: 0)"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write the report to a file"
-    )
+    json_output.add_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,8 +71,6 @@ def run(args: argparse.Namespace) -> int:
     """
     rows = models.rows(args.rows)
     text = None if args.text is None else _text(args.text)
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ValueError(f"--json {args.json}: no folder {args.json.parent}")
     report = _verify()(
         args.model,
         args.against,
@@ -86,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(report)
-    if args.json is not None:
-        args.json.write_text(json.dumps(_finite(report.as_dict()), indent=1))
+    json_output.write(args, _finite(report.as_dict()))
     return 0 if report.passed else 1
 
 

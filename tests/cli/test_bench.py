@@ -300,7 +300,7 @@ def test_a_model_without_quantized_layers_is_refused(
         (["--model", "x", "--streams", "9999"], "--streams 9999"),
         (["--model", "x", "--prompt", "0"], "--prompt 0"),
         (["--model", "x", "--new", "3"], "--new 3"),
-        (["4x64x256", "--json", "/no/such/folder/x"], "its folder does not exist"),
+        (["4x64x256", "--json", "/no/such/folder/x"], "/no/such/folder does not exist"),
         (["4x64x250"], "k=250"),
         (["4x64x256", "--group-size", "256"], "group_size=256"),
     ],

@@ -150,8 +150,8 @@ def test_every_kernel_is_profiled_or_left_out_with_a_reason(
     profile: Profile, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"
-    words = ["--all-kernels", "--compare", "stock", "--export-json", str(path)]
-    status, printed = profile("--single-config", "8,4096,4096", *M4_MAX, *words)
+    words = ["--all-kernels", "--compare", "stock", "--json", str(path)]
+    status, printed = profile("--single-config", "8x4096x4096", *M4_MAX, *words)
     data = json.loads(path.read_text("utf-8"))
 
     assert status == 0
@@ -339,9 +339,9 @@ SINGLE = ["--single-config", "1,64,64"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--single-config", "1,2"], "--single-config '1,2', expected M,N,K such as"),
-        (["--single-config", "1x2x3"], "--single-config '1x2x3', expected M,N,K"),
-        (["--single-config=-1,64,64"], "--single-config '-1,64,64', expected M,N,K"),
+        (["--single-config", "1,2"], "--single-config '1,2', expected MxNxK such as"),
+        (["--single-config", "2x3"], "--single-config '2x3', expected MxNxK such as"),
+        (["--single-config=-1,64,64"], "--single-config '-1,64,64', expected MxNxK"),
         (["--single-config", "0,64,128"], "at least 1, got m=0, n=64, k=128"),
         (["--single-config", "1,64,100"], "k=100 is not a multiple of group_size=128"),
         ([*SINGLE, "--bits", "7"], "mode='symmetric' with bits=7 is not one of"),
@@ -357,8 +357,8 @@ SINGLE = ["--single-config", "1,64,64"]
         ([*SINGLE, "--assume-ms", "inf"], "--assume-ms inf, expected a time above 0"),
         ([*SINGLE, "--chip", "M99"], "device 'M99' is not one of"),
         (["--model", "a", "--bits", "3"], "--bits 3 is not for a model: 'a' has its"),
-        (["--export-json", "/nowhere/a.json"], "expected a file in an existing folder"),
-        (["--export-json", "."], "--export-json .: expected a file in an existing"),
+        (["--json", "/nowhere/a.json"], "expected a file in an existing folder"),
+        (["--export-json", "."], "--json .: is a folder, expected a file"),
         (
             ["--single-config", "1,64,128", "--kernel", "mma", *M4_MAX],
             "kernel='mma' is not one of Metal's",

@@ -122,7 +122,10 @@ def test_numbers_that_json_lacks_are_null(
         (["--seed", "-1"], "seed=-1, expected an integer from 0"),
         (["--text", "none.txt"], "none.txt"),
         (["--against", "none"], "none: no such folder"),
-        (["--json", "none/report.json"], "--json none/report.json: no folder none"),
+        (
+            ["--json", "none/report.json"],
+            "--json none/report.json: the folder none does not",
+        ),
     ],
 )
 def test_wrong_options_are_refused(

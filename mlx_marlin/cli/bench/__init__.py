@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin.backends import selection
 from mlx_marlin.benchmarking import machine, products, result_file, shapes
 from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.cli import models, progress
+from mlx_marlin.cli import json_output, models, progress
 from mlx_marlin.cli.bench import report
+from mlx_marlin.cli.pictures import files
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import layers
@@ -64,7 +65,7 @@ def add_parser(
     _add_products(parser)
     _add_model(parser)
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write a result file")
+    json_output.add_option(output)
     output.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the times as a table"
     )
@@ -165,10 +166,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--streams {args.streams}, expected numbers of at most {MAX_STREAMS}"
         )
-    for option in ("json", "csv"):
-        path = getattr(args, option)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{option} {path}: its folder does not exist")
+    if args.csv:
+        files.check_folder(args.csv, "--csv")
 
 
 def _streams(args: argparse.Namespace) -> list[int]:
@@ -278,7 +277,6 @@ def _load(name: str) -> Any:
 
 def _write(args: argparse.Namespace, result: ResultFile) -> None:
     """Writes the files asked for."""
-    if args.json:
-        result_file.write(args.json, result)
+    json_output.write_text(args, result_file.text(result))
     if args.csv:
         args.csv.write_text(report.csv_text(result), encoding="utf-8")

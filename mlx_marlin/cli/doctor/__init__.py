@@ -1,10 +1,9 @@
 """`mlx-marlin doctor`: reports whether our kernels can run on this machine."""
 
 import argparse
-import json
 from collections.abc import Iterable
 
-from mlx_marlin.cli import models
+from mlx_marlin.cli import json_output, models
 from mlx_marlin.cli.doctor import kernel_checks, machine
 from mlx_marlin.cli.doctor.machine import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -42,7 +41,7 @@ def add_parser(
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    json_output.add_option(parser)
     check = parser.add_argument_group("checking kernels")
     check.add_argument(
         "--check", action="store_true", help="check kernels before their first use"
@@ -64,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     served_by_stock = kernel_checks.check(products) if products else []
     facts = machine.collect()
     facts["verdicts"]["stock"] = served_by_stock
-    print(json.dumps(facts, indent=2) if args.json else report(facts))
+    json_output.write(args, facts)
+    print(report(facts))
     return 0 if facts["ok"] else 1
 
 

@@ -1,7 +1,6 @@
 """`mlx-marlin emulate FILE`: runs a Metal kernel on the CPU and reports its outputs."""
 
 import argparse
-import json
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_marlin.cli import json_output
 from mlx_marlin.cli.emulate.arguments import (
     all_named,
     array_type,
@@ -87,7 +87,7 @@ def add_parser(
     report.add_argument(
         "--check", action="store_true", help="check address spaces and types first"
     )
-    report.add_argument("--json", action="store_true", help="print counters as JSON")
+    json_output.add_option(report)
 
 
 def _add_kernel_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,9 +152,7 @@ def run(args: argparse.Namespace) -> int:
     except emulator.EmulatorError as fault:
         print(fault)
         return 1
-    if args.json:
-        print(json.dumps([launch.as_json() for launch in counters], indent=2))
-        return 0
+    json_output.write(args, [launch.as_json() for launch in counters])
     names = request.definition["output_names"]
     for name, array in zip(names, results, strict=True):
         print(summary(name, array))

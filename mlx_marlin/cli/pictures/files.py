@@ -26,6 +26,15 @@ def check(path: Path, option: str, suffixes: Sequence[str] = PICTURES) -> None:
             f"{option} {path}: expected a name that ends in {', '.join(others)} or "
             f"{last}"
         )
+    check_folder(path, option)
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Checks that a file can be written, whatever its suffix.
+
+    Raises:
+        ValueError: If its folder does not exist, or it is a folder.
+    """
     if not path.parent.is_dir():
         raise ValueError(
             f"{option} {path}: the folder {path.parent} does not exist, expected a "

@@ -1,12 +1,12 @@
-"""`mlx-marlin plan M N K`: shows the plan of a matrix product."""
+"""`mlx-marlin plan MxNxK`: shows the plan of a matrix product."""
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from mlx_marlin.backends import planner, registry
+from mlx_marlin.cli import json_output
 from mlx_marlin.cli.pictures import busy_cores, files, staircase, text
 from mlx_marlin.cli.plan import arguments, explanation
 from mlx_marlin.planning.choice import Candidate, Choice
@@ -19,10 +19,10 @@ the division of the work, and the predicted time. All times are from a cost mode
 """
 EPILOG = """
 examples:
-  mlx-marlin plan 8 4096 11008
-  mlx-marlin plan 8 4096 11008 --chip "M3 Max" --all
-  mlx-marlin plan 1 4096 4096 --mode mxfp4 --layout marlin --save plan.svg
-  mlx-marlin plan 8 4096 11008 --chip "M3 Max" --plot rows.png
+  mlx-marlin plan 8x4096x11008
+  mlx-marlin plan 8x4096x11008 --chip "M3 Max" --all
+  mlx-marlin plan 1x4096x4096 --mode mxfp4 --layout marlin --save plan.svg
+  mlx-marlin plan 8x4096x11008 --chip "M3 Max" --plot rows.png
 """
 
 
@@ -36,9 +36,12 @@ def add_parser(
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("m", type=int, metavar="M", help="rows of x")
-    parser.add_argument("n", type=int, metavar="N", help="rows of the weight")
-    parser.add_argument("k", type=int, metavar="K", help="columns of the weight")
+    parser.add_argument(
+        "shape",
+        nargs="+",
+        metavar="MxNxK",
+        help="rows of x, and rows and columns of the weight; also M N K",
+    )
     parser.add_argument(
         "--chip",
         metavar="NAME",
@@ -55,7 +58,7 @@ def add_parser(
         action="store_true",
         help="show all candidates, and diagrams of the best plan of each strategy",
     )
-    output.add_argument("--json", action="store_true", help="print JSON")
+    json_output.add_option(output)
     output.add_argument(
         "--save", type=Path, metavar="FILE", help="save the diagrams as .svg or .png"
     )
@@ -77,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     device = arguments.device(args.chip, args.cores)
     choice = planner.compare(arguments.problem(args), device=device, **overrides)
     # Planning every strategy takes time, so it is done only for the output.
-    drawn = args.all and (args.save or not args.json)
+    is_text = not json_output.is_printed(args)
+    drawn = args.all and (args.save or is_text)
     shown, missing = _each_strategy(choice, overrides) if drawn else ([choice], [])
     if args.save:
         from mlx_marlin.cli.pictures import drawing
@@ -86,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _plot(args.plot, choice, overrides)
     if args.json:
-        print(json.dumps(_figures(choice, args.all), indent=2))
+        json_output.write(args, _figures(choice, args.all))
+    if not is_text:
         return 0
     print(explanation.explanation(choice))
     if args.all:

@@ -3,6 +3,7 @@
 import argparse
 
 from mlx_marlin.backends import devices, registry
+from mlx_marlin.cli import models
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.overrides import PlanOverrides
@@ -85,10 +86,11 @@ def problem(args: argparse.Namespace) -> Problem:
     Raises:
         ValueError: If it is not supported.
     """
+    m, n, k = models.product("x".join(args.shape))
     return problem_of(
-        args.m,
-        args.n,
-        args.k,
+        m,
+        n,
+        k,
         mode=args.mode,
         bits=args.bits,
         group_size=args.group_size,

@@ -1,11 +1,11 @@
 """`mlx-marlin profile`: compares products with the limits of a device."""
 
 import argparse
-import json
 import math
 from pathlib import Path
 
 from mlx_marlin.backends import devices, registry
+from mlx_marlin.cli import json_output
 from mlx_marlin.cli.pictures import figures, files
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
@@ -26,11 +26,11 @@ The exit status is 1 if a time cannot be right, because it exceeds a roof.
 
 examples:
   mlx-marlin profile
-  mlx-marlin profile --single-config 1,4096,4096 --bits 3 --all-kernels
-  mlx-marlin profile --single-config 8,4096,4096 --mode affine --compare stock
-  mlx-marlin profile --model mlx-community/Qwen3-4B-4bit --export-json profile.json
+  mlx-marlin profile --single-config 1x4096x4096 --bits 3 --all-kernels
+  mlx-marlin profile --single-config 8x4096x4096 --mode affine --compare stock
+  mlx-marlin profile --model mlx-community/Qwen3-4B-4bit --json profile.json
   mlx-marlin profile --compare stock --plot roofline.svg
-  mlx-marlin profile --single-config 1,4096,4096 --chip "M4 Max" --assume-ms 0.042
+  mlx-marlin profile --single-config 1x4096x4096 --chip "M4 Max" --assume-ms 0.042
 """
 
 
@@ -49,7 +49,7 @@ def add_parser(
     )
     products.add_argument(
         "--single-config",
-        metavar="M,N,K",
+        metavar="MxNxK",
         help="one product y[M, N] = x[M, K] @ W[N, K]^T, in detail",
     )
     products.add_argument(
@@ -92,9 +92,7 @@ def add_parser(
         metavar="T",
         help="milliseconds of the product, instead of measuring or predicting",
     )
-    parser.add_argument(
-        "--export-json", type=Path, metavar="PATH", help="write the profiles to a file"
-    )
+    json_output.add_option(parser, "--export-json")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -117,9 +115,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         profiles = times.predicted(found, device)
     exported = document(device, profiles, skipped)
-    if args.export_json:
-        text = json.dumps(exported, indent=2)
-        args.export_json.write_text(f"{text}\n", "utf-8")
+    json_output.write(args, exported)
     if args.plot:
         from mlx_marlin.cli.pictures import plots
 
@@ -143,9 +139,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if args.plot:
         files.check(args.plot, "--plot")
         figures.require("--plot")  # before measuring
-    path = args.export_json
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise ValueError(f"--export-json {path}: expected a file in an existing folder")
 
 
 def _check_assumption(args: argparse.Namespace) -> None:

@@ -1,7 +1,6 @@
 """What to profile: products, and what computes them."""
 
 import argparse
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ ROWS = (1, 8, 32, 512)
 """Rows of the default set and of models."""
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 """n and k of the default set: products of a Llama of the 8B shape."""
-SINGLE = re.compile(r"(\d+),(\d+),(\d+)")
 SINGLE_MODE, SINGLE_GROUP = "symmetric", 128
 """Default format of --single-config, as in Marlin."""
 FASTEST, STOCK = "the fastest kernel", "stock MLX"
@@ -96,17 +94,11 @@ def _problems(args: argparse.Namespace, device: PlanningDevice) -> list[Problem]
 
 
 def _single_problem(args: argparse.Namespace, device: PlanningDevice) -> Problem:
-    sizes = SINGLE.fullmatch(args.single_config)
-    if sizes is None:
-        raise ValueError(
-            f"--single-config {args.single_config!r}, expected M,N,K such as "
-            f"1,4096,4096"
-        )
-    m, n, k = map(int, sizes.groups())
+    sizes = models.product(args.single_config, "--single-config")
     mode, group_size = args.mode or SINGLE_MODE, args.group_size
     if group_size is None and (mode == "affine" or mode not in MODE_DEFAULTS):
         group_size = SINGLE_GROUP
-    return _problem((m, n, k), args, device, mode, group_size)
+    return _problem(sizes, args, device, mode, group_size)
 
 
 def _problem(

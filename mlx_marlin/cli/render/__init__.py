@@ -15,12 +15,12 @@ from mlx_marlin.cli.render.fields import shown
 from mlx_marlin.profiling import document
 
 DESCRIPTION = """
-Render a result of `mlx-marlin profile --export-json`, `mlx-marlin bench --json` or
+Render a result of `mlx-marlin profile --json`, `mlx-marlin bench --json` or
 `make mac` as one HTML page without external resources, or its charts as a picture.
 """
 EPILOG = """
 examples:
-  mlx-marlin profile --compare stock --export-json profile.json
+  mlx-marlin profile --compare stock --json profile.json
   mlx-marlin render profile.json -o profile.html
   mlx-marlin render profile.json -o roofline.png
 """

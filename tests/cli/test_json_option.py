@@ -1,0 +1,128 @@
+"""One spelling of `--json [FILE]` and of shapes in all commands, and the old ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_marlin import emulator
+from mlx_marlin.cli import COMMANDS, json_output, main
+from support import quantized_folder
+
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+KERNEL = "y[thread_position_in_grid.x] = 1.0f;"
+PLAN = ["plan", "8x64x128", "--chip", "M3 Max"]
+GIVES_JSON = {
+    "plan": PLAN,
+    "cache": ["cache"],
+    "doctor": ["doctor"],
+    "report": ["report", "model", "--chip", "M3 Max"],
+    "profile": ["profile", "--single-config", "8x64x128", "--chip", "M3 Max"],
+    "verify": ["verify", "model", "--rows", "1"],
+    "bench": ["bench", "1x64x64", "--seconds", "0.01"],
+    "emulate": ["emulate", "kernel.metal", "--grid", "4", "--output", "y=4:float32"],
+}
+"""Commands with a result that is no text, and arguments."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "kernel.metal").write_text(KERNEL)
+    quantized_folder.write(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@needs_emulator
+@pytest.mark.parametrize("command", GIVES_JSON)
+def test_json_is_printed_alone_or_written_beside_the_text(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = GIVES_JSON[command]
+
+    assert main([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main([*words, "--json", "result.json"]) == 0
+    text = capsys.readouterr().out
+    written = json.loads((folder / "result.json").read_text())
+
+    assert shape_of(written) == shape_of(printed)
+    assert text
+    assert not text.startswith(("{", "["))
+    assert main([*words, "--json", "none/result.json"]) == 2
+    assert "--json none/result.json: the folder none" in capsys.readouterr().err
+
+
+def shape_of(value: Any) -> Any:
+    """Returns a value without its numbers, which may be times."""
+    if isinstance(value, dict):
+        return {key: shape_of(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [shape_of(each) for each in value]
+    return type(value)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_option_is_the_same_in_all_commands(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+
+    text = capsys.readouterr().out
+    assert ("--json [FILE]" in text) == (command in GIVES_JSON)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "8", "64", "128", "--json"],
+        ["plan", "--json", "8", "64", "128"],
+        ["plan", "--json", "8,64,128", "--bits", "4"],
+        ["plan", "8x64x128", "--json", "-"],
+    ],
+)
+def test_old_spellings_of_a_plan_are_accepted(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--chip", "M3 Max"]) == 0
+
+    problem = json.loads(capsys.readouterr().out)["problem"]
+    assert [problem[name] for name in "mnk"] == [8, 64, 128]
+
+
+@pytest.mark.parametrize(
+    "words", [["8x64"], ["8", "64"], ["8", "64", "x"], ["8x64x128", "3"], ["1.5x64x64"]]
+)
+def test_what_is_no_shape_is_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+
+    assert "expected MxNxK such as 8x4096x4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old", ["--export-json", "--json"])
+@pytest.mark.parametrize("shape", ["8,64,128", "8x64x128"])
+def test_old_spellings_of_a_profile_are_accepted(
+    old: str, shape: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "old-name"
+    words = ["profile", "--single-config", shape, "--chip", "M3 Max"]
+
+    assert main([*words, old, str(path)]) == 0
+
+    assert json.loads(path.read_text())["schema"] == "mlx_marlin.profile"
+
+
+def test_only_names_of_json_files_follow_an_option_that_was_a_flag() -> None:
+    assert json_output.separated(["--json", "8", "--json", "a.json", "--json"]) == [
+        "--json=-",
+        "8",
+        "--json",
+        "a.json",
+        "--json=-",
+    ]
