@@ -1,6 +1,7 @@
 """Tiny models of mlx-lm, and GGUF files as llama.cpp's conversion writes them."""
 
 import importlib
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,3 +221,25 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
             stored[head * rows + 2 * row] = values[first]
             stored[head * rows + 2 * row + 1] = values[second]
     return stored
+
+
+def llama3_factors(factor: float, base: float, width: int) -> Written:
+    """Returns what Llama 3 multiplies wavelengths by.
+
+    Args:
+        factor: That of long wavelengths.
+        base: Base of the frequencies.
+        width: Features of a head.
+    """
+    factors = []
+    for index in range(0, width, 2):
+        wavelength = 2 * math.pi * base ** (index / width)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(factor)
+        else:
+            share = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - share) / factor + share))
+    array = np.array(factors, np.float32)
+    return Written("rope_freqs.weight", "F32", array.shape, array.tobytes())

@@ -1,27 +1,81 @@
 """Damaged and hostile GGUF files, drawn from a seed."""
 
 import struct
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from support.gguf_blocks import QUANTIZED
-from support.gguf_files import gguf_bytes, random_tensor
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_files import Written, gguf_bytes, random_tensor
+from support.gguf_models import CASES, llama3_factors, random_model, written_model
 from support.gguf_vocabularies import byte_pairs, sentencepiece
 
 EXTREMES = [0, 1, 7, 8, 9, 255, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63, (1 << 64) - 1]
 
 
-def seeds() -> list[bytes]:
-    """Returns whole files: models with vocabularies, and one tensor of each type."""
-    models = []
+HOSTILE: list[Any] = [
+    None,  # the key is removed
+    0,
+    7,
+    ("u64", 1 << 27),
+    ("u64", 1 << 63),
+    ("i32", -1),
+    0.5,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    "odd",
+    ("array", ("u32", [1, 2])),
+    ("array", ("string", ["a", "b", "a"])),
+]
+
+OTHER_KEYS = (
+    "attention.causal",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.sliding_window_pattern",
+    "expert_count",
+    "rope.dimension_count",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+    "rope.scaling.type",
+)
+"""Keys under an architecture's prefix that not every model has."""
+
+
+def models() -> list[tuple[dict[str, Any], list[Written]]]:
+    """Returns whole models with vocabularies: metadata and tensors."""
+    found = []
     for name in ("llama", "qwen3moe", "gemma2", "phi3", "gpt-oss"):
         case = CASES[name]
         vocabulary = sentencepiece() if name != "qwen3moe" else byte_pairs()
         if name == "gemma2":
             vocabulary["tokenizer.ggml.add_space_prefix"] = False
         written = written_model(case, random_model(case))
-        models.append(gguf_bytes(case.metadata | vocabulary, written))
+        if name == "llama":
+            written.append(llama3_factors(8.0, 10000.0, 16))
+        found.append((case.metadata | vocabulary, written))
+    return found
+
+
+def mutated_keys() -> Iterator[tuple[str, bytes]]:
+    """Yields files with each key of each model mutated: what was done, and the file."""
+    for metadata, tensors in models():
+        prefix = metadata["general.architecture"]
+        more = (f"{prefix}.{key}" for key in OTHER_KEYS)
+        for key in dict.fromkeys((*metadata, *more)):
+            for value in HOSTILE:
+                changed = {k: v for k, v in metadata.items() if k != key}
+                if value is not None:
+                    changed[key] = value
+                yield f"{key}={value}", gguf_bytes(changed, tensors)
+
+
+def seeds() -> list[bytes]:
+    """Returns whole files: models with vocabularies, and one tensor of each type."""
+    whole = [gguf_bytes(metadata, tensors) for metadata, tensors in models()]
     random = np.random.default_rng(0)
     kinds = [
         random_tensor(f"blk.{layer}.attn_v.weight", kind, (2, 256), random)
@@ -34,7 +88,7 @@ def seeds() -> list[bytes]:
         "general.alignment": 64,
     }
     metadata = CASES["llama"].metadata | values
-    return [*models, gguf_bytes(metadata, kinds, alignment=64)]
+    return [*whole, gguf_bytes(metadata, kinds, alignment=64)]
 
 
 def mutate(octets: bytes, random: np.random.Generator) -> bytes:
@@ -46,6 +100,24 @@ def mutate(octets: bytes, random: np.random.Generator) -> bytes:
         last = len(changed) if whole else min(len(changed), 6000)
         change(changed, int(random.integers(0, max(1, last))), random)
     return bytes(changed)
+
+
+def nested_vocabulary(random: np.random.Generator) -> dict[str, Any]:
+    """Returns a vocabulary of which many tokens are made of others."""
+    letters = "ab"[: random.integers(1, 3)]
+    count, longest = (1 << int(random.integers(2, limit)) for limit in (11, 10))
+    texts = {"".join(random.choice([*letters], size)) for size in range(1, longest)}
+    tokens = ["<unk>", "<s>", "</s>", *letters, *sorted(texts - {*letters}, key=len)]
+    tokens = tokens[:count]
+    vocabulary = sentencepiece() if random.random() < 0.7 else byte_pairs("llama-bpe")
+    del vocabulary["tokenizer.ggml.token_type"]
+    if "tokenizer.ggml.merges" in vocabulary:
+        tokens += vocabulary["tokenizer.ggml.tokens"]
+        vocabulary["tokenizer.ggml.merges"] *= int(random.integers(1, 100))
+        tokens = list(dict.fromkeys(tokens))
+    else:
+        vocabulary["tokenizer.ggml.scores"] = [0.0] * len(tokens)
+    return vocabulary | {"tokenizer.ggml.tokens": tokens}
 
 
 def _flip(octets: bytearray, at: int, random: np.random.Generator) -> None:

@@ -12,7 +12,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
 from support.gguf_blocks import NUMBERS
 from support.gguf_files import Written, random_tensor, write_gguf
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_models import CASES, llama3_factors, random_model, written_model
 
 
 def opened(
@@ -187,21 +187,6 @@ def test_the_older_key_of_linear_scaling_is_read(tmp_path: Path) -> None:
     assert config["rope_scaling"] == {"type": "linear", "factor": 4.0}
 
 
-def llama3_factors(factor: float) -> Written:
-    """Returns what multiplies wavelengths of 32 features with the base 500000."""
-    factors = []
-    for index in range(16):
-        wavelength = 2 * math.pi * 500000.0 ** (index / 16)
-        if wavelength < 8192 / 4:
-            factors.append(1.0)
-        elif wavelength > 8192:
-            factors.append(factor)
-        else:
-            share = (8192 / wavelength - 1) / 3
-            factors.append(1 / ((1 - share) / factor + share))
-    return numbers("rope_freqs.weight", factors)
-
-
 LLAMA3 = {"rope.freq_base": 500000.0, "rope.dimension_count": 32}
 
 
@@ -211,7 +196,7 @@ def test_factors_of_llama_3_are_recognized(
     factor: float, name: str | None, tmp_path: Path
 ) -> None:
     """The tensor holds what multiplies wavelengths, as float32, and no parameters."""
-    tensor = llama3_factors(factor)
+    tensor = llama3_factors(factor, 500000.0, 32)
     keys = LLAMA3 | {"rope.scaling.type": name}
 
     container = opened(tmp_path, "llama_tied", keys, tensor)
@@ -236,7 +221,9 @@ def test_factors_of_llama_3_are_recognized(
 def test_a_second_scaling_is_refused(
     keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    container = opened(tmp_path, "llama_tied", LLAMA3 | keys, llama3_factors(8.0))
+    container = opened(
+        tmp_path, "llama_tied", LLAMA3 | keys, llama3_factors(8.0, 500000.0, 32)
+    )
 
     with pytest.raises(ValueError, match=rf"t\.gguf.*{message}"):
         config_of(container)
