@@ -1,4 +1,4 @@
-"""Converts every model that mlx-lm loads from now on, with `mlx_marlin.optimize`.
+"""Converts every model that mlx-lm or mlx-vlm loads from now on, with `optimize`.
 
 Importing this module is enough. mlx-lm's loading functions then also read the
 checkpoints that `mlx_marlin.load` reads. `MLX_MARLIN_OPTIONS`, such as

@@ -1,6 +1,6 @@
 """The base of our layers with a batch of weights: experts and heads."""
 
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,8 +26,35 @@ class BatchLayer(GuardedParameters):
         layout: "mlx" or "marlin".
     """
 
+    stock: type[nn.Module]
+    """mlx-lm's class."""
+    invariant: bool = False
     _n: int
     _k: int
+    _stock: type[nn.Module] | None = None
+    """The class of another package that the layer comes from."""
+
+    @classmethod
+    def from_quantized(
+        cls, layer: Any, *, layout: str = "mlx", invariant: bool = False
+    ) -> Self:
+        """Returns a layer with the parameters of mlx-lm's, or of another package's.
+
+        Args:
+            layer: The layer, which is not changed.
+            layout: "mlx" shares the layer's arrays; "marlin" packs them.
+            invariant: Whether a row's bits must not depend on the other rows.
+        """
+        is_marlin = isinstance(layer, cls)
+        keeps_packed = is_marlin and layout == layer.layout == "marlin"
+        given = layer.to_stock() if is_marlin and not keeps_packed else layer
+        result = converted(cls, given)
+        if not isinstance(given, cls) and type(given) is not cls.stock:
+            result._stock = type(given)
+        result.invariant = invariant
+        if layout == "marlin" and not keeps_packed:
+            result.keep_packed()
+        return result
 
     def packed_arrays(self) -> PackedArrays:
         """Returns the arrays of the packed weights, which products take unchecked."""
@@ -79,16 +106,18 @@ class BatchLayer(GuardedParameters):
         self.layout = "marlin"
         self.freeze(keys=[*PACKED])
 
-    def to_stock_layer(self, cls: type[Layer]) -> Layer:
+    def to_stock(self) -> Any:
         """Returns mlx-lm's own layer with the same parameters, in MLX's layout.
+
+        If the layer comes from another package's, it is of that class.
 
         A zero point becomes a bias, rounded to the scales' dtype.
 
         Raises:
             ValueError: If MLX has no such group size.
         """
-        layer = converted(cls, self)
-        for name in ("layout", "_n", "_k"):
+        layer: Any = converted(self._stock or self.stock, self)
+        for name in ("layout", "invariant", "_n", "_k", "_stock"):
             vars(layer).pop(name, None)
         layer._no_grad.difference_update(PACKED)
         native = dict(zip(NATIVE, self.native(), strict=True))

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_marlin.layers.batch import BatchLayer, converted
+from mlx_marlin.layers.batch import BatchLayer
 from mlx_marlin.products.experts.matmul import gather_native
 from mlx_marlin.products.experts.packed import gather_packed
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -24,33 +24,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         invariant: Whether a row's bits must not depend on the other rows.
     """
 
-    invariant: bool = False
-
-    @classmethod
-    def from_quantized(
-        cls,
-        layer: QuantizedSwitchLinear,
-        *,
-        layout: str = "mlx",
-        invariant: bool = False,
-    ) -> Self:
-        """Returns a layer with the parameters of mlx-lm's.
-
-        Args:
-            layer: The layer, which is not changed.
-            layout: "mlx" shares the layer's arrays; "marlin" packs them.
-            invariant: Whether a row's bits must not depend on the other rows.
-        """
-        is_marlin = isinstance(layer, MarlinSwitchLinear)
-        if is_marlin and layout == layer.layout == "marlin":
-            result = converted(cls, layer)
-            result.invariant = invariant
-            return result
-        result = converted(cls, layer.to_stock() if is_marlin else layer)
-        result.invariant = invariant
-        if layout == "marlin":
-            result.keep_packed()
-        return result
+    stock = QuantizedSwitchLinear
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: mx.array | None = None) -> Self:
@@ -82,12 +56,6 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         if bias is not None:
             result["bias"] = bias
         return result
-
-    def to_stock(self) -> QuantizedSwitchLinear:
-        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
-        layer = self.to_stock_layer(QuantizedSwitchLinear)
-        vars(layer).pop("invariant", None)
-        return layer
 
     def __call__(
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False

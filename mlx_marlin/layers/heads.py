@@ -6,7 +6,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from mlx_marlin.layers.batch import BatchLayer, converted
+from mlx_marlin.layers.batch import BatchLayer
 from mlx_marlin.layers.native import PACKED
 from mlx_marlin.products.linear import linear
 from mlx_marlin.products.matmul import quantized_matmul
@@ -32,39 +32,7 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             other rows.
     """
 
-    invariant: bool = False
-
-    @classmethod
-    def from_quantized(
-        cls,
-        layer: QuantizedMultiLinear,
-        *,
-        layout: str = "mlx",
-        invariant: bool = False,
-    ) -> Self:
-        """Returns a layer with the parameters of mlx-lm's.
-
-        Args:
-            layer: The layer, which is not changed.
-            layout: "mlx" shares the layer's arrays; "marlin" packs them.
-            invariant: Whether a row's bits must not depend on the other rows.
-        """
-        is_marlin = isinstance(layer, MarlinMultiLinear)
-        if is_marlin and layout == layer.layout == "marlin":
-            result = converted(cls, layer)
-            result.invariant = invariant
-            return result
-        result = converted(cls, layer.to_stock() if is_marlin else layer)
-        result.invariant = invariant
-        if layout == "marlin":
-            result.keep_packed()
-        return result
-
-    def to_stock(self) -> QuantizedMultiLinear:
-        """Returns mlx-lm's own layer with the same parameters, in MLX's layout."""
-        layer = self.to_stock_layer(QuantizedMultiLinear)
-        vars(layer).pop("invariant", None)
-        return layer
+    stock = QuantizedMultiLinear
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """Returns the products of the heads' rows.

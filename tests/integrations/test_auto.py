@@ -1,6 +1,7 @@
 """`import mlx_marlin.auto`: every model that mlx-lm loads is converted, or stays."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -123,7 +124,8 @@ def test_every_option_of_optimize_can_be_set(monkeypatch: pytest.MonkeyPatch) ->
 
     options = settings.from_environment()
 
-    assert {*options} == {*mlx_marlin.optimize.__kwdefaults__} - {"dry_run"}
+    own = {*inspect.signature(mlx_marlin.optimize).parameters}
+    assert {*options} == own - {"model", "dry_run"}
     assert (options["warm_up"], options["group_size"]) == ((1, 4), "channel")
     assert {*options["fuse"]} == {"gate", "norm"}
 
@@ -208,6 +210,69 @@ def test_a_model_that_is_divided_among_machines_stays(folder: Path) -> None:
     hook.install()
 
     assert not converted(utils.load_model(folder, lazy=True, strict=False)[0])
+
+
+@pytest.fixture
+def vlm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with mlx-vlm's name, and with functions like its own."""
+    package = tmp_path / "mlx_vlm"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .utils import load, load_model\n")
+    (package / "utils.py").write_text(UTILS_OF_VLM)
+    (package / "convert.py").write_text("from .utils import load_model as read\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mlx_vlm"]:
+        del sys.modules[name]
+
+
+UTILS_OF_VLM = """
+import mlx.nn as nn
+
+from support.models import Layers
+
+
+def load_model(model_path, lazy=False, **kwargs):
+    return Layers(nn.QuantizedLinear(64, 64))
+
+
+def load(path, **kwargs):
+    return load_model(path, kwargs.get("lazy", False)), "processor"
+"""
+
+
+@pytest.mark.parametrize("first", ["mlx_vlm", "auto"])
+@pytest.mark.usefixtures("vlm")
+def test_models_of_mlx_vlm_are_converted_too(first: str) -> None:
+    if first == "mlx_vlm":
+        importlib.import_module("mlx_vlm")
+    hook.install({"layout": "marlin"})
+    assert ("mlx_vlm" in sys.modules) == (first == "mlx_vlm")  # which takes seconds
+    package = importlib.import_module("mlx_vlm")
+
+    model, processor = package.load("anywhere")
+
+    assert processor == "processor"
+    for each in (model, package.load_model("anywhere", strict=True)):
+        assert [layer.layout for layer in converted(each)] == ["marlin"]
+    space: dict[str, Any] = {"__name__": "mlx_vlm.convert", "load": package.load}
+    exec("stock = load('anywhere')[0]", space)
+    assert not converted(space["stock"])
+    hook.remove()
+    assert not converted(package.load("anywhere")[0])
+    assert hook._on_import not in sys.meta_path
+
+
+def test_another_mlx_vlm_is_left_alone_with_one_warning(vlm: Path) -> None:
+    file = vlm / "utils.py"
+    file.write_text(file.read_text().replace("lazy=False", "eager=True"))
+    hook.install()
+
+    with pytest.warns(RuntimeWarning, match="mlx_vlm.utils.load_model has other par"):
+        package = importlib.import_module("mlx_vlm")
+
+    assert not converted(package.load("anywhere")[0])
+    assert hasattr(utils.load_model, hook._ORIGINAL)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "gptq", "ours"])

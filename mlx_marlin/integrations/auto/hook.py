@@ -1,9 +1,12 @@
-"""Replaces mlx-lm's loading functions by ones that convert what they load."""
+"""Replaces the loading functions of mlx-lm and mlx-vlm by ones that convert."""
 
 import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -18,12 +21,32 @@ from mlx_marlin.integrations.mlx_lm.optimize import optimize
 from mlx_marlin.integrations.mlx_lm.versions import describe
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 
-PARAMETERS = {
-    "load_model": ("model_path", "lazy", "strict", "model_config", "get_model_classes"),
-    "load_tokenizer": ("model_path", "tokenizer_config_extra", "eos_token_ids"),
+LM, VLM = "mlx_lm.utils", "mlx_vlm.utils"
+PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
+    LM: {
+        "load_model": (
+            "model_path",
+            "lazy",
+            "strict",
+            "model_config",
+            "get_model_classes",
+        ),
+        "load_tokenizer": ("model_path", "tokenizer_config_extra", "eos_token_ids"),
+    },
+    VLM: {"load_model": ("model_path", "lazy")},
 }
-"""mlx-lm's functions that are replaced -> the first parameters that they need."""
-READS_STOCK = ("mlx_lm.convert", "mlx_lm.fuse", "mlx_lm.quant")
+"""Module -> its functions that are replaced -> the first parameters that they need."""
+DISTRIBUTIONS = {LM: "mlx-lm", VLM: "mlx-vlm"}
+READS_STOCK = (
+    "mlx_lm.convert",
+    "mlx_lm.fuse",
+    "mlx_lm.quant",
+    "mlx_vlm.convert",
+    "mlx_vlm.quant",
+    "mlx_vlm.split_mtp",
+    "mlx_vlm.train",
+    "mlx_vlm.trainer",
+)
 """Modules and packages that write a model or change its weights: they get it plain."""
 _ORIGINAL = "_mlx_marlin_original"
 """Attribute of our functions: the one of mlx-lm that it calls."""
@@ -31,16 +54,17 @@ _overrides: dict[str, Any] = {}
 
 
 def install(options: Mapping[str, Any] | None = None) -> bool:
-    """Converts all models that mlx-lm loads from now on.
+    """Converts all models that mlx-lm and mlx-vlm load from now on.
 
+    mlx-vlm's function is replaced when mlx-vlm is imported, which this does not do.
     Installing it again changes the options only.
 
     Args:
         options: Options of `optimize` that win over those of the environment.
 
     Returns:
-        Whether models are converted. If mlx-lm's functions have changed they are not,
-        and a RuntimeWarning is given.
+        Whether models of mlx-lm are converted. If its functions have changed they are
+        not, and a RuntimeWarning is given; likewise for mlx-vlm.
 
     Raises:
         ImportError: If mlx-lm cannot be imported.
@@ -55,48 +79,87 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
         ) from error
     _overrides.clear()
     _overrides.update(options or {})
-    wrappers = {"load_model": _converting, "load_tokenizer": _reading_gguf}
-    changed = next(filter(None, (_changed(utils, name) for name in wrappers)), None)
+    if VLM in sys.modules:
+        _wrap(sys.modules[VLM])
+    elif _on_import not in sys.meta_path:
+        sys.meta_path.insert(0, _on_import)
+    return _wrap(utils)
+
+
+def remove() -> None:
+    """Gives both packages their own functions back; loaded models stay as they are."""
+    if _on_import in sys.meta_path:
+        sys.meta_path.remove(_on_import)
+    for module, names in PARAMETERS.items():
+        for name in names:
+            ours = getattr(sys.modules.get(module), name, None)
+            original = getattr(ours, _ORIGINAL, None)
+            if original is not None:
+                _replace(name, ours, original)
+
+
+class _OnImport(MetaPathFinder):
+    """Replaces mlx-vlm's function after the import of its module.
+
+    To import it for this would take mlx-lm's users seconds.
+    """
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        """Returns the module's own spec, whose loader then replaces the function."""
+        if name != VLM:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            own = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                own(module)
+                _wrap(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_on_import = _OnImport()
+
+
+def _wrap(utils: ModuleType) -> bool:
+    """Replaces a module's functions; returns whether they are as expected."""
+    names = PARAMETERS[utils.__name__]
+    changed = next(filter(None, (_changed(utils, name) for name in names)), None)
     if changed:
         warn_once(
             f"not automatic: {changed}",
             f"models are not converted automatically, because {changed} "
-            f"({describe('mlx-lm')}); call mlx_marlin.optimize(model)",
+            f"({describe(DISTRIBUTIONS[utils.__name__])}); call "
+            f"mlx_marlin.optimize(model)",
         )
         return False
-    for name, wrapped in wrappers.items():
+    for name in names:
         original = getattr(utils, name)
         if not hasattr(original, _ORIGINAL):
-            _replace(name, original, wrapped(original))
+            _replace(name, original, _WRAPPERS[name](original))
     return True
 
 
-def remove() -> None:
-    """Gives mlx-lm its own functions back; loaded models stay as they are."""
-    utils = sys.modules.get("mlx_lm.utils")
-    for name in PARAMETERS:
-        ours = getattr(utils, name, None)
-        original = getattr(ours, _ORIGINAL, None)
-        if original is not None:
-            _replace(name, ours, original)
-
-
 def _changed(utils: ModuleType, name: str) -> str | None:
-    """Returns how a function of mlx-lm differs from what we call, or None."""
+    """Returns how a function differs from what we call, or None."""
     function = getattr(utils, name, None)
     if not callable(function):
-        return f"mlx_lm.utils has no function {name}"
+        return f"{utils.__name__} has no function {name}"
     function = getattr(function, _ORIGINAL, function)
     try:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        return f"mlx_lm.utils.{name} has no signature"
-    expected = PARAMETERS[name]
+        return f"{utils.__name__}.{name} has no signature"
+    expected = PARAMETERS[utils.__name__][name]
     first = [p for p in found if p.kind is p.POSITIONAL_OR_KEYWORD][: len(expected)]
     others = [p for p in found if p not in first]
     if tuple(p.name for p in first) == expected and not any(map(_is_required, others)):
         return None
-    return f"mlx_lm.utils.{name} has other parameters"
+    return f"{utils.__name__}.{name} has other parameters"
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -112,7 +175,7 @@ def _replace(name: str, old: Any, new: Any) -> None:
 
 
 def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns mlx-lm's `load_model` followed by `optimize`."""
+    """Returns a `load_model` followed by `optimize`."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -121,10 +184,11 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         bound.apply_defaults()
         given = bound.arguments
         # Without `strict` the model is about to be divided among machines.
-        if not given["strict"] or _is_for_stock(sys._getframe(1)):
+        if not given.get("strict", True) or _is_for_stock(sys._getframe(1)):
             return original(*args, **kwargs)
         options = {**settings.from_environment(), **_overrides}
-        result = _imported(given, signature) or original(*args, **kwargs)
+        own = _imported(given, signature) if "model_config" in given else None
+        result = own or original(*args, **kwargs)
         _convert(result, options)
         return result
 
@@ -145,6 +209,9 @@ def _reading_gguf(original: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(load_tokenizer, _ORIGINAL, original)
     return load_tokenizer
+
+
+_WRAPPERS = {"load_model": _converting, "load_tokenizer": _reading_gguf}
 
 
 def _imported(

@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.traits import Traits
+from mlx_marlin.integrations.layer_structure import EXPERTS, HEADS, structure_of
 from mlx_marlin.products import eligibility
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -39,13 +40,15 @@ def is_tracing_faster() -> bool:
 
 
 def is_experts(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's layer of several experts."""
-    return _is_of_mlx_lm(layer, "switch_layers", "QuantizedSwitchLinear")
+    """Returns whether a layer is mlx-lm's layer of several experts, or like it."""
+    own = _is_of_mlx_lm(layer, "switch_layers", "QuantizedSwitchLinear")
+    return own or structure_of(layer) == EXPERTS
 
 
 def is_heads(layer: nn.Module) -> bool:
-    """Returns whether a layer is mlx-lm's layer of several heads."""
-    return _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
+    """Returns whether a layer is mlx-lm's layer of several heads, or like it."""
+    own = _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
+    return own or structure_of(layer) == HEADS
 
 
 def is_plain(layer: nn.Module) -> bool:

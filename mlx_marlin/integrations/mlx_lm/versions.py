@@ -9,7 +9,7 @@ test-peers` tests with the others."""
 
 def describe(distribution: str) -> str:
     """Returns the installed and the tested versions, for messages."""
-    tested = " and ".join(TESTED[distribution])
+    tested = " and ".join(TESTED.get(distribution, ("none",)))
     return f"{distribution} {_installed(distribution)} is installed, tested: {tested}"
 
 
