@@ -100,13 +100,28 @@ def run(args: argparse.Namespace) -> int:
     """Removes files if requested, and lists the cache."""
     removed = _remove_files(args)
     leftovers = remove_leftovers()
-    json_output.write(args, _as_json(cache_folders(), removed or 0, leftovers))
+    folders = cache_folders()
+    json_output.write(args, _as_json(folders, removed or 0, leftovers))
     if removed is not None:
         print(f"files removed: {removed}")
     if leftovers:
         print(f"leftover temporary folders removed: {leftovers}")
-    print(listing(cache_folders()))
+    print(listing(folders))
+    if args.limit is not None and (reason := _above(size(args.limit), folders)):
+        print(reason)
     return 0
+
+
+def _above(limit: int, folders: Iterable[CacheFolder]) -> str | None:
+    """Returns why the cache is larger than a limit, or None if it is not."""
+    total = sum(folder.bytes for folder in folders)
+    if total <= limit:
+        return None
+    return (
+        f"{_format_bytes(total)} are left, more than {_format_bytes(limit)}: --limit "
+        f"removes compiled kernels ({' and '.join(KERNELS)}), --clear NAME removes "
+        f"other folders"
+    )
 
 
 def _remove_files(args: argparse.Namespace) -> int | None:

@@ -125,6 +125,21 @@ def test_a_limit_removes_the_kernels_that_were_not_used_for_longest(
     assert used.exists()
 
 
+@pytest.mark.parametrize(("limit", "is_said"), [("6200", False), ("6199", True)])
+def test_a_limit_that_other_files_exceed_is_said(
+    root: Path, limit: str, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep("emulator", "a.so", 600)
+    keep("emulator", "b.so", 600, hours=1)
+    keep("tuned", "a.json", 5000)
+
+    assert main(["cache", "--limit", limit]) == 0
+
+    said = capsys.readouterr().out
+    assert ("6.2 kB are left" in said) == is_said
+    assert ("--clear NAME removes other folders" in said) == is_said
+
+
 @pytest.mark.parametrize("text", ["", "MB", "-1MB", "5 XB", "1e3", "9" * 400])
 def test_a_limit_that_is_no_size_is_an_error(
     root: Path, text: str, capsys: pytest.CaptureFixture[str]

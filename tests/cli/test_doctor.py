@@ -308,6 +308,24 @@ def test_check_runs_kernels_and_keeps_the_verdicts(
 @pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
 )
+@pytest.mark.parametrize("setting", ["", "0"])
+def test_checks_do_not_contradict_that_calls_are_unchecked(
+    setting: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(guard.ENVIRONMENT, setting)
+
+    assert main(["doctor", "--check", "--rows", "1"]) == 0
+
+    section = capsys.readouterr().out.partition("checked kernels\n")[2]
+    passed, when, _ = section.split("\n", 2)
+    assert passed == "  2 of 2 sets of kernels passed"
+    assert when.startswith("  only --check checks kernels here, calls run them")
+    assert ("MLX_MARLIN_GUARD=0 is set" in when) == (setting == "0")
+
+
+@pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
 @pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
 def test_make_mac_checks_the_tensor_operations_of_an_m5(
     name: str,

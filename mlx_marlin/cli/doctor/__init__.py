@@ -201,7 +201,9 @@ def _verdicts(facts: Facts) -> list[str]:
         f"stock MLX serves {product['product']}: {product['reason']}"
         for product in facts["stock"]
     ]
-    return lines if facts["on"] else [*lines, "kernels are not checked here"]
+    if facts["on"]:
+        return lines
+    return [*lines, kernel_checks.when_unchecked(facts.get("setting"))]
 
 
 def _conclusion(facts: Facts) -> list[str]:

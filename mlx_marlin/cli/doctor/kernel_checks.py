@@ -1,5 +1,6 @@
 """The checks of kernels on this machine."""
 
+import os
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,11 @@ def verdicts() -> dict[str, Any]:
     """Returns the stored verdicts on kernels of this machine."""
     from mlx_marlin import guard
 
-    return {"on": guard.is_on(), "kernels": [*map(_verdict, guard.verdicts_so_far())]}
+    return {
+        "on": guard.is_on(),
+        "setting": os.environ.get(guard.ENVIRONMENT),
+        "kernels": [*map(_verdict, guard.verdicts_so_far())],
+    }
 
 
 def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
@@ -64,6 +69,22 @@ def _verdict(verdict: "Verdict") -> dict[str, Any]:
         "example": verdict.example,
         "date": verdict.date,
     }
+
+
+def when_unchecked(setting: str | None) -> str:
+    """Returns a sentence for a machine where calls run kernels without a check.
+
+    Args:
+        setting: The value of the guard's variable.
+    """
+    from mlx_marlin import guard
+
+    here = (
+        f"{guard.ENVIRONMENT}={setting} is set"
+        if setting
+        else f"set {guard.ENVIRONMENT}=1 to change that"
+    )
+    return f"only --check checks kernels here, calls run them unchecked ({here})"
 
 
 def failure(kernel: dict[str, Any]) -> str:
