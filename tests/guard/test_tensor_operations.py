@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends import kernels, planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.cli.doctor import kernel_checks
@@ -45,6 +46,22 @@ def test_the_operations_of_an_m5_pass(dtype: str) -> None:
     probes = tensor_probe.probes(plan_of(dtype))
 
     assert [known_answers.fault_of_probe(probe) for probe in probes] == [None] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_probes_pass_the_static_check(dtype: str) -> None:
+    for probe in tensor_probe.probes(plan_of(dtype)):
+        text, (size, output) = probe.source, probe.output
+        call = {
+            "inputs": [mx.zeros(1)],
+            "output_shapes": [(size,)],
+            "output_dtypes": [getattr(mx, output)],
+            "template": kernels.template(dict(probe.template)),
+            "grid": (probe.threads, 1, 1),
+            "threadgroup": (probe.threads, 1, 1),
+        }
+        names = text.name, text.input_names, text.output_names
+        emulator.check(*names, text.source, text.header, calls=[call])
 
 
 def test_other_kernels_need_no_probe() -> None:

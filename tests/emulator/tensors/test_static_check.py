@@ -56,6 +56,10 @@ def test_operations_pass() -> None:
         (RUN, "operation.run(right, left, destination);", "no matching member"),
         (RUN, "operation.run(left, right, left);", "no matching member"),
         ("b[at[1]", "&b[at[1]", "assigning to|incompatible"),
+        *(
+            (f"metal::remove_addrspace_t<{operand}>", operand, "with an address space")
+            for operand in ("decltype(left)", "decltype(right)")
+        ),
     ],
 )
 def test_wrong_use_is_refused(before: str, after: str, message: str) -> None:

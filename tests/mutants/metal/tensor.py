@@ -20,6 +20,18 @@ _OPERANDS = (
         TENSOR_WHOLE,
         Detector.WRONG_RESULT,
     ),
+    *(
+        Mutant(
+            f"tensor: the type of the {operand} operand with its address space",
+            _FRAGMENTS,
+            "descriptor",
+            f"metal::remove_addrspace_t<decltype({operand})>",
+            f"decltype({operand})",
+            TENSOR_WHOLE,
+            Detector.STATIC_CHECK,
+        )
+        for operand in ("left", "right")
+    ),
     Mutant(
         "tensor: parts of w by k before n",
         _FRAGMENTS,

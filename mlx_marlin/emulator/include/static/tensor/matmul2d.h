@@ -52,6 +52,10 @@ constexpr constant bool is_memory_tensor<metal::tensor<T, Extents, Kind>> = true
 template <class T, int Inner, int Outer>
 constexpr constant bool is_memory_tensor<Slice<T, Inner, Outer>> = true;
 
+// A variable's type has its address space, and no template of tensors is known for that.
+template <class T>
+constexpr constant bool is_plain = metal::is_same_v<T, metal::remove_addrspace_t<T>>;
+
 }  // namespace emu
 
 namespace mpp {
@@ -59,7 +63,7 @@ namespace tensor_ops {
 
 template <class T, ulong Descriptor, emu::Role role>
 struct cooperative_tensor {
-  static_assert(metal::is_floating_point_v<T>,
+  static_assert(metal::is_floating_point_v<T> && emu::is_plain<T>,
                 "cooperative tensors of half, bfloat and float are known");
   using element_type = T;
 
@@ -91,7 +95,12 @@ struct matmul2d {
   get_right_input_cooperative_tensor() const thread;
   template <class Left, class Right, class Element>
   cooperative_tensor<Element, Descriptor, emu::Role::kDestination>
-  get_destination_cooperative_tensor() const thread;
+  get_destination_cooperative_tensor() const thread {
+    static_assert(emu::is_plain<Left> && emu::is_plain<Right>,
+                  "operand type with an address space, expected "
+                  "metal::remove_addrspace_t<decltype(operand)>");
+    return {};
+  }
 
   template <class A, class B, class C>
   void run(
