@@ -244,19 +244,34 @@ def test_lanes_in_different_operations_are_reported() -> None:
     assert "in simd_shuffle_xor at source line 4" in message
 
 
-def test_equal_operations_in_two_branches_are_reported() -> None:
-    source = """
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("v = simd_sum(v)", "simd_sum"),
+        ("v = simd_shuffle_xor(v, 1)", "simd_shuffle_xor"),
+        ("v = quad_sum(v)", "quad_sum"),
+        ("v = simd_any(v > 3)", "simd_any"),
+        ("simdgroup_barrier(mem_flags::mem_threadgroup)", "simdgroup_barrier"),
+        ("threadgroup_barrier(mem_flags::mem_none)", "threadgroup_barrier"),
+        ("simdgroup_load(m, a)", "simdgroup_load"),
+        ("simdgroup_store(m, out)", "simdgroup_store"),
+        ("simdgroup_multiply_accumulate(m, m, m, m)", "simdgroup_multiply_accumulate"),
+    ],
+)
+def test_equal_operations_in_two_branches_are_reported(call: str, name: str) -> None:
+    source = f"""
     uint lane = thread_index_in_simdgroup;
-    float v;
-    if (lane < 16) { v = simd_sum(1.0f); }
-    else { v = simd_sum(2.0f); }
-    out[lane] = v;
+    float v = a[lane];
+    simdgroup_float8x8 m(1.0f);
+    if (lane < 16) {{ {call}; }}
+    else {{ {call}; }}
+    out[lane] = v + m.thread_elements()[0];
     """
 
-    message = report(source)
+    message = report(source, FLOATS, shape=(64,))
 
-    assert "lanes 0000ffff in simd_sum at source line 4" in message
-    assert "in simd_sum at source line 5" in message
+    assert f"lanes 0000ffff in {name} at source line 5" in message
+    assert f"in {name} at source line 6" in message
 
 
 def test_a_barrier_that_a_simdgroup_skips_is_reported() -> None:

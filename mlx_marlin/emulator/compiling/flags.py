@@ -43,6 +43,10 @@ METAL_FLAGS = (
     "-fstack-clash-protection",
     # Keep endless loops, which the time limit reports.
     "-fno-finite-loops",
+    # Equal calls of two branches are two places, although clang 22 merges them: it
+    # ignores `nomerge` where it hoists whole branches.
+    "-mllvm",
+    "-simplifycfg-hoist-common=0",
     # A tail call would remove the caller from the stack trace.
     "-fno-optimize-sibling-calls",
     "-Wno-everything",
@@ -63,8 +67,6 @@ TRACE_FLAGS = (
     # Merged code of two lines would have no line.
     "-mllvm",
     "-simplifycfg-sink-common=0",
-    "-mllvm",
-    "-simplifycfg-hoist-common=0",
     "-mllvm",
     "-enable-tail-merge=0",
     # Accesses of more than 16 bytes would not be instrumented.

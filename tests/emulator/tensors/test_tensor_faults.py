@@ -86,10 +86,26 @@ def test_incomplete_simdgroup() -> None:
         run(LOADS + RUN + STORES, lanes=31)
 
 
-def test_lanes_in_different_operations() -> None:
-    branches = f"if (lane < 16) {{ left[0] = 2;\n{RUN}\n}} else {{\n{RUN}\n}}\n"
+VIEW = """
+metal::tensor<device half, metal::dextents<int32_t, 2>, metal::tensor_inline> view(
+    (device half*)b, metal::dextents<int32_t, 2>(32, 16));
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        RUN,
+        "operation.run(left, view, destination);",
+        "right.load(view);",
+        "right.store(view);",
+    ],
+)
+@pytest.mark.parametrize("before", ["", "left[0] = 2;\n"])
+def test_lanes_in_different_operations(call: str, before: str) -> None:
+    branches = f"if (lane < 16) {{ {before}{call}\n}} else {{\n{call}\n}}\n"
     with pytest.raises(emulator.EmulatorError, match="in different operations"):
-        run(LOADS + branches + STORES)
+        run(LOADS + VIEW + branches + STORES)
 
 
 @pytest.mark.parametrize(
