@@ -1,5 +1,6 @@
 """Every detector of the emulator fires on a planted bug, and names the place."""
 
+import platform
 import re
 import signal
 import sys
@@ -373,6 +374,36 @@ def test_undefined_operations_are_reported(expression: str, what: str) -> None:
     said = what if found.traps_name_checks else "misaligned access, integer division by"
     assert f"kernel bug: {said}" in message
     assert "at source line 4: float4 v =" in message
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"),
+    reason="arm64 divides without a fault",
+)
+@pytest.mark.parametrize("by", [-1, 0])
+@pytest.mark.parametrize("operator", ["/", "%"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        ("int", mx.int32, ""),
+        ("long", mx.int64, ""),
+        ("char", mx.int8, "4"),
+        ("short", mx.int16, "4"),
+        ("int", mx.int32, "4"),
+        ("long", mx.int64, "4"),
+    ],
+)
+def test_a_division_that_overflows_is_not_one_by_zero(
+    name: str, dtype: mx.Dtype, size: str, operator: str, by: int
+) -> None:
+    values = [-(2 ** (8 * dtype.size - 1)) if by else 5] * 32
+    a, b = mx.array(values, dtype), mx.array([by] * 32, dtype)
+    kind = f"const device {name}{size}*"
+
+    message = report(f"out[0] = all((*({kind})a {operator} *({kind})b) == 0);", a, b)
+
+    overflows, zero = "overflows: the least value by -1", "division by zero"
+    assert (overflows in message, zero in message) == (by == -1, by == 0)
 
 
 def test_traps_without_the_name_of_a_check_tell_all_that_it_may_be(

@@ -51,6 +51,8 @@ _TRAPS = {
     22: "misaligned access: the address is not a multiple of the type's alignment",
 }
 """The failed check, by the number in the trap instruction."""
+_PREFIXES = bytes([0x66, *range(0x40, 0x50)])
+"""Prefixes of x86-64's division that choose its width or registers."""
 _ANY_TRAP = (
     "misaligned access, integer division by zero, or shift by the width of the type or "
     "more, in trace mode also an index outside of an array (clang 19 does not "
@@ -74,6 +76,21 @@ def _trap_number(fault: FaultContext) -> int:
     if code[3] == 0xD4:  # arm64: brk #0x5500 + number
         return int.from_bytes(code[:4], "little") >> 5 & 0xFF
     return -1
+
+
+def _division(fault: FaultContext) -> str:
+    """Describes a division that x86-64 faults on; clang checks divisors of scalars."""
+    code = ctypes.string_at(fault.report.trace[0], 3)
+    prefixes = code[: 3 - len(code.lstrip(_PREFIXES))]
+    wide = any(prefix & 0xF8 == 0x48 for prefix in prefixes)
+    bits = 64 if wide else 16 if 0x66 in prefixes else 32
+    if code[len(prefixes)] == 0xF6:
+        bits = 8
+    if fault.report.amount % 2**bits == 2 ** (bits - 1):
+        return (
+            "integer division that overflows: the least value by -1 (in vectors or 0)"
+        )
+    return _TRAPS[3]
 
 
 def _no_lane(fault: FaultContext) -> str:
@@ -100,7 +117,7 @@ _DESCRIPTIONS: dict[Fault, Callable[[FaultContext], str]] = {
     Fault.ACCESS: memory_faults.access,
     Fault.STACK_OVERFLOW: _constant("stack overflow (more than 124 KiB in a thread)"),
     Fault.INSTRUCTION: _trap,
-    Fault.ARITHMETIC: _constant("integer division by zero"),
+    Fault.ARITHMETIC: _division,
     Fault.DEADLOCK: synchronization_faults.deadlock,
     Fault.MISMATCH: synchronization_faults.mismatch,
     Fault.THREADGROUP_LIMIT: memory_faults.threadgroup_limit,

@@ -18,7 +18,7 @@ enum class Fault : u32 {
   kAccess = 1,  // address not mapped, or not writable
   kStackOverflow = 2,
   kInstruction = 3,  // trap
-  kArithmetic = 4,   // integer division by zero
+  kArithmetic = 4,   // integer division: amount is the dividend
   kDeadlock = 5,     // nothing can run, somebody waits
   kMismatch = 6,     // lanes of a simdgroup in different operations
   kThreadgroupLimit = 7,

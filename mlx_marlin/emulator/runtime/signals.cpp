@@ -55,6 +55,7 @@ constexpr u64 kSignalStackBytes = 64 << 10;
 constexpr u32 kPc = 16 + 256, kSp = 16 + 248, kFrame = 16 + 232;
 #elif defined(__APPLE__)
 constexpr u32 kPc = 16 + 16 * 8, kSp = 16 + 7 * 8, kFrame = 16 + 6 * 8;
+constexpr u32 kDividend = 16;  // rax
 #elif defined(__aarch64__)
 constexpr u32 kRegisters = 184;
 constexpr u32 kPc = kRegisters + 32 * 8, kSp = kRegisters + 31 * 8;
@@ -63,6 +64,7 @@ constexpr u32 kFrame = kRegisters + 29 * 8;
 constexpr u32 kGeneral = 40;  // gregs
 constexpr u32 kPc = kGeneral + 16 * 8, kSp = kGeneral + 15 * 8;
 constexpr u32 kFrame = kGeneral + 10 * 8, kError = kGeneral + 19 * 8;
+constexpr u32 kDividend = kGeneral + 13 * 8;  // rax
 #endif
 
 u64& saved(u8* context, u32 offset) {
@@ -146,6 +148,9 @@ void handle(int number, u8* info, u8* context) {
   report.address = address;
   report.is_write = was_write(context);
   report.amount = *reinterpret_cast<u32*>(info + 8);
+#if defined(__x86_64__)
+  if (number == kFpe) report.amount = saved(context, kDividend);
+#endif
   const ThreadgroupArray* array = threadgroup_array_at(worker, address);
   if (report.fault == Fault::kAccess && array) {
     report.fault = Fault::kThreadgroupAccess;
