@@ -17,6 +17,7 @@ from mlx_marlin.emulator.arrays import (
     output_array,
 )
 from mlx_marlin.emulator.compiling import build, compiler
+from mlx_marlin.emulator.compiling.limited import RefusedError
 from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
 from mlx_marlin.emulator.language import frontend
@@ -65,7 +66,7 @@ def _compiled(
             options.trace,
             tensor_layout=options.tensor_layout,
         )
-    except build.RefusedError as refused:
+    except RefusedError as refused:
         message = compile_message(name, source, str(refused))
         raise CompileError(message) from None
     try:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from mlx_marlin.emulator.compiling.flags import (
     machine_flags,
     uses_tensors,
 )
+from mlx_marlin.emulator.compiling.limited import ExceededError, RefusedError, run
 
 HERE = Path(__file__).parents[1]
 INCLUDE = HERE / "include"
@@ -59,16 +59,6 @@ def _key(parts: tuple[str, ...], with_tensors: bool = False) -> str:
     for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:40]
-
-
-class RefusedError(Exception):
-    """The compiler failed; the message is its output."""
-
-
-def _run(command: tuple[str, ...], folder: Path) -> None:
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if process.returncode:
-        raise RefusedError(process.stderr)
 
 
 def _cached(
@@ -144,9 +134,14 @@ def _compile(
         # Its name contains a digest of what it was made of.
         options = ("-Xclang", "-fno-validate-pch", "-include-pch", str(header))
         # If the file is damaged or gone, the header is read.
-        with contextlib.suppress(RefusedError):
-            return _run((*found.clang, *flags, *options, "-c", *files), folder)
-    return _run((*found.clang, *flags, "-c", *files), folder)
+        try:
+            run((*found.clang, *flags, *options, "-c", *files), folder)
+            return
+        except ExceededError:
+            raise
+        except RefusedError:
+            pass
+    run((*found.clang, *flags, "-c", *files), folder)
 
 
 @functools.cache
@@ -161,7 +156,7 @@ def _precompiled(found: Compiler, flags: tuple[str, ...]) -> Path | None:
         result = Path(name) / HEADER
         options = ("-x", "c++-header", str(INCLUDE / HEADER), "-o", str(result))
         try:
-            _run((*found.clang, *flags, *options), Path(name))
+            run((*found.clang, *flags, *options), Path(name))
             return cache.store(FOLDER, f"{key}.pch", result.read_bytes())
         except (RefusedError, OSError):
             return None
@@ -180,7 +175,7 @@ def _built(
         files = sources(folder)
         _compile(found, flags, [*map(str, files)], folder, with_header)
         objects = tuple(f"{file.stem}.o" for file in files)
-        _run((*found.linker, *objects, "-o", LIBRARY), folder)
+        run((*found.linker, *objects, "-o", LIBRARY), folder)
         library = folder / LIBRARY
         if not library.exists() or not library.stat().st_size:
             raise RefusedError(f"{found.linker[0]} has written no library")

@@ -7,12 +7,13 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from mlx_marlin.emulator.compiling import limited
 
 OLDEST_CLANG = 19
 NEWEST_CLANG = 23
@@ -100,12 +101,15 @@ def _clang(path: str) -> Compiler:
 
 
 def _version(path: str) -> int:
-    process = subprocess.run([path, "--version"], capture_output=True, text=True)
-    found = re.search(r"clang version (\d+)", process.stdout)
+    try:
+        output = limited.run((path, "--version"))
+    except limited.RefusedError as refused:
+        output = str(refused)
+    found = re.search(r"clang version (\d+)", output)
     if found is None:
-        output = (process.stdout + process.stderr).strip() or "nothing"
         raise ValueError(
-            f"`--version` does not name a clang, but prints {output[:200]}"
+            "`--version` does not name a clang, but prints "
+            f"{output.strip()[:200] or 'nothing'}"
         )
     return int(found[1])
 

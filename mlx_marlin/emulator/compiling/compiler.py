@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mlx_marlin.emulator.compiling import build, clangs
 from mlx_marlin.emulator.compiling.clangs import Compiler
+from mlx_marlin.emulator.compiling.limited import RefusedError
 
 PROBE = """
 #include "kernel.h"
@@ -62,7 +63,7 @@ def search() -> tuple[Compiler | None, tuple[str, ...]]:
             found = candidate.make()
             build.runtime_library(found)
             build.kernel_library(found, PROBE)
-        except (OSError, ValueError, build.RefusedError) as error:
+        except (OSError, ValueError, RefusedError) as error:
             failures.append(f"{candidate.name} does not work: {_summary(str(error))}")
         else:
             return found, tuple(failures)

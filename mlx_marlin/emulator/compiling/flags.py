@@ -50,6 +50,9 @@ METAL_FLAGS = (
     # A tail call would remove the caller from the stack trace.
     "-fno-optimize-sibling-calls",
     "-Wno-everything",
+    # Metal demands constant initializers of program-scope variables. Others would run
+    # when the library is loaded, where nothing stops or reports them.
+    "-Werror=global-constructors",
 )
 """Flags of a Metal kernel."""
 

@@ -5,28 +5,54 @@ A definition `constant bool x = true;` later in the text sets the value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from mlx_marlin.emulator.language.declaration import STATEMENT_ENDS
 from mlx_marlin.emulator.language.tokens import Tokens
 
+_LITERAL = re.compile(r"-?(true|false|0[xX][0-9a-fA-F]+|\d[\d.]*)[uUlLfF]*")
 
-def declare(tokens: Tokens, at: int) -> None:
-    """Rewrites the constant with the attribute at `at` to an extern declaration.
 
-    A kernel that uses a constant without a definition does not link.
+def specialise(tokens: Tokens) -> None:
+    """Rewrites the function constants of a text, and queries for their values."""
+    for at in range(len(tokens)):
+        if tokens.text(at) == "is_function_constant_defined":
+            _replace_query(tokens, at)
+    for at in range(len(tokens)):
+        if tokens.text(at) == "function_constant":
+            _declare(tokens, at)
+
+
+def _declare(tokens: Tokens, at: int) -> None:
+    """Rewrites the constant with the attribute at `at`.
+
+    A literal value moves there, since it may initialise other constants. Without one
+    the declaration becomes extern: a kernel that uses a constant without a definition
+    does not link.
     """
     opening = tokens.before(tokens.before(at))
     if tokens.text(opening) != "[":  # in `[[buffer(0), function_constant(x)]]`
         return
     begin = _statement_begin(tokens, at)
     end = tokens.closing(opening)
-    if tokens.text(begin) == "constant" and tokens.text(tokens.after(end)) == ";":
-        tokens.blank_range(opening, end + 1)
-        tokens[begin].written = f"extern {tokens[begin].written}"
+    if tokens.text(begin) != "constant" or tokens.text(tokens.after(end)) != ";":
+        return
+    name = tokens.text(tokens.before(opening))
+    tokens.blank_range(opening, end + 1)
+    for sign in _definitions(tokens, name):
+        semicolon = sign
+        while tokens.text(semicolon) not in (";", ""):
+            semicolon = tokens.after(semicolon)
+        value = tokens.read_line(sign + 1, semicolon)
+        if _LITERAL.fullmatch(value):
+            tokens[opening].written = f"= {value}"
+            tokens.blank_range(_statement_begin(tokens, sign), semicolon + 1)
+            return
+    tokens[begin].written = f"extern {tokens[begin].written}"
 
 
-def replace_query(tokens: Tokens, at: int) -> None:
+def _replace_query(tokens: Tokens, at: int) -> None:
     """Replaces `is_function_constant_defined(x)` by true or false."""
     opening = tokens.after(at)
     name = tokens.text(tokens.after(opening))
@@ -34,13 +60,15 @@ def replace_query(tokens: Tokens, at: int) -> None:
     tokens[at].written = str(any(_definitions(tokens, name))).lower()
 
 
-def _definitions(tokens: Tokens, name: str) -> Iterator[bool]:
-    """Yields for every assignment to `name` whether it defines a constant."""
+def _definitions(tokens: Tokens, name: str) -> Iterator[int]:
+    """Yields the `=` of every definition of a constant."""
     for at in range(len(tokens)):
         sign = tokens.after(at)
         is_comparison = tokens.text(sign + 1) == "="
-        if tokens.text(at) == name and tokens.text(sign) == "=" and not is_comparison:
-            yield tokens.text(_statement_begin(tokens, at)) == "constant"
+        if tokens.text(at) != name or tokens.text(sign) != "=" or is_comparison:
+            continue
+        if tokens.text(_statement_begin(tokens, at)) == "constant":
+            yield sign
 
 
 def _statement_begin(tokens: Tokens, at: int) -> int:

@@ -167,6 +167,7 @@ class Rewriter:
     def __init__(self, tokens: Tokens) -> None:
         self.tokens = tokens
         self.names = _Names.of(tokens)
+        function_constants.specialise(tokens)
 
     def rewrite(self, at: int) -> None:
         """Applies every rule that the token at `at` begins."""
@@ -175,12 +176,8 @@ class Rewriter:
             self._literal(at)
         elif token.text == "threadgroup":
             self._threadgroup_variables(at)
-        elif token.text == "function_constant":
-            function_constants.declare(self.tokens, at)
         elif token.text == "template":
             self._host_name(at)
-        elif token.text == "is_function_constant_defined":
-            function_constants.replace_query(self.tokens, at)
         elif token.text == "static_cast":
             token.written = "emu::cast"
         elif token.kind == "name":

@@ -11,6 +11,8 @@ _DIAGNOSTIC = re.compile(
     r"(?P<kind>(?:fatal )?error|note): (?P<text>.*)"
 )
 _MAX_DIAGNOSTICS = 12
+_INITIALIZER = "declaration requires a global"
+"""Clang's message on an initializer, or destructor, that would run at load time."""
 _PSEUDO_FILES = frozenset({"<scratch space>", "<built-in>"})
 """File names that clang gives to text from macros; they have no lines."""
 
@@ -30,7 +32,13 @@ def compile_message(name: str, source: lines.SourceMap, diagnostics: str) -> str
             continue
         if found and len(result) <= _MAX_DIAGNOSTICS:
             location = lines.Location(lines.shorten(found["file"]), int(found["line"]))
-            text = found["text"].split(" [-W")[0]
+            text = _in_words_of_metal(found["text"].split(" [-W")[0])
             result.append(f"  {found['kind']}: {text}")
             result.append(f"    at {source.quote(location)}")
     return "\n".join(result) if len(result) > 1 else f"{result[0]}\n{diagnostics}"
+
+
+def _in_words_of_metal(text: str) -> str:
+    if text.startswith(_INITIALIZER):
+        return "a variable of program scope is not initialized with a constant"
+    return text

@@ -9,14 +9,13 @@ Metal library. Nothing is run.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator.compiling import build, compiler
+from mlx_marlin.emulator.compiling import build, compiler, limited
 from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.emulator.errors import CompileError, EmulatorError
 from mlx_marlin.emulator.language.lines import FILE, Location, SourceMap
@@ -279,14 +278,12 @@ def _clang(text: str) -> str:
     found = compiler.find()
     if found is None:
         raise EmulatorError(f"no Metal kernel can be checked: {compiler.unavailable()}")
-    answer = subprocess.run(
-        (*found.clang, *_FLAGS, "-"),
-        input=text,
-        capture_output=True,
-        encoding="utf-8",
-    )
-    if answer.returncode and all(
-        diagnostic.kind == "warning" for diagnostic in diagnostics(answer.stderr)
-    ):
-        raise EmulatorError(f"{found.clang[0]} cannot check Metal: {answer.stderr}")
-    return answer.stderr
+    try:
+        return limited.run((*found.clang, *_FLAGS, "-"), text=text)
+    except limited.ExceededError as exceeded:
+        raise CompileError(f"the text cannot be checked: {exceeded}") from None
+    except limited.RefusedError as refused:
+        answer = str(refused)
+    if all(diagnostic.kind == "warning" for diagnostic in diagnostics(answer)):
+        raise EmulatorError(f"{found.clang[0]} cannot check Metal: {answer}")
+    return answer

@@ -9,7 +9,7 @@ import pytest
 from elftools.elf.elffile import ELFFile
 
 from mlx_marlin import emulator
-from mlx_marlin.emulator.compiling import build, compiler
+from mlx_marlin.emulator.compiling import build, compiler, limited
 
 pytestmark = [
     pytest.mark.skipif(
@@ -53,14 +53,14 @@ def test_a_matrix_product_is_a_call_and_not_a_copy(
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Lists the folders in which something is compiled."""
     folders: list[Path] = []
-    run = build._run
+    run = limited.run
 
     def listed(command: tuple[str, ...], folder: Path) -> None:
         if "-c" in command:
             folders.append(folder)
         run(command, folder)
 
-    monkeypatch.setattr(build, "_run", listed)
+    monkeypatch.setattr(build, "run", listed)
     return folders
 
 

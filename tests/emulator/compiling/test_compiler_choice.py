@@ -233,7 +233,7 @@ def test_a_second_process_finds_the_compiler_without_running_it(
     monkeypatch.setattr(clangs, "candidates", lambda: iter([candidate]))
     compiler.search()
     forget()
-    monkeypatch.setattr(build, "_run", None)
+    monkeypatch.setattr(build, "run", None)
 
     assert compiler.search() == (HERE, ())
 

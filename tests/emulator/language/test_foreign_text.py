@@ -134,3 +134,70 @@ template [[host_name("changed_b")]] [[kernel]] void changed<half, halve<half>>(
 def test_functions_are_template_arguments_and_instances_have_host_names() -> None:
     assert result("float x = 6; changed<float, halve>(&x, y, 0);", FUNCTIONS) == 3
     emulator.check_text(FUNCTIONS)
+
+
+def test_a_constant_may_be_computed_from_a_function_constant() -> None:
+    header = """
+constant int n [[function_constant(0)]];
+constant int half_of_it = n / 2;
+constant int n = 8;
+"""
+    assert result("y[0] = half_of_it;", header) == 4
+
+
+@pytest.mark.parametrize(
+    "initializer",
+    [
+        "table[1000000]",
+        "table[4]",
+        "1 / zero",
+        "spin()",
+        "Counted(1).value",
+        "sin(1)",
+    ],
+)
+@pytest.mark.parametrize("trace", [False, True])
+def test_initializers_that_would_run_at_load_time_are_refused(
+    initializer: str, trace: bool
+) -> None:
+    header = f"""
+constant int table[4] = {{1, 2, 3, 4}};
+constant int zero = 0;
+int spin() {{
+  volatile int x = 0;
+  while (true) {{ x = x + 1; }}
+  return x;
+}}
+struct Counted {{
+  int value;
+  Counted(int x) : value(x) {{}}
+}};
+constant int bad = {initializer};
+"""
+    message = (
+        "not initialized with a constant\\n    at header line 13: constant int bad"
+    )
+    with (
+        emulator.emulated(trace=trace),
+        pytest.raises(emulator.CompileError, match=message),
+    ):
+        result("y[0] = bad;", header)
+
+
+CONSTANTS = """
+constant float4 v[2] = {float4(1), float4(float2(1, 2), float2(3))};
+constant half2 h = half2(1.5h, 2.0h);
+constant packed_float3 p = packed_float3(float3(1));
+constant bfloat b = bfloat(1.0f);
+constant float2x2 m = float2x2(float2(1, 2), float2(3, 4));
+constant complex64_t c = complex64_t(1.0f, 2.0f);
+constant metal::array<int, 3> a = {1, 2, 3};
+constant float infinite = metal::numeric_limits<float>::infinity();
+constant float bits = as_type<float>(0x40000000);
+constant float4 cast = static_cast<float4>(int4(1)) + (float4)1.0f;
+constant int last = a[2] + int(bits);
+"""
+
+
+def test_initializers_that_are_constants_pass() -> None:
+    assert result("y[0] = last + cast.x + v[1].y + m[1][1];", CONSTANTS) == 13

@@ -1,6 +1,5 @@
 """The static check refuses what Metal refuses, by the line, and nothing else."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.emulator import CompileError, check, check_text
+from mlx_marlin.emulator.compiling import limited
 from mlx_marlin.emulator.static import check as static_check
 from mlx_marlin.emulator.static import messages
 from support.rule_mutants import MUTANTS, OBJECT, OF_TILE, Mutant
@@ -159,9 +159,9 @@ def test_many_instances_share_one_run_of_clang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = []
-    stock = subprocess.run
+    stock = limited.run
     monkeypatch.setattr(
-        subprocess, "run", lambda *a, **k: (runs.append(a), stock(*a, **k))[1]
+        limited, "run", lambda *a, **k: (runs.append(a), stock(*a, **k))[1]
     )
     calls = [
         CALL | {"template": [("N", n), ("T", dtype)], "output_dtypes": [dtype]}
