@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from mlx_marlin.emulator.modes import Options
 from mlx_marlin.emulator.native import (
     Coordinates,
     Launch,
+    Python,
     Report,
     ThreadState,
     library,
@@ -84,7 +86,13 @@ class Outcome:
     states: ctypes.Array[ThreadState]
 
 
+_python = Python.of_this_process()
 _states = (ThreadState * MAX_THREADS)()
+
+
+def _runs_handlers() -> bool:
+    """Returns whether Python runs the handlers of signals in this thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def run(
@@ -108,6 +116,10 @@ def run(
 
     Returns:
         The outcome; the fault of its report is 0 if the kernel succeeded.
+
+    Raises:
+        BaseException: What a handler of a signal raises, which runs meanwhile if this
+            is the main thread: `KeyboardInterrupt` on Ctrl-C.
     """
     addresses = (ctypes.c_void_p * max(1, len(buffers)))(*(b.address for b in buffers))
     launch = Launch(
@@ -123,6 +135,10 @@ def run(
         library_bytes=kernel.size,
         time_limit=int(min(options.time_limit * 1e9, 2**63)),
         resident=options.resident,
+        python=ctypes.addressof(_python) if _runs_handlers() else None,
     )
     library().mslemu_launch(ctypes.byref(launch))
+    if launch.raised[0]:
+        # Its references become the interpreter's, which raises it here.
+        ctypes.pythonapi.PyErr_Restore(*map(ctypes.c_void_p, launch.raised))
     return Outcome(launch.report, _states)

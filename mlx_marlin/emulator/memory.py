@@ -104,6 +104,8 @@ class _Pool:
 
 _pool = _Pool()
 _launch_lock = threading.Lock()
+_launching_thread = 0
+"""The thread that holds the lock, or 0."""
 
 
 def _new_region(length: int, writable: bool) -> Region:
@@ -118,16 +120,21 @@ def mapped(arguments: Sequence[Argument]) -> Iterator[list[MappedArgument]]:
     """Copies arguments to guarded memory for the duration of the block.
 
     Raises:
-        EmulatorError: If the system refuses the memory.
+        EmulatorError: If the system refuses the memory, or inside of such a block.
     """
+    global _launching_thread
     library()
+    if _launching_thread == threading.get_ident():
+        raise EmulatorError("a handler of a signal cannot launch a kernel inside one")
     buffers: list[MappedArgument] = []
     with _launch_lock:
+        _launching_thread = threading.get_ident()
         try:
             for argument in arguments:
                 buffers.append(_map(argument))
             yield buffers
         finally:
+            _launching_thread = 0
             for buffer in buffers:
                 _pool.give(buffer.region)
 

@@ -54,6 +54,24 @@ class ThreadState(ctypes.Structure):
     ]
 
 
+class Python(ctypes.Structure):
+    """Functions of the interpreter that the runtime calls, as in runtime.h."""
+
+    _fields_ = [
+        ("ensure", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
+        ("check_signals", ctypes.c_void_p),
+        ("fetch", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of_this_process(cls) -> Python:
+        """Returns the functions of this interpreter."""
+        names = ("GILState_Ensure", "GILState_Release", "Err_CheckSignals", "Err_Fetch")
+        functions = (getattr(ctypes.pythonapi, f"Py{name}") for name in names)
+        return cls(*(ctypes.cast(f, ctypes.c_void_p) for f in functions))
+
+
 class Launch(ctypes.Structure):
     """The arguments of a launch, as in runtime.h."""
 
@@ -73,6 +91,10 @@ class Launch(ctypes.Structure):
         ("resident", ctypes.c_uint32),
         ("interrupted", ctypes.c_uint32),
         ("report", Report),
+        ("python", ctypes.c_void_p),
+        ("raised", ctypes.c_void_p * 3),
+        ("float_mode", ctypes.c_uint64),
+        ("due", ctypes.c_uint32),
     ]
 
 

@@ -248,7 +248,13 @@ bool resume_threadgroup(Worker* worker) {
     group.polling = 0;
   }
   worker->moved = false;
-  mslemu_switch(&worker->scheduler, next_stack(worker, worker->first));
+  void* next = next_stack(worker, worker->first);
+  do {
+    worker->preempted = nullptr;
+    mslemu_switch(&worker->scheduler, next);
+    next = worker->preempted;
+    if (next) attend_preempted(worker->launch);
+  } while (next);
   if (worker->fault.fault == Fault::kNone && somebody_polls(worker)) return false;
   worker->began = 0;
   end_threadgroup(worker);

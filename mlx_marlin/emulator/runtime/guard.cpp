@@ -1,5 +1,5 @@
 // A thread that looks after launches: what was interrupted, and what takes too long, is
-// told to end. It sleeps most of the time and lives as long as the process.
+// told to end, and Python's main thread to attend to signals. It sleeps most of the time and lives as long as the process.
 #include "runtime.h"
 #include "system.h"
 
@@ -20,13 +20,15 @@ void lock() {
 void unlock() { __atomic_clear(&busy, __ATOMIC_RELEASE); }
 
 // Again at every tick: a thread that is not in the kernel's own code then ignores it.
-void look(const Launch* launch) {
+void look(Launch* launch) {
+  __atomic_store_n(&launch->due, 1, __ATOMIC_RELAXED);
   u64 now = nanoseconds();
   bool interrupted = __atomic_load_n(&launch->interrupted, __ATOMIC_RELAXED);
   for (u32 number = 0; Worker* worker = worker_number(number); ++number) {
     u64 began = __atomic_load_n(&worker->began, __ATOMIC_RELAXED);
     if (!began || worker->launch != launch) continue;
-    if (interrupted || (now > began && now - began > launch->time_limit)) urge(worker);
+    bool late = now > began && now - began > launch->time_limit;
+    if (interrupted || late || worker->attends) urge(worker);
   }
 }
 

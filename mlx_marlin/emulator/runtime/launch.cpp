@@ -1,4 +1,5 @@
 // Spreads the threadgroups of a launch over host threads, in shuffled order.
+#include "float_mode.h"
 #include "system.h"
 #include "trace.h"
 
@@ -12,6 +13,7 @@ constexpr u64 kPatienceNanoseconds = 100000;
 // What it takes to call threads stuck that poll: rounds of all of them, and time.
 constexpr u32 kRounds = 4096;
 constexpr u64 kWaitNanoseconds = 500000000;
+constexpr long kPause = 100000;  // nanoseconds
 constexpr u64 kFinished = ~u64(0);
 
 struct Order {
@@ -56,31 +58,6 @@ void shuffle(Order& order, u64 seed) {
     order.numbers[left - 1] = order.numbers[other];
     order.numbers[other] = kept;
   }
-}
-
-// float32 denormals are zero on the GPU; half keeps its own.
-u64 flush_denormals() {
-#if defined(__x86_64__)
-  u32 before;
-  asm volatile("stmxcsr %0" : "=m"(before));
-  u32 flushing = before | 0x8040;
-  asm volatile("ldmxcsr %0" ::"m"(flushing));
-  return before;
-#else
-  u64 before;
-  asm volatile("mrs %0, fpcr" : "=r"(before));
-  asm volatile("msr fpcr, %0" ::"r"(before | 1ull << 24));
-  return before;
-#endif
-}
-
-void restore_denormals(u64 before) {
-#if defined(__x86_64__)
-  u32 value = u32(before);
-  asm volatile("ldmxcsr %0" ::"m"(value));
-#else
-  asm volatile("msr fpcr, %0" ::"r"(before));
-#endif
 }
 
 bool stopped(const Share* share) {
@@ -148,28 +125,30 @@ bool work_on(Share* share) {
 }
 
 u64 enter(Share* share) {
-  signal_stack_begin(share->residents[0]);
+  signals_enter(share->residents[0]);
   for (u32 at = 0; at < share->crew->launch->resident; ++at) {
     share->residents[at]->host = pthread_self();
     threadgroup_memory_begin(share->residents[at]);
   }
-  return flush_denormals();
+  u64 mode = float_mode();
+  set_float_mode(mode | kFlushing);
+  return mode;
 }
 
-void leave(Share* share, u64 denormals) {
+void leave(Share* share, u64 mode) {
   __atomic_store_n(&share->stuck_at, kFinished, __ATOMIC_RELEASE);
-  restore_denormals(denormals);
+  set_float_mode(mode);
   for (u32 at = 0; at < share->crew->launch->resident; ++at)
     guard_forget(share->residents[at]);
-  signal_stack_end(share->residents[0]);
+  signals_leave(share->residents[0]);
 }
 
 void* help(void* argument) {
   auto* share = static_cast<Share*>(argument);
-  u64 denormals = enter(share);
+  u64 mode = enter(share);
   while (work_on(share)) {
   }
-  leave(share, denormals);
+  leave(share, mode);
   return nullptr;
 }
 
@@ -184,6 +163,7 @@ bool hire(Crew& crew, u32 number) {
     if (!worker) return false;
     worker->launch = crew.launch;
     worker->tracer = nullptr;
+    worker->attends = number == 0 && crew.launch->python;
     worker->began = 0;
     worker->condemned = false;
     if (crew.launch->trace && !tracer_open(worker)) return false;
@@ -203,19 +183,34 @@ void call_for_help(Crew& crew) {
   }
 }
 
+// Until all helpers are done. Who attends to signals cannot sleep in pthread_join.
+void wait_for_helpers(const Crew& crew) {
+  TimeSpec pause{0, kPause};
+  for (u32 number = 1; number < crew.started; ++number) {
+    const Share& share = crew.shares[number];
+    while (crew.launch->python &&
+           __atomic_load_n(&share.stuck_at, __ATOMIC_ACQUIRE) != kFinished) {
+      attend(crew.launch);
+      nanosleep(&pause, nullptr);
+    }
+    pthread_join(share.thread, nullptr);
+  }
+}
+
 void lead(Crew& crew) {
   Share* mine = &crew.shares[0];
-  u64 denormals = enter(mine);
+  u64 mode = enter(mine);
+  crew.launch->float_mode = mode;
   u64 begin = nanoseconds();
   bool alone = crew.launch->workers > 1;
   while (work_on(mine)) {
+    attend(crew.launch);
     if (!alone || nanoseconds() - begin < kPatienceNanoseconds) continue;
     alone = false;
     if (crew.order.next < crew.order.count) call_for_help(crew);
   }
-  leave(mine, denormals);
-  for (u32 number = 1; number < crew.started; ++number)
-    pthread_join(crew.shares[number].thread, nullptr);
+  leave(mine, mode);
+  wait_for_helpers(crew);
 }
 
 u32 threadgroups(const Launch* launch) {
@@ -238,7 +233,7 @@ void collect(Crew& crew) {
 bool run(Crew& crew) {
   if (!crew.order.numbers || !crew.shares || !hire(crew, 0)) return false;
   shuffle(crew.order, crew.launch->seed);
-  if (!signals_begin(crew.launch)) return false;
+  if (!signals_begin()) return false;
   guard_begin(crew.launch);
   lead(crew);
   guard_end();

@@ -69,6 +69,15 @@ using Body = void (*)();
 struct Trace;
 struct Tracer;
 
+// Python's functions of these names: PyGILState_Ensure, PyGILState_Release,
+// PyErr_CheckSignals, PyErr_Fetch. Layout shared with native.py (ctypes).
+struct Python {
+  int (*ensure)();
+  void (*release)(int state);
+  int (*check_signals)();
+  void (*fetch)(void** type, void** value, void** traceback);
+};
+
 // Layout shared with engine.py (ctypes).
 struct Launch {
   Body entry;
@@ -86,6 +95,10 @@ struct Launch {
   u32 resident;    // threadgroups of a host thread that take turns
   u32 interrupted;
   Report report;
+  const Python* python;  // null unless its main thread launches
+  void* raised[3];       // what a handler of a signal has raised
+  u64 float_mode;        // of the thread that launches
+  u32 due;               // atomic: it is time to attend to signals
 };
 
 struct ThreadgroupArray {
@@ -117,9 +130,12 @@ struct Worker {
   u8* threadgroup_memory;  // kThreadgroupSlots * kThreadgroupStride
   u8* signal_stack;
   u64 signal_stack_before[4];  // stack_t of the host thread
+  u64 blocked_before[16];      // its sigset_t
   u64 threadgroup_bytes;       // of this launch
   ThreadgroupArray arrays[kThreadgroupSlots];
   Report fault;
+  void* preempted;  // saved stack pointer of a handler that waits for `attend`
+  bool attends;     // its host thread is the one that launches
   u64 host;        // pthread_t of the host thread that runs it
   u64 began;       // nanoseconds; 0 while it has no threadgroup
   bool moved;      // since it was resumed, a thread did more than poll
@@ -155,7 +171,11 @@ void trace_calls(Report& report, Worker* worker, const void* site);
 Worker* worker_at(u64 stack);  // whose fiber stacks contain this address
 Worker* worker_number(u32 number);  // null behind the last
 
-bool signals_begin(Launch* launch);
+// Lets Python run its handlers; what they raise ends the launch.
+void attend(Launch* launch);
+// Likewise, while a handler on the signal stack waits.
+void attend_preempted(Launch* launch);
+bool signals_begin();
 void signals_end();
 // Ends launches that were interrupted or take too long.
 void guard_begin(Launch* launch);
@@ -165,8 +185,10 @@ void guard_forget(Worker* worker);
 // Asks the host thread of a worker to end its threadgroup.
 void urge(Worker* worker);
 u64 nanoseconds();
-bool signal_stack_begin(Worker* worker);
-void signal_stack_end(Worker* worker);
+// A host thread takes part in launches: its faults reach the handlers. False if the
+// system refuses.
+bool signals_enter(Worker* worker);
+void signals_leave(Worker* worker);
 
 }  // namespace emu
 

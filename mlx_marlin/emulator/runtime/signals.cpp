@@ -1,12 +1,17 @@
 // A fault inside a kernel becomes a report: the handler notes what happened and sends
 // the thread back to its scheduler. A fault anywhere else goes to whoever handled it
-// before. So it is when a launch is to end: by Ctrl-C, or because it takes too long.
+// before. So it is when a launch is to end, because it takes too long or a handler of
+// Python's has raised; for such handlers a thread pauses in its kernel.
 #include "runtime.h"
 #include "system.h"
 
 extern "C" {
 int sigaction(int number, const void* action, void* before);
 int sigaltstack(const void* stack, void* before);
+int sigemptyset(void* set);
+int sigfillset(void* set);
+int sigaddset(void* set, int number);
+int pthread_sigmask(int how, const void* set, void* before);
 }
 
 namespace emu {
@@ -16,6 +21,7 @@ namespace {
 #if defined(__APPLE__)
 constexpr int kBus = 10, kUrgent = 16;
 constexpr int kSigInfo = 0x40, kOnStack = 0x01;
+constexpr int kDisable = 4, kUnblock = 2, kSetMask = 3;
 struct Action {
   void (*handler)(int, u8*, u8*);
   u32 mask;
@@ -31,6 +37,7 @@ u8* machine(u8* context) { return *reinterpret_cast<u8**>(context + 48); }
 #else
 constexpr int kBus = 7, kUrgent = 23;
 constexpr int kSigInfo = 0x4, kOnStack = 0x08000000;
+constexpr int kDisable = 2, kUnblock = 1, kSetMask = 2;
 struct Action {
   void (*handler)(int, u8*, u8*);
   u64 mask[16];
@@ -45,7 +52,7 @@ struct SignalStack {
 constexpr u32 kAddressOffset = 16;
 u8* machine(u8* context) { return context; }
 #endif
-constexpr int kInterrupt = 2, kIll = 4, kTrap = 5, kFpe = 8, kSegv = 11;
+constexpr int kIll = 4, kTrap = 5, kFpe = 8, kSegv = 11;
 // The last one is sent by guard.cpp; nobody minds it where it is not expected.
 constexpr int kCaught[] = {kSegv, kBus, kIll, kTrap, kFpe, kUrgent};
 constexpr u64 kSignalStackBytes = 64 << 10;
@@ -121,6 +128,7 @@ Fault kind(int number, const Worker* worker, u64 address, u64 sp) {
   return Fault::kAccess;
 }
 
+u64 blocked_in_kernel[16];  // sigset_t of the thread that launches
 Action before[sizeof kCaught / sizeof *kCaught];
 
 void give_back(int number) {
@@ -168,6 +176,7 @@ void handle_urgent(int, u8*, u8* context) {
   if (!worker) return;
   const Launch* launch = worker->launch;
   if (saved(context, kPc) - u64(launch->library) >= launch->library_bytes) return;
+  if (worker->attends) mslemu_switch(&worker->preempted, worker->scheduler);
   bool late = nanoseconds() - worker->began > launch->time_limit;
   if (!launch->interrupted && !late) return;
   Fault fault = launch->interrupted ? Fault::kInterrupted : Fault::kTimeLimit;
@@ -176,55 +185,55 @@ void handle_urgent(int, u8*, u8* context) {
   leave_fiber(worker, report, context);
 }
 
-Launch* running;
-Action before_interrupt;
-
-// Whoever handled it before does so too, Python for instance: it raises once we return.
-void handle_interrupt(int number, u8* info, u8* context) {
-  __atomic_store_n(&running->interrupted, 1, __ATOMIC_RELAXED);
-  __atomic_store_n(&running->stop, 1, __ATOMIC_RELAXED);
-  before_interrupt.handler(number, info, context);
-}
-
-bool catch_interrupt(Launch* launch) {
-  running = launch;
-  Action action{};
-  action.handler = handle_interrupt;
-  action.flags = kSigInfo | kOnStack;
-  if (sigaction(kInterrupt, nullptr, &before_interrupt)) return false;
-  // By default it ends the process, and it may be ignored.
-  if (u64(before_interrupt.handler) <= 1) return true;
-  return sigaction(kInterrupt, &action, nullptr) == 0;
-}
-
 }  // namespace
 
-bool signals_begin(Launch* launch) {
+bool signals_begin() {
   Action action{};
   action.flags = kSigInfo | kOnStack;
   for (u32 at = 0; at < sizeof kCaught / sizeof *kCaught; ++at) {
-    action.handler = kCaught[at] == kUrgent ? handle_urgent : handle;
+    bool urgent = kCaught[at] == kUrgent;
+    action.handler = urgent ? handle_urgent : handle;
+    // Where it waits, another handler would overwrite its frame.
+    urgent ? sigfillset(&action.mask) : sigemptyset(&action.mask);
     if (sigaction(kCaught[at], &action, &before[at])) return false;
   }
-  return catch_interrupt(launch);
+  return true;
 }
 
 void signals_end() {
   for (int number : kCaught) give_back(number);
-  sigaction(kInterrupt, &before_interrupt, nullptr);
 }
 
 void urge(Worker* worker) { pthread_kill(worker->host, kUrgent); }
 
-bool signal_stack_begin(Worker* worker) {
+bool signals_enter(Worker* worker) {
   SignalStack stack{};
   stack.begin = worker->signal_stack;
   stack.bytes = kSignalStackBytes;
-  return sigaltstack(&stack, worker->signal_stack_before) == 0;
+  u64 caught[16];  // sigset_t
+  sigemptyset(caught);
+  for (int number : kCaught) sigaddset(caught, number);
+  // A fault whose signal is blocked ends the process.
+  bool entered = sigaltstack(&stack, worker->signal_stack_before) == 0 &&
+                 pthread_sigmask(kUnblock, caught, worker->blocked_before) == 0;
+  if (worker->attends) pthread_sigmask(kUnblock, nullptr, blocked_in_kernel);
+  return entered;
 }
 
-void signal_stack_end(Worker* worker) {
+void signals_leave(Worker* worker) {
+  pthread_sigmask(kSetMask, worker->blocked_before, nullptr);
   sigaltstack(worker->signal_stack_before, nullptr);
+}
+
+void attend_preempted(Launch* launch) {
+  SignalStack none{}, mine;
+  none.flags = kDisable;
+  u64 blocked[16];
+  sigaltstack(&none, &mine);
+  pthread_sigmask(kSetMask, blocked_in_kernel, blocked);
+  attend(launch);
+  pthread_sigmask(kSetMask, blocked, nullptr);
+  sigaltstack(&mine, nullptr);
 }
 
 }  // namespace emu
