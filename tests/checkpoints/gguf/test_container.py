@@ -276,7 +276,7 @@ def test_too_many_strings_are_refused() -> None:
 
 
 def test_a_folder_is_no_file(folder: Path) -> None:
-    with pytest.raises(OSError, match=folder.name):
+    with pytest.raises(ValueError, match=folder.name):
         Container(folder)
 
 
