@@ -50,7 +50,6 @@ class Folder:
                     raise ValueError(
                         f"{file}: tensor {name!r} occurs in {other.file.name} too"
                     )
-        _check_index(path, self.arrays)
         self._unread: dict[Path, dict[str, mx.array]] = {}
 
     def read(self, name: str) -> mx.array:
@@ -103,12 +102,25 @@ def _load(file: Path) -> dict[str, mx.array]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns the files to read: those of the index, else what mlx-lm reads."""
+    """Returns the files to read: those of the index, or else what mlx-lm reads.
+
+    mlx-lm does not look at the index, and tools that write other weights into a folder
+    leave it behind. So it decides nothing if none of its files is there, and it need
+    not know the tensors.
+
+    Raises:
+        FileNotFoundError: If there is no file, or only some of the index are there.
+        ValueError: If the index is malformed.
+    """
+    listed: list[Path] = []
     if (path / INDEX).exists():
-        return [path / name for name in sorted({*_weight_map(path).values()})]
-    files = sorted(path.glob("model*.safetensors")) or sorted(
-        path.glob("*.safetensors")
-    )
+        listed = [path / name for name in sorted({*_weight_map(path).values()})]
+    there = [file for file in listed if file.exists()]
+    if there and there != listed:
+        (missing, *_) = {*listed} - {*there}
+        raise FileNotFoundError(f"{missing}: no such file, but {INDEX} names it")
+    files = there or sorted(path.glob("model*.safetensors"))
+    files = files or sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path}: no safetensors file")
     return files
@@ -128,11 +140,3 @@ def _weight_map(path: Path) -> dict[str, str]:
                 f"in the same folder"
             )
     return known
-
-
-def _check_index(path: Path, arrays: dict[str, StoredArray]) -> None:
-    if not (path / INDEX).exists():
-        return
-    for tensor, name in _weight_map(path).items():
-        if tensor not in arrays or arrays[tensor].file.name != name:
-            raise ValueError(f"{path / INDEX}: tensor {tensor!r} is not in {name}")
