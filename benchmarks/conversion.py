@@ -98,10 +98,19 @@ def stock(n: int, k: int) -> Arrays:
 
 GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4}}},
-}
+
+
+def groups(format: str, **weights: object) -> dict[str, object]:
+    """The config of a compressed-tensors checkpoint."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, **weights}}},
+    }
+
+
+COMPRESSED = groups("pack-quantized", group_size=GROUP)
+NVFP4 = groups("nvfp4-pack-quantized", type="float", group_size=16)
 FORMATS: dict[str, tuple[Callable[[int, int], Arrays], dict]] = {
     **{
         f"gptq-{bits}": (
@@ -113,7 +122,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Arrays], dict]] = {
     "act-order": (act_order, {"quantization_config": GPTQ | {"bits": 4}}),
     "awq": (awq, {"quantization_config": AWQ}),
     "compressed-tensors": (compressed, {"quantization_config": COMPRESSED}),
-    "nvfp4-pack-quantized": (nvfp4, {"quantization_config": COMPRESSED}),
+    "nvfp4-pack-quantized": (nvfp4, {"quantization_config": NVFP4}),
     "mlx": (stock, {"quantization": {"bits": 4, "group_size": GROUP}}),
     "float16-nearest": (plain, {}),
     "float16-search": (plain, {}),

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints import gguf
-from mlx_marlin.checkpoints.folder import Folder, naming, read_json
+from mlx_marlin.checkpoints.folder import Folder, naming
 from mlx_marlin.checkpoints.formats import (
     awq,
     compressed_tensors,
@@ -16,6 +16,7 @@ from mlx_marlin.checkpoints.formats import (
     marlin_folder,
     mlx_folder,
 )
+from mlx_marlin.checkpoints.settings import method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -43,6 +44,18 @@ PARTS = {
     "mlx": ("weight", "scales", "biases", "global_scale"),
 }
 """The suffixes of a quantized layer's arrays."""
+FOREIGN_PARTS = {
+    part for method in PARTS if method != "mlx" for part in PARTS[method]
+} - {"scales", "input_global_scale"}
+"""Suffixes that no plain array has."""
+CACHE_PARTS = ("k_scale", "v_scale", "q_scale")
+"""Scales of a quantized cache, which compressed-tensors stores beside attention."""
+SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "gptq": gptq.schemes,
+    "awq": awq.schemes,
+    "compressed-tensors": compressed_tensors.schemes,
+}
+"""What checks the values of settings, by method."""
 READERS: dict[str, Reader] = {
     "gptq": gptq.read,
     "awq": awq.read,
@@ -100,57 +113,60 @@ def tensors(path: str | Path) -> list[Tensor]:
     return folder_tensors(Folder(path))
 
 
-def folder_tensors(folder: Folder, *, check: bool = True) -> list[Tensor]:
+def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
     """Returns the tensors of an open folder, as `tensors` does.
 
     Args:
         folder: The checkpoint.
-        check: Whether reading a tensor calls `StoredWeight.checked`, which evaluates
-            its scales.
+        for_model: Whether mlx-lm's model will rename them first: then reading does not
+            call `StoredWeight.checked`, which evaluates scales, and layers in MLX's
+            formats stay arrays, because the model tells their columns.
     """
     method, settings = method_of(folder)
+    if method in SCHEMES:
+        try:
+            SCHEMES[method](settings)
+        except ValueError as error:
+            raise ValueError(f"{folder.path}: quantization_config: {error}") from error
     packed = marlin_folder.layers_of(folder)
     layers = _quantized_layers(folder, method)
     parts = {f"{layer}.{part}" for layer in layers for part in PARTS.get(method, ())}
     parts |= {f"{layer}.{part}" for layer in packed for part in marlin_folder.PARTS}
     plain = [name for name in folder.arrays if name not in parts]
+    if method == "compressed-tensors":
+        plain = [name for name in plain if name.rpartition(".")[2] not in CACHE_PARTS]
+    for name in plain:
+        _check_plain(folder, name, method)
+    if for_model and method == "mlx":
+        plain += [name for name in folder.arrays if name in parts]
+        layers = []
     return [
         *(_packed(folder, layer, record) for layer, record in packed.items()),
-        *(_quantized(folder, layer, method, settings, check) for layer in layers),
+        *(
+            _quantized(folder, layer, method, settings, not for_model)
+            for layer in layers
+        ),
         *(_plain(folder, name) for name in plain),
     ]
 
 
-def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
-    """Returns how a checkpoint is quantized, and the settings: ("", {}) if it is not.
+def _check_plain(folder: Folder, name: str, method: str) -> None:
+    """Raises a ValueError if an array belongs to a quantized layer that is incomplete.
 
-    Raises:
-        ValueError: If the settings are malformed or the method is not known.
+    The arrays beside it are missing, or the config says nothing of such layers.
     """
-    if (settings := _settings(folder, "quantization")) is not None:
-        return "mlx", settings
-    settings = _settings(folder, "quantization_config")
-    legacy = folder.path / "quantize_config.json"  # AutoGPTQ's name for it
-    if settings is None and legacy.exists():
-        settings = {"quant_method": "gptq", **read_json(legacy)}
-    if settings is None:
-        return "", {}
-    method = settings.get("quant_method", "mlx")
-    if not isinstance(method, str) or method not in READERS:
-        raise ValueError(
-            f"{folder.path / 'config.json'}: quant_method={method!r}, expected one of "
-            f"{[*READERS]}"
-        )
-    return method, settings
-
-
-def _settings(folder: Folder, key: str) -> dict[str, Any] | None:
-    settings = folder.config.get(key)
-    if settings is not None and not isinstance(settings, dict):
-        raise ValueError(
-            f"{folder.path / 'config.json'}: {key}={settings!r}, expected an object"
-        )
-    return settings
+    layer, _, part = name.rpartition(".")
+    if part == "weight" and folder.arrays[name].dtype == "U32":
+        wanted = "scales"
+    elif part in FOREIGN_PARTS or (part == "scales" and method in CODES):
+        wanted = CODES.get(method, "weight")
+    else:
+        return
+    raise ValueError(
+        f"{folder.path}: tensor {name!r} is of a quantized layer, expected "
+        f"'{layer}.{wanted}' beside it and a config that says so (it says "
+        f"quant_method={method or None!r})"
+    )
 
 
 def _quantized_layers(folder: Folder, method: str) -> list[str]:

@@ -41,7 +41,7 @@ FORMATS = {
     "awq": (foreign.awq_arrays, foreign.awq_config(), {"bits": 4}),
     "compressed": (
         lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=True),
-        foreign.compressed_config(5),
+        foreign.compressed_config(5, symmetric=True),
         {"bits": 5, "symmetric": True},
     ),
 }

@@ -48,7 +48,9 @@ def write(path: Path, model_type: str, gathers: str = "_proj") -> Path:
             arrays[name] = np.array(array.astype(mx.float16))
     config = gguf_models.arguments(case) | {
         "model_type": alias,
-        "quantization_config": foreign.gptq_config(4, 2)["quantization_config"],
+        "quantization_config": foreign.gptq_config(4, 2, group_size=32)[
+            "quantization_config"
+        ],
     }
     return foreign.Folder(config, arrays).write(path)
 

@@ -81,7 +81,7 @@ def drawn(call: dict, **options: int) -> foreign.IntegerWeight:
 def test_gptq_is_read_exactly(call: dict, version: int) -> None:
     weight = drawn(call, least_zero=2 - version)
     folder = foreign.Folder(
-        foreign.gptq_config(call["bits"], version),
+        foreign.gptq_config(call["bits"], version, group_size=call["group_size"]),
         foreign.gptq_arrays(LAYER, weight, version),
     )
     assert_same(read(folder), weight)
@@ -91,7 +91,8 @@ def test_gptq_is_read_exactly(call: dict, version: int) -> None:
 @given(call=shapes((4,), 8))
 def test_awq_is_read_exactly(call: dict) -> None:
     weight = drawn({**call, "act_order": False})
-    folder = foreign.Folder(foreign.awq_config(), foreign.awq_arrays(LAYER, weight))
+    config = foreign.awq_config(group_size=call["group_size"])
+    folder = foreign.Folder(config, foreign.awq_arrays(LAYER, weight))
     assert_same(read(folder), weight)
 
 
@@ -99,8 +100,9 @@ def test_awq_is_read_exactly(call: dict) -> None:
 @given(call=shapes((2, 3, 4, 5, 6, 8), 1))
 def test_compressed_tensors_are_read_exactly(call: dict) -> None:
     weight = drawn(call)
+    said = {name: call[name] for name in ("bits", "group_size", "symmetric")}
     folder = foreign.Folder(
-        foreign.compressed_config(call["bits"]),
+        foreign.compressed_config(**said),
         foreign.compressed_arrays(LAYER, weight, symmetric=call["symmetric"]),
     )
     assert_same(read(folder), weight)
@@ -111,7 +113,7 @@ def test_codes_of_seven_bits_keep_their_values_in_eight(symmetric: bool) -> None
     rng = np.random.default_rng(0)
     weight = foreign.drawn_weight(rng, 40, 256, 64, 7, symmetric=symmetric)
     folder = foreign.Folder(
-        foreign.compressed_config(7),
+        foreign.compressed_config(7, symmetric=symmetric),
         foreign.compressed_arrays(LAYER, weight, symmetric=symmetric),
     )
     packed = read(folder)[f"{LAYER}.weight"]
@@ -127,7 +129,8 @@ def test_a_zero_point_that_tools_read_differently_is_refused(bits: int) -> None:
     weight = foreign.drawn_weight(rng, 32, 128, 128, bits, least_zero=1)
     weight.zeros[5] = 2**bits  # stored as 2^bits - 1
     folder = foreign.Folder(
-        foreign.gptq_config(bits, 1), foreign.gptq_arrays(LAYER, weight, 1)
+        foreign.gptq_config(bits, 1, group_size=-1),
+        foreign.gptq_arrays(LAYER, weight, 1),
     )
     with pytest.raises(ValueError, match=rf"up_proj.*a zero point is {2**bits}, expec"):
         read(folder)

@@ -82,13 +82,9 @@ def test_nvfp4_of_compressed_tensors(tmp_path: Path) -> None:
         "a.weight_scale": mx.array(scales),
         "a.weight_global_scale": mx.array([divisor]),
     }
-    config = {
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-        }
-    }
-    packed = dict(read_checkpoint(saved(tmp_path, arrays, config)))["a.weight"]
+    packed = dict(read_checkpoint(saved(tmp_path, arrays, foreign.nvfp4_config())))[
+        "a.weight"
+    ]
     assert packed.global_scale.item() == 2688 / divisor
     words, back = unpack(packed)
     assert np.array_equal(np.array(back), scales)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_marlin.checkpoints.formats.column_order import order_of_columns
 from mlx_marlin.checkpoints.formats.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target, packed_target, record_of
@@ -68,7 +69,7 @@ def test_what_mlx_cannot_say_is_refused() -> None:
         mx.array(ordered.zeros),
         bits=4,
         k=256,
-        group_of_column=mx.array(ordered.groups_of_columns),
+        order=order_of_columns(mx.array(ordered.groups_of_columns), 4, 256),
     )
     with pytest.raises(ValueError, match="act-order"):
         mlx_target(weight)

@@ -44,7 +44,7 @@ def nvfp4_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndar
     }
 
 
-FORMATS["nvfp4"] = (nvfp4_arrays, foreign.compressed_config(4))
+FORMATS["nvfp4"] = (nvfp4_arrays, foreign.nvfp4_config())
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -204,13 +204,7 @@ def write_nvfp4(path: Path, *, stock: bool) -> dict[str, np.ndarray]:
         return {f"{layer}.{name}": np.array(part) for name, part in parts.items()}
 
     format = {"mode": "nvfp4", "bits": 4, "group_size": 16}
-    foreign_settings = {
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": "nvfp4-pack-quantized",
-        }
-    }
-    settings = {"quantization": format} if stock else foreign_settings
+    settings = {"quantization": format} if stock else foreign.nvfp4_config()
     return write_llama(path, arrays, settings, bits=4) | exact
 
 

@@ -120,28 +120,103 @@ def compressed_arrays(layer: str, weight: IntegerWeight, *, symmetric: bool) -> 
     return arrays
 
 
-def compressed_config(bits: int) -> dict:
-    """The config of a compressed-tensors checkpoint, pack-quantized."""
-    scheme = {"weights": {"num_bits": bits, "type": "int"}, "targets": ["Linear"]}
+def compressed_config(bits: int, *, symmetric: bool = False, **said: object) -> dict:
+    """The config of a compressed-tensors checkpoint, pack-quantized.
+
+    Args:
+        bits: Bits of a code.
+        symmetric: Whether there are no zero points.
+        **said: Other settings of the weights.
+    """
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "group_size": 64,
+        "strategy": "group",
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": "group",
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    return _of_groups("pack-quantized", weights | said)
+
+
+def nvfp4_config() -> dict:
+    """The config of a compressed-tensors checkpoint, nvfp4-pack-quantized."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": 16,
+        "strategy": "tensor_group",
+        "dynamic": False,
+        "actorder": None,
+        "scale_dtype": "torch.float8_e4m3fn",
+        "zp_dtype": None,
+    }
+    return _of_groups("nvfp4-pack-quantized", weights)
+
+
+def _of_groups(format: str, weights: dict) -> dict:
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": format,
+    }
     quantization = {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": scheme},
+        "format": format,
+        "config_groups": {"group_0": group},
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.12.2",
     }
     return {"model_type": "llama", "quantization_config": quantization}
 
 
-def gptq_config(bits: int, version: int) -> dict:
-    """The config of a GPTQ checkpoint."""
+def gptq_config(bits: int, version: int, **said: object) -> dict:
+    """The config of a GPTQ checkpoint.
+
+    Args:
+        bits: Bits of a code.
+        version: 1 or 2.
+        **said: Other settings.
+    """
     quantization = {
         "quant_method": "gptq",
         "bits": bits,
+        "group_size": 64,
+        "sym": False,
+        "desc_act": True,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "lm_head": False,
+        "pack_dtype": "int32",
+        "true_sequential": True,
+        "damp_percent": 0.01,
     }
-    return {"model_type": "llama", "quantization_config": quantization}
+    return {"model_type": "llama", "quantization_config": quantization | said}
 
 
-def awq_config() -> dict:
-    """The config of an AWQ checkpoint."""
-    quantization = {"quant_method": "awq", "bits": 4, "version": "GEMM"}
-    return {"model_type": "llama", "quantization_config": quantization}
+def awq_config(**said: object) -> dict:
+    """The config of an AWQ checkpoint.
+
+    Args:
+        **said: Other settings than those of a weight with zero points in groups of 64.
+    """
+    quantization = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 64,
+        "zero_point": True,
+        "version": "GEMM",
+        "modules_to_not_convert": None,
+    }
+    return {"model_type": "llama", "quantization_config": quantization | said}

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.formats.integers import integer_weight
+from mlx_marlin.checkpoints.formats.integers import Scheme, integer_weight, layer_of
+from mlx_marlin.checkpoints.settings import one_value
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights.bit_streams import words_of_codes
 
@@ -27,21 +28,30 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
         settings: The checkpoint's `quantization_config`.
 
     Raises:
-        ValueError: If the variant is not GEMM with 4 bits, or the layer's tensors are
-            malformed or do not fit each other.
+        ValueError: If the variant is not GEMM with 4 bits, the layer's tensors are
+            malformed or do not fit each other, or the config contradicts them.
     """
-    version = str(settings.get("version", "gemm")).lower()
-    bits = settings.get("bits", settings.get("w_bit", BITS))
-    if version != "gemm" or bits != BITS:
-        raise ValueError(f"AWQ version {version!r}, {bits} bits; expected 'gemm', 4")
+    # "version" is AutoAWQ's name of it, the others are GPTQModel's.
+    names = ("version", "format", "checkpoint_format")
+    version = one_value(settings, "AWQ", *names)
+    if version not in (None, "gemm"):
+        raise ValueError(f"AWQ version {version!r}, expected 'gemm'")
     codes = _rows(folder.read(f"{layer}.qweight"))
     scales = folder.read(f"{layer}.scales")
-    zeros = None
-    if f"{layer}.qzeros" in folder.arrays:
-        zeros = _rows(folder.read(f"{layer}.qzeros"))
     k = codes.shape[1]
     if k % 8 or scales.ndim != 2:
         raise ValueError(f"codes of shape {codes.shape} with scales {scales.shape}")
+    own = layer_of(
+        folder,
+        schemes(settings),
+        zeros=f"{layer}.qzeros",
+        widths=[(BITS, k)],
+        groups=scales.shape[0],
+    )
+    zeros = None if own.zeros is None else _rows(folder.read(own.zeros))
+    if zeros is not None and own.symmetric:
+        own.check_zeros(zeros, 2 ** (BITS - 1))
+        zeros = None
     return integer_weight(
         words_of_codes(codes, BITS),
         mx.contiguous(scales.T),
@@ -49,6 +59,27 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
         bits=BITS,
         k=k,
     )
+
+
+def schemes(settings: dict[str, Any]) -> list[Scheme]:
+    """Returns the scheme of all layers, and those that `dynamic` gives to some.
+
+    Raises:
+        ValueError: If a value is of another type or out of range.
+    """
+    zero_point = settings.get("zero_point")
+    if type(zero_point) not in (bool, type(None)):
+        raise ValueError(f"zero_point={zero_point!r}, expected true or false")
+    usual = {
+        "bits": one_value(settings, "AWQ", "bits", "w_bit", "wbits"),
+        "group_size": one_value(settings, "AWQ", "group_size", "q_group_size"),
+        "sym": zero_point is False,
+    }
+    others = (settings.get("dynamic") or {}).values()
+    return [
+        Scheme(bits=own["bits"], group_size=own["group_size"], symmetric=own["sym"])
+        for own in (usual, *({**usual, **other} for other in others))
+    ]
 
 
 def _rows(words: mx.array) -> mx.array:

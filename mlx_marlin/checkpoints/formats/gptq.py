@@ -7,6 +7,9 @@ of bits, low bits first, along k and n. Version 1 stores zero points minus one.
 Tools read a zero point that version 1 stores as 2^bits - 1 as 2^bits, as 0, or as 0
 with a carry into its neighbour. It is only read if GPTQModel wrote the file, whose
 subtraction is known; otherwise it becomes 2^bits, which `StoredWeight.checked` refuses.
+
+If a config says `sym`, zero points say nothing: vLLM does not read them. There are
+checkpoints of version 1 with 2^(bits - 1) instead of one less; others contradict it.
 """
 
 import re
@@ -15,7 +18,14 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.formats.integers import columns_of_words, integer_weight
+from mlx_marlin.checkpoints.formats.integers import (
+    Layer,
+    Scheme,
+    columns_of_words,
+    integer_weight,
+    layer_of,
+)
+from mlx_marlin.checkpoints.settings import one_value
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 
 WIDTHS = (2, 3, 4, 8)
@@ -32,7 +42,8 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
         settings: The checkpoint's `quantization_config`.
 
     Raises:
-        ValueError: If the layer's tensors are malformed or do not fit each other.
+        ValueError: If the layer's tensors are malformed or do not fit each other, or
+            the config contradicts them.
     """
     qweight = folder.read(f"{layer}.qweight")
     scales = folder.read(f"{layer}.scales")
@@ -41,28 +52,75 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
             f"qweight {qweight.dtype} {qweight.shape} and scales {scales.shape}, "
             f"expected int32 [words, n] and [groups, n]"
         )
-    k, bits = _size(folder, layer, settings, qweight)
-    n = scales.shape[1]
+    g_idx = folder.arrays.get(f"{layer}.g_idx")
+    k = g_idx.shape[0] if g_idx is not None and g_idx.shape else None
+    groups, n = scales.shape
+    own = layer_of(
+        folder,
+        schemes(settings),
+        zeros=f"{layer}.qzeros",
+        order=f"{layer}.g_idx",
+        widths=_widths(qweight.shape[0] * 32, k),
+        groups=groups,
+    )
     zeros = None
-    if f"{layer}.qzeros" in folder.arrays:
-        zeros = _zero_points(folder.read(f"{layer}.qzeros"), bits, n, settings).T
-    name = f"{layer}.g_idx"
+    if own.zeros is not None:
+        zeros = _zero_points(folder.read(own.zeros), n, own, settings)
     return integer_weight(
         qweight.view(mx.uint32).T,
         mx.contiguous(scales.T),
-        zeros,
-        bits=bits,
-        k=k,
-        group_of_column=folder.read(name) if name in folder.arrays else None,
+        None if zeros is None else zeros.T,
+        bits=own.bits,
+        k=own.k,
+        order=own.column_order(folder, groups),
     )
 
 
+def schemes(settings: dict[str, Any]) -> list[Scheme]:
+    """Returns the scheme of all layers, and those that `dynamic` gives to some.
+
+    Raises:
+        ValueError: If a value is of another type or out of range.
+    """
+    usual = {
+        "bits": one_value(settings, "GPTQ", "bits", "w_bit", "wbits"),
+        "group_size": one_value(settings, "GPTQ", "group_size", "q_group_size"),
+        "sym": settings.get("sym"),
+        "desc_act": settings.get("desc_act"),
+    }
+    others = (settings.get("dynamic") or {}).values()
+    return [
+        Scheme(
+            bits=own["bits"],
+            group_size=own["group_size"],
+            symmetric=own["sym"],
+            act_order=own["desc_act"],
+        )
+        for own in (usual, *({**usual, **other} for other in others))
+    ]
+
+
+def _widths(bits_of_column: int, k: int | None) -> list[tuple[int, int]]:
+    """Returns the (bits, k) of a column of so many bits; `g_idx` tells k."""
+    return [
+        (bits, bits_of_column // bits)
+        for bits in WIDTHS
+        if bits_of_column % bits == 0 and k in (None, bits_of_column // bits)
+    ]
+
+
 def _zero_points(
-    words: mx.array, bits: int, n: int, settings: dict[str, Any]
-) -> mx.array:
+    words: mx.array, n: int, layer: Layer, settings: dict[str, Any]
+) -> mx.array | None:
     """Returns the zero points of packed ones, int32 [groups, n]."""
+    bits = layer.bits
+    least = _least_zero(settings)
     stored = columns_of_words(words, bits, n)
-    if _least_zero(settings) == 0:
+    if layer.symmetric:
+        middle = 2 ** (bits - 1)
+        layer.check_zeros(stored, middle - least, middle)
+        return None
+    if least == 0:
         return stored.astype(mx.int32)
     if bits in WHOLE_WIDTHS and _is_from_gptqmodel(settings):
         # It subtracts from whole words, so that a zero point of 0 borrows from the next
@@ -74,12 +132,15 @@ def _zero_points(
 
 
 def _least_zero(settings: dict[str, Any]) -> int:
-    """Returns the zero point that is stored as 0."""
+    """Returns the zero point that is stored as 0.
+
+    `format` is the present name of the key, and `checkpoint_format` its old one.
+    """
     known = {"gptq": 1, "gptq_v2": 0}
-    version = settings.get("checkpoint_format", "gptq")
-    if not isinstance(version, str) or version not in known:
+    version = one_value(settings, "GPTQ", "format", "checkpoint_format")
+    if version not in (None, *known):
         raise ValueError(f"checkpoint_format={version!r}, expected one of {[*known]}")
-    return known[version]
+    return known[version or "gptq"]
 
 
 def _is_from_gptqmodel(settings: dict[str, Any]) -> bool:
@@ -91,20 +152,3 @@ def _is_from_gptqmodel(settings: dict[str, Any]) -> bool:
         if found and (int(found[1]), int(found[2])) >= (0, 9):
             return True
     return False
-
-
-def _size(
-    folder: Folder, layer: str, settings: dict[str, Any], qweight: mx.array
-) -> tuple[int, int]:
-    """Returns k and the bits of a code.
-
-    `g_idx` tells k, and so the bits also of layers that `dynamic` makes exceptions.
-    """
-    g_idx = folder.arrays.get(f"{layer}.g_idx")
-    bits = settings.get("bits")
-    if g_idx is not None and g_idx.shape and g_idx.shape[0]:
-        bits = qweight.shape[0] * 32 / g_idx.shape[0]
-    if bits not in WIDTHS:
-        raise ValueError(f"{bits} bits, expected one of {WIDTHS}")
-    bits = int(bits)
-    return qweight.shape[0] * 32 // bits, bits

@@ -1,10 +1,168 @@
 """Integer codes of foreign formats, brought into rows of codes without rounding."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import mlx.core as mx
 
+from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.formats.column_order import order_of_columns, reordered
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights.bit_streams import codes_of_words
+
+WHOLE_ROW = -1
+"""The group size of a row with one scale, as the configs say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """What a config says of layers of integers; None where it says nothing.
+
+    Attributes:
+        bits: Bits of a code.
+        group_size: Columns that share a scale, or `WHOLE_ROW`.
+        symmetric: Whether all zero points are 2^(bits - 1).
+        act_order: Whether columns may be in another order than their groups.
+
+    Raises:
+        ValueError: If a value is of another type or out of range.
+    """
+
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    act_order: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "group_size"):
+            size = getattr(self, name)
+            is_row = name == "group_size" and size == WHOLE_ROW
+            if size is not None and not is_row and (type(size) is not int or size < 1):
+                raise ValueError(f"{name}={size!r}, expected an integer from 1")
+        for name in ("symmetric", "act_order"):
+            if type(value := getattr(self, name)) not in (bool, type(None)):
+                raise ValueError(f"{name}={value!r}, expected true or false")
+
+    def has(self, k: int, groups: int) -> bool:
+        """Returns whether a row of k columns has so many groups."""
+        if self.group_size is None:
+            return True
+        if self.group_size == WHOLE_ROW or self.group_size >= k:
+            return groups == 1
+        return groups * self.group_size == k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The codes of a layer, what is beside them, and what the config says of them.
+
+    Attributes:
+        bits: Bits of a code.
+        k: Columns.
+        zeros: Name of the array of zero points; None if there is none.
+        order: Name of the array of the columns' groups; None if there is none.
+        symmetric: Whether the config says that all zero points are 2^(bits - 1).
+        act_order: Whether the config allows another order of the columns.
+    """
+
+    bits: int
+    k: int
+    zeros: str | None
+    order: str | None
+    symmetric: bool
+    act_order: bool
+
+    def check_zeros(self, stored: mx.array, *middles: int) -> None:
+        """Raises a ValueError if zero points of a symmetric layer are others.
+
+        Args:
+            stored: Zero points, integers.
+            middles: All of them have one of these values, the same one.
+        """
+        if not any(mx.all(stored == middle).item() for middle in middles):
+            raise ValueError(
+                f"zero points {self.zeros!r} from {stored.min().item()} to "
+                f"{stored.max().item()}, expected {middles[0]}: the config says that "
+                f"weights are symmetric"
+            )
+
+    def column_order(self, folder: Folder, groups: int) -> mx.array | None:
+        """Returns the columns sorted by group, int32 [k]; None if they are in order.
+
+        Raises:
+            ValueError: If the groups are malformed, or in an order that the config
+                excludes.
+        """
+        if self.order is None:
+            return None
+        order = order_of_columns(folder.read(self.order), groups, self.k)
+        if order is not None and not self.act_order:
+            raise ValueError(
+                f"tensor {self.order!r} has columns in another order than their "
+                f"groups, and the config says that there is no act-order"
+            )
+        return order
+
+
+def layer_of(
+    folder: Folder,
+    schemes: Sequence[Scheme],
+    *,
+    zeros: str,
+    order: str = "",
+    widths: Sequence[tuple[int, int]],
+    groups: int,
+) -> Layer:
+    """Returns what is beside the codes of a layer, once the config agrees with it.
+
+    A config has a scheme for all layers, and perhaps others for some. The arrays of a
+    layer tell which may be its own: one that its codes and scales fit.
+
+    Args:
+        folder: The checkpoint.
+        schemes: Those that the config has.
+        zeros: Name of the array of zero points, which need not be there.
+        order: Name of the array of the columns' groups, which need not be there; ""
+            for a format without one.
+        widths: (bits, k) that the size of the codes allows.
+        groups: Scales of a row.
+
+    Raises:
+        ValueError: If no scheme fits, or several do that read the codes differently, or
+            an array that a scheme promises is missing.
+    """
+    fitting = {
+        (bits, k): own
+        for bits, k in widths
+        if (own := [s for s in schemes if s.bits in (None, bits) and s.has(k, groups)])
+    }
+    if len(fitting) != 1:
+        said = sorted({f"{s.bits} bits in groups of {s.group_size}" for s in schemes})
+        raise ValueError(
+            f"{groups} scales a row, and codes of one of {[*widths]} (bits, k); the "
+            f"config says {' or '.join(said)}, expected what fits one of them"
+        )
+    (((bits, k), own),) = fitting.items()
+    symmetric = all(scheme.symmetric is True for scheme in own)
+    if zeros not in folder.arrays and not symmetric:
+        raise ValueError(
+            f"tensor {zeros!r} is missing, expected zero points: the config does not "
+            f"say that weights are symmetric"
+        )
+    is_needed = groups > 1 and any(scheme.act_order for scheme in own)
+    if order and order not in folder.arrays and is_needed:
+        raise ValueError(
+            f"tensor {order!r} is missing, expected the groups of columns: the config "
+            f"says that there is act-order"
+        )
+    return Layer(
+        bits=bits,
+        k=k,
+        zeros=zeros if zeros in folder.arrays else None,
+        order=order if order in folder.arrays else None,
+        symmetric=symmetric,
+        act_order=any(scheme.act_order is not False for scheme in own),
+    )
 
 
 def integer_weight(
@@ -14,7 +172,7 @@ def integer_weight(
     *,
     bits: int,
     k: int,
-    group_of_column: mx.array | None = None,
+    order: mx.array | None = None,
 ) -> StoredWeight:
     """Returns the weight `scales * (codes - zeros)`, which `checked` has to check.
 
@@ -24,12 +182,10 @@ def integer_weight(
         zeros: Zero points, integers [n, groups]; None for 2^(bits - 1) throughout.
         bits: Bits of a code.
         k: Columns.
-        group_of_column: int32 [k] if columns are not in the order of their groups
-            (act-order). Then columns are sorted by group, in stable order.
+        order: int32 [k], the columns sorted by group; None if they are in order.
 
     Raises:
-        ValueError: If the arrays do not fit each other, or a group of
-            `group_of_column` has not k / groups columns.
+        ValueError: If the arrays do not fit each other.
     """
     n, groups = words.shape[0], scales.shape[-1]
     if not n or not groups or k % groups:
@@ -40,9 +196,6 @@ def integer_weight(
     for name, array in (("scales", scales), ("zero points", zeros)):
         if array is not None and array.shape != (n, groups):
             raise ValueError(f"{name} {array.shape}, expected {(n, groups)}")
-    order = None
-    if group_of_column is not None:
-        order = order_of_columns(group_of_column, groups, k)
     return StoredWeight(
         codes=mx.contiguous(words) if order is None else reordered(words, order, bits),
         scales=scales,

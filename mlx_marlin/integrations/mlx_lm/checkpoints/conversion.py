@@ -17,6 +17,7 @@ from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION
 from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.settings import without_settings
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
@@ -254,8 +255,8 @@ def _write(
 
 def write_config(config: dict[str, Any], records: Records, folder: Path) -> None:
     """Writes config.json: the model's own settings and the formats of its layers."""
-    settings = ("quantization", "quantization_config", "mlx_marlin")
-    written = {key: value for key, value in config.items() if key not in settings}
+    written = without_settings(config)
+    written.pop("mlx_marlin", None)
     if records.mlx:
         written["quantization"] = _mlx_settings(records.mlx)
     if records.marlin or records.stock_layers:

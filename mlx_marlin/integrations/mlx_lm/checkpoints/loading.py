@@ -13,6 +13,7 @@ from mlx.utils import tree_unflatten
 from mlx_marlin.checkpoints.folder import naming, read_json
 from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.reading import READERS
+from mlx_marlin.checkpoints.settings import SEPARATE_FILES, in_config
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
@@ -68,18 +69,20 @@ def needs_import(path: Path) -> bool:
         OSError: If config.json cannot be read.
         ValueError: If config.json is malformed.
     """
-    if path.suffix == ".gguf" or (path / "quantize_config.json").exists():
+    if path.suffix == ".gguf" or any((path / file).exists() for file in SEPARATE_FILES):
         return True
     if not (path / "config.json").exists():
         return False
     config = read_json(path / "config.json")
     if "mlx_marlin" in config:
         return True
-    if isinstance(settings := config.get("quantization"), dict):
+    place, settings = in_config(config)
+    if not isinstance(settings, dict):
+        return False
+    if place == "quantization":
         return settings.get("mode") == "nvfp4"  # perhaps with global scales
-    settings = config.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    return isinstance(method, str) and method in READERS
+    method = settings.get("quant_method", settings.get("method"))
+    return isinstance(method, str) and method.lower() in READERS
 
 
 def load_model(source: ModelSource) -> nn.Module:

@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
-from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
+from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.integrations.mlx_lm.checkpoints.folding import fold_orders
 from mlx_marlin.integrations.mlx_lm.module_tree import natural_key
@@ -26,12 +27,10 @@ Value = StoredWeight | PackedLayer | mx.array
 """What a parameter is: a weight in rows of codes or packed, or an array."""
 ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
 """The arrays of a quantized layer while mlx-lm renames and stacks them."""
-WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", "quantize_config.json")
+WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", *SEPARATE_FILES)
 """Files of a folder that a conversion replaces."""
 _replacing = threading.Lock()
 """Held while `mx.dequantize` is replaced."""
-BYTE_MODES = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
-"""(bits, group_size) of the modes whose scales are bytes."""
 
 
 class ModelSource(ABC):
@@ -187,7 +186,7 @@ class FolderSource(ModelSource):
         self.path = path
         self._folder = Folder(path)
         self.config = self._folder.config
-        self._method, _ = reading.method_of(self._folder)
+        self._method, self._settings = method_of(self._folder)
         self._stored_widths: set[tuple[int, int]] = set()
 
     def names(self) -> list[str]:
@@ -202,7 +201,7 @@ class FolderSource(ModelSource):
             self.drop_absent_layers(tensors)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
-        arrays = self._renamed(reading.folder_tensors(self._folder, check=False))
+        arrays = self._renamed(reading.folder_tensors(self._folder, for_model=True))
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
         self.folded = fold_orders(arrays, module)
@@ -229,23 +228,30 @@ class FolderSource(ModelSource):
             return self.sanitized(arrays)
 
     def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
-        rows = {part: arrays.pop(f"{layer}.{part}", None) for part in ROWS}
+        own = [part for part in ROWS if f"{layer}.{part}" in arrays]
+        rows = {part: arrays.pop(f"{layer}.{part}") for part in own}
+        with naming(self.path, f"{layer}.weight"):
+            if self._method == "mlx":
+                k, entry = self._columns(layer), self._settings.get(layer)
+                weight = mlx_folder.stored_weight(rows, self._settings, entry, k)
+            else:
+                weight = self._foreign_weight(layer, rows)
+            return weight.checked()
+
+    def _foreign_weight(self, layer: str, rows: dict[str, mx.array]) -> StoredWeight:
         codes, scales = rows["weight"], rows["scales"]
-        assert codes is not None
-        assert scales is not None
         bits, group_size = self._widths(layer, codes, scales)
-        weight = StoredWeight(
+        mode = "zero_point" if "biases" in rows else "symmetric"
+        return StoredWeight(
             codes=codes,
             scales=scales,
-            biases=rows["biases"],
+            biases=rows.get("biases"),
             group_size=group_size,
             bits=bits,
-            mode=self._mode(layer, rows, bits, group_size),
-            global_scale=rows["global_scale"],
-            input_order=rows["input_order"],
+            mode="nvfp4" if scales.dtype == mx.uint8 else mode,
+            global_scale=rows.get("global_scale"),
+            input_order=rows.get("input_order"),
         )
-        with naming(self.path, f"{layer}.weight"):
-            return weight.checked()
 
     def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:
         """Returns bits and group size of a layer, which the model's k implies.
@@ -262,23 +268,6 @@ class FolderSource(ModelSource):
             f"scales in a row of k={k}, expected those of (bits, group size) in "
             f"{sorted(self._stored_widths)}"
         )
-
-    def _mode(
-        self, layer: str, rows: dict[str, mx.array | None], bits: int, group_size: int
-    ) -> str:
-        scales = rows["scales"]
-        assert scales is not None
-        if scales.dtype == mx.uint8:
-            mode = BYTE_MODES.get((bits, group_size))
-            if mode is None:
-                raise ValueError(
-                    f"{self.path}: tensor {layer + '.weight'!r}: {bits} bits in groups "
-                    f"of {group_size} with scales of a byte"
-                )
-            return mode
-        if rows["biases"] is None:
-            return "symmetric"
-        return "affine" if self._method == "mlx" else "zero_point"
 
     def _columns(self, name: str) -> int:
         weight = getattr(self.layer(name), "weight", None)

@@ -1,0 +1,121 @@
+"""Where the quantization settings of a folder are, and which method they name."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlx_marlin.checkpoints.folder import Folder, read_json
+from mlx_marlin.checkpoints.setting_keys import CALIBRATION, KEYS, PLACES
+
+METHODS = ("gptq", "awq", "compressed-tensors", "mlx")
+SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of settings beside config.json, with the method if they name none: those of
+AutoGPTQ and GPTQModel, and of AutoAWQ."""
+
+
+def in_config(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Returns where config.json has settings, and what is there; None if nothing is.
+
+    As in mlx-lm, a model with a part for text may have them in that part's config.
+    """
+    text = config.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    places = {
+        "quantization": config.get("quantization"),
+        "quantization_config": config.get("quantization_config"),
+        "text_config: quantization_config": inner,
+    }
+    found = ((key, value) for key, value in places.items() if value is not None)
+    return next(found, ("", None))
+
+
+def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a config without what `in_config` finds."""
+    places = ("quantization", "quantization_config")
+    kept = {key: value for key, value in config.items() if key not in places}
+    if isinstance(text := kept.get("text_config"), dict):
+        kept["text_config"] = {k: v for k, v in text.items() if k not in places}
+    return kept
+
+
+def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
+    """Returns how a checkpoint is quantized, and the settings: ("", {}) if it is not.
+
+    Raises:
+        ValueError: If settings are malformed or contradict each other, the method is
+            not known, or a key that may decide numbers is not.
+    """
+    place, settings = in_config(folder.config)
+    where = f"{folder.path / 'config.json'}: {place}"
+    if settings is not None and not isinstance(settings, dict):
+        raise ValueError(f"{where}={settings!r}, expected an object")
+    method = "mlx"
+    if place != "quantization":
+        for name, usual in SEPARATE_FILES.items():
+            if (file := folder.path / name).exists():
+                method = usual if settings is None else method
+                where = f"{file} and {where}".removesuffix(": ")
+                settings = _united(read_json(file), settings or {}, where)
+        if settings is None:
+            return "", {}
+        named = one_value(settings, where, "quant_method", "method")
+        method = method if named is None else named
+    if method not in METHODS:
+        raise ValueError(f"{where}: quant_method={method!r}, expected one of {METHODS}")
+    for kind, part, inner in _parts(method, settings):
+        if not isinstance(inner, dict):
+            raise ValueError(f"{where}: {part}={inner!r}, expected an object")
+        KEYS[kind].check(inner, f"{where}: {part}" if part else where)
+    return method, settings
+
+
+def one_value(settings: Mapping[str, Any], where: str, *keys: str) -> Any:
+    """Returns the value of a setting with several names; None if it has none.
+
+    Strings are returned in lower case.
+
+    Raises:
+        ValueError: If two names have different values.
+    """
+    found = {key: settings[key] for key in keys if settings.get(key) is not None}
+    values = [v.lower() if isinstance(v, str) else v for v in found.values()]
+    if any(value != values[0] for value in values):
+        raise ValueError(f"{where}: {found}, expected the same value")
+    return values[0] if values else None
+
+
+def _united(own: dict[str, Any], config: dict[str, Any], where: str) -> dict[str, Any]:
+    """Returns the settings of two files, which must agree on what decides numbers."""
+    for key in ({*own} & {*config}) - CALIBRATION - PLACES - {"meta", "backend"}:
+        both = {"in its own file": own[key], "in config.json": config[key]}
+        one_value(both, f"{where}: {key}", *both)
+    return own | {key: value for key, value in config.items() if value is not None}
+
+
+def _parts(method: str, settings: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yields the key of `KEYS`, the place and the value of each object of settings."""
+    whole = dict(settings)
+    if method == "mlx":
+        for key, value in settings.items():
+            if isinstance(value, dict):
+                yield "mlx: layer", key, whole.pop(key)
+            elif isinstance(value, bool) and key not in KEYS[method].neutral:
+                whole.pop(key)  # whether this layer is quantized
+    for pattern, value in _objects(whole, "dynamic"):
+        yield "dynamic", pattern, value
+    if method == "compressed-tensors":
+        if whole.get("sparsity_config"):
+            yield "sparsity_config", "sparsity_config", whole["sparsity_config"]
+        for group, value in _objects(whole, "config_groups"):
+            yield "group", group, value
+            if isinstance(value, dict) and value.get("weights") is not None:
+                yield "weights", f"{group}: weights", value["weights"]
+    yield method, "", whole
+
+
+def _objects(settings: dict[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    """Yields what an object of objects holds, or the value that is no object."""
+    value = settings.get(key)
+    if isinstance(value, dict):
+        yield from ((f"{key}: {name}", inner) for name, inner in value.items())
+    elif value is not None:
+        yield key, value

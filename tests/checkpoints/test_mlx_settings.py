@@ -1,0 +1,195 @@
+"""Settings of single layers in MLX's checkpoints mean what they mean to mlx-lm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+from mlx_lm.models import llama, qwen3_moe
+
+from mlx_marlin.checkpoints.reading import read_checkpoint
+from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
+from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model, needs_import
+from support import foreign_checkpoints as foreign
+from support.foreign_models import CONFIG, write_llama
+
+MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+AFFINE = {"group_size": 64, "bits": 4}
+ROUTER = "model.layers.0.mlp.gate"
+ATTENTION = "model.layers.0.self_attn.q_proj"
+EXPERTS = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+}
+TOKENS = mx.array([[1, 2, 3, 4, 5]])
+Formats = dict[str, dict[str, Any]]
+
+
+def write(path: Path, config: dict, usual: dict, layers: Formats, said: dict) -> Path:
+    """Writes a model whose layers have the usual format, or their own.
+
+    Args:
+        path: The folder to make.
+        config: That of the model.
+        usual: The format of layers that `layers` does not name.
+        layers: Formats of single layers.
+        said: What the config says of single layers.
+    """
+    path.mkdir()
+    module = {"llama": llama, "qwen3_moe": qwen3_moe}[config["model_type"]]
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(config))
+
+    def format_of(name: str, layer: nn.Module) -> dict | bool:
+        return layers.get(name, usual) if hasattr(layer, "to_quantized") else False
+
+    nn.quantize(model, class_predicate=format_of)
+    mx.save_safetensors(
+        str(path / "model.safetensors"), dict(tree_flatten(model.parameters()))
+    )
+    settings = {"quantization": usual | said}
+    (path / "config.json").write_text(json.dumps(config | settings))
+    return path
+
+
+EIGHT = {"group_size": 64, "bits": 8}
+MODELS: dict[str, tuple[dict, dict, Formats, dict]] = {
+    "gpt-oss MXFP4-Q8": (
+        CONFIG,
+        MXFP4,
+        dict.fromkeys(("model.embed_tokens", "lm_head", ATTENTION), EIGHT),
+        dict.fromkeys(("model.embed_tokens", "lm_head", ATTENTION), EIGHT),
+    ),
+    "router of 8 bits": (EXPERTS, MXFP4, {ROUTER: EIGHT}, {ROUTER: EIGHT}),
+    "the default group size of a mode": (
+        CONFIG,
+        AFFINE,
+        {ATTENTION: MXFP4},
+        {ATTENTION: {"mode": "mxfp4"}},
+    ),
+    "widths that are not named": (
+        CONFIG,
+        AFFINE,
+        # The first has the sizes of the usual format with twice the columns.
+        {ATTENTION: {"group_size": 32, "bits": 8}, "lm_head": MXFP4},
+        {},
+    ),
+    "true": (CONFIG, AFFINE, {}, {ATTENTION: True}),
+    "another model's layers": (
+        CONFIG,
+        AFFINE,
+        {},
+        {"vision_tower.blocks.0.proj": EIGHT, "vision_tower.merger": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_those_of_mlx_lm(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "source", *MODELS[name])
+    stock, _ = utils.load_model(path)
+    ours = load_model(open_source(path))
+    assert mx.array_equal(stock(TOKENS), ours(TOKENS))
+
+
+def test_layers_that_the_model_drops_may_be_of_any_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "source", CONFIG, AFFINE, {}, {"vision_tower.a": EIGHT})
+    arrays = mx.load(str(path / "model.safetensors"))
+    assert isinstance(arrays, dict)
+    tower = {
+        "vision_tower.a.weight": mx.zeros((4, 5), mx.uint32),
+        "vision_tower.a.scales": mx.zeros((4, 3)),
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), arrays | tower)
+    sanitize = llama.Model.sanitize
+
+    def without_tower(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        kept = {k: v for k, v in weights.items() if not k.startswith("vision_tower")}
+        renamed: dict[str, mx.array] = sanitize(model, kept)
+        return renamed
+
+    monkeypatch.setattr(llama.Model, "sanitize", without_tower)
+    stock, _ = utils.load_model(path)
+    assert mx.array_equal(stock(TOKENS), load_model(open_source(path))(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({ATTENTION: False}, "says that it is not quantized"),
+        ({ATTENTION: {"bits": 8}}, "bits=8"),
+        ({ATTENTION: {"mode": "nvfp4"}}, "mode='nvfp4'"),
+        ({ATTENTION: {"bits": 4, "global_scale": True}}, "'global_scale' is missing"),
+        ({ATTENTION: {"bits": 4, "quantize_input": True}}, "quantize_input=True"),
+        ({ATTENTION: {"bits": 4, "linear_class": "x"}}, "linear_class='x'"),
+        ({"unheard_of": 3}, "unheard_of=3"),
+    ],
+)
+def test_settings_that_contradict_a_layer_are_refused(
+    tmp_path: Path, said: dict, message: str
+) -> None:
+    path = write(tmp_path / "source", CONFIG, AFFINE, {}, said)
+    for read in (read_checkpoint, lambda path: open_source(path).parameters()):
+        with pytest.raises(ValueError, match=message):
+            list(read(path))
+
+
+def test_layers_have_their_formats_without_a_model(tmp_path: Path) -> None:
+    layer = "model.layers.0.self_attn.v_proj"
+    formats = {ATTENTION: MXFP4, layer: {"group_size": 32, "bits": 8}}
+    said = {f"language_model.{layer}": formats[layer]}
+    path = write(tmp_path / "source", CONFIG, AFFINE, formats, said)
+    read = dict(read_checkpoint(path))
+    found = {name: read[f"{name}.weight"] for name in (ATTENTION, layer, "lm_head")}
+    assert {name: (w.mode, w.bits, w.k) for name, w in found.items()} == {
+        ATTENTION: ("mxfp4", 4, 128),
+        layer: ("affine", 8, 128),
+        "lm_head": ("affine", 4, 128),
+    }
+
+
+def test_a_format_that_shapes_do_not_tell_is_refused(tmp_path: Path) -> None:
+    formats = {ATTENTION: {"group_size": 32, "bits": 8}}
+    usual = {"group_size": 64, "bits": 6}
+    path = write(tmp_path / "source", CONFIG, usual, formats, {})
+    with pytest.raises(ValueError, match=rf"'{ATTENTION}\.weight'.* does not name the"):
+        list(read_checkpoint(path))
+    assert [*open_source(path).parameters()]
+
+
+def test_settings_inside_of_text_config_are_gone_after_a_conversion(
+    tmp_path: Path,
+) -> None:
+    settings = foreign.gptq_config(4, 2)["quantization_config"]
+    weights = write_llama(
+        tmp_path / "source",
+        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
+        {"text_config": {"quantization_config": settings, "hidden_size": 128}},
+        bits=4,
+    )
+    assert needs_import(tmp_path / "source")
+    assert [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+    config = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert config["text_config"] == {"hidden_size": 128}
+    assert "quantization_config" not in config
+    read = dict(read_checkpoint(tmp_path / "result"))
+    assert read[f"{ATTENTION}.weight"].mode == "zero_point"
+    assert np.shape(weights[f"{ATTENTION}.weight"]) == (128, 128)

@@ -1,0 +1,392 @@
+"""What a config says of quantized layers is used, contradicted or does not matter."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from transformers import AwqConfig, GPTQConfig
+
+from mlx_marlin import dequantize
+from mlx_marlin.checkpoints.reading import PARTS, read_checkpoint
+from mlx_marlin.checkpoints.setting_keys import KEYS
+from support import foreign_checkpoints as foreign
+
+LAYER = "model.layers.0.mlp.up_proj"
+VALUES = (0, 1, -1, 5, 2**40, None, "x", 1.5, [], {}, [1], {"a": 1}, True, False)
+"""Of every type of JSON, and numbers that no setting or many settings have."""
+DELETED = object()
+
+
+def drawn(bits: int, **options: Any) -> foreign.IntegerWeight:
+    rng = np.random.default_rng(0)
+    return foreign.drawn_weight(rng, 32, 128, 64, bits, **options)
+
+
+def gptq(**said: Any) -> foreign.Folder:
+    """Version 2; in version 1 the zero points mean others, which all tools read."""
+    weight = drawn(4, act_order=True)
+    weight.zeros = weight.zeros.clip(0, 14)
+    folder = foreign.Folder(
+        foreign.gptq_config(4, 2), foreign.gptq_arrays(LAYER, weight, 2)
+    )
+    settings_of(folder).update(said)
+    return folder
+
+
+def awq() -> foreign.Folder:
+    return foreign.Folder(foreign.awq_config(), foreign.awq_arrays(LAYER, drawn(4)))
+
+
+def compressed() -> foreign.Folder:
+    arrays = foreign.compressed_arrays(LAYER, drawn(3, act_order=True), symmetric=False)
+    return foreign.Folder(foreign.compressed_config(3), arrays)
+
+
+def nvfp4() -> foreign.Folder:
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"{LAYER}.weight_packed": rng.integers(0, 256, (32, 64), np.uint8),
+        f"{LAYER}.weight_scale": rng.integers(1, 0x7E, (32, 8), np.uint8),
+        f"{LAYER}.weight_global_scale": np.array([512], np.float32),
+    }
+    return foreign.Folder(foreign.nvfp4_config(), arrays)
+
+
+def stock() -> foreign.Folder:
+    w = mx.random.normal((32, 128), key=mx.random.key(0)).astype(mx.float16)
+    names = ("weight", "scales", "biases")
+    parts = zip(names, mx.quantize(w, 64, 4), strict=True)
+    arrays = {f"{LAYER}.{name}": np.array(part) for name, part in parts}
+    own = {"bits": 4, "group_size": 64, "mode": "affine"}
+    return foreign.Folder({"quantization": {**own, LAYER: dict(own)}}, arrays)
+
+
+CHECKPOINTS = [gptq, awq, compressed, nvfp4, stock]
+Checkpoint = Callable[[], foreign.Folder]
+
+
+def settings_of(folder: foreign.Folder) -> dict:
+    return folder.config.get("quantization_config") or folder.config["quantization"]
+
+
+def values(folder: foreign.Folder, path: Path) -> dict[str, np.ndarray]:
+    """All arrays, and the numbers of packed weights."""
+    read = dict(read_checkpoint(folder.write(path)))
+    return {
+        name: np.array(
+            value if isinstance(value, mx.array) else dequantize(value, mx.float32)
+        )
+        for name, value in read.items()
+    }
+
+
+def outcome(folder: foreign.Folder, path: Path, original: dict) -> str:
+    """Returns "same", "other", or the message of a refusal."""
+    try:
+        read = values(folder, path)
+    except ValueError as error:
+        return str(error)
+    if read.keys() != original.keys():
+        return "other"
+    same = (np.array_equal(read[name], original[name]) for name in read)
+    return "same" if all(same) else "other"
+
+
+def places(settings: dict, *path: str) -> Iterator[tuple[str, ...]]:
+    """Yields the path of every key of an object, and of one that is not there."""
+    yield (*path, "unheard_of")
+    for key, value in settings.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from places(value, *path, key)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_no_change_of_a_key_gives_other_weights(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    original = values(checkpoint(), tmp_path)
+    changed = refused = 0
+    for place in places(settings_of(checkpoint())):
+        for value in (*VALUES, DELETED):
+            folder = copy.deepcopy(checkpoint())
+            inner = settings_of(folder)
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = value
+            if value is DELETED:
+                del inner[place[-1]]
+            found = outcome(folder, tmp_path, original)
+            says_nothing = value is None or value is DELETED
+            if place[-1] == "checkpoint_format" and says_nothing:
+                assert found == "other"  # version 1, as in every tool
+                continue
+            assert found == "same" or str(tmp_path) in found, (place, value)
+            changed += 1
+            refused += found != "same"
+    assert refused > changed // 4
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "quant_method": "awq",
+        "method": "awq",
+        "format": "gptq",
+        "checkpoint_format": "marlin",
+        **dict.fromkeys(("bits", "w_bit", "wbits"), 8),
+        **dict.fromkeys(("group_size", "q_group_size"), 32),
+        "sym": True,
+        "desc_act": False,
+        "dynamic": {"+:.*": {"unheard_of": 1}},
+    },
+    "awq": {
+        "quant_method": "gptq",
+        "method": "gptq",
+        **dict.fromkeys(("version", "format", "checkpoint_format"), "gemv"),
+        **dict.fromkeys(("bits", "w_bit", "wbits"), 8),
+        **dict.fromkeys(("group_size", "q_group_size"), 32),
+        "zero_point": False,
+        "dynamic": {"+:.*": {"unheard_of": 1}},
+    },
+    "compressed-tensors": {
+        "quant_method": "gptq",
+        "format": "float-quantized",
+        "config_groups": {},
+        "sparsity_config": {"format": "sparse-24-bitmask"},
+    },
+    "mlx": {"bits": 3, "group_size": 32, "mode": "mxfp4"},
+}
+NEUTRAL: dict[str, Any] = {"backend": "llm-awq", "pack_dtype": "int16"}
+OBJECTS = {
+    "group": ({"weights": None, "format": "marlin-24"}, ()),
+    "weights": (
+        {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "group_size": 32,
+            "strategy": "channel",
+            "actorder": None,
+        },
+        ("weights",),
+    ),
+}
+
+
+@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed, stock])
+def test_every_key_that_is_used_can_be_contradicted(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    method = settings_of(checkpoint()).get("quant_method", "mlx")
+    wrong = CONTRADICTIONS[method]
+    neutral = {key: NEUTRAL.get(key, "x") for key in KEYS[method].neutral}
+    assert {*wrong} == KEYS[method].used - {"meta"}  # of which other tests tell
+    for key, value in (wrong | neutral).items():
+        folder = checkpoint()
+        settings_of(folder)[key] = value
+        if method == "compressed-tensors" and key == "format":
+            del settings_of(folder)["config_groups"]["group_0"]["format"]
+        if method == "mlx":
+            del settings_of(folder)[LAYER]
+        with pytest.raises(ValueError, match=tmp_path.name):
+            values(folder, tmp_path)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_every_key_of_a_group_can_be_contradicted(tmp_path: Path, name: str) -> None:
+    wrong, path = OBJECTS[name]
+    assert {*wrong} == KEYS[name].used
+    for key, value in (wrong | dict.fromkeys(KEYS[name].neutral, "x")).items():
+        folder = compressed()
+        inner = settings_of(folder)["config_groups"]["group_0"]
+        for part in path:
+            inner = inner[part]
+        inner[key] = value
+        with pytest.raises(ValueError, match=tmp_path.name):
+            values(folder, tmp_path)
+
+
+@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed])
+def test_keys_that_do_not_matter_may_say_anything(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    folder = checkpoint()
+    original = values(folder, tmp_path)
+    settings = settings_of(folder)
+    for key in KEYS[settings["quant_method"]].irrelevant:
+        settings[key] = {"x": 5}
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+def companions() -> Iterator[Any]:
+    for checkpoint in CHECKPOINTS:
+        for name in checkpoint().arrays:
+            yield pytest.param(checkpoint, name, id=f"{checkpoint.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("checkpoint", "name"), [*companions()])
+def test_an_array_that_is_missing_is_named(
+    tmp_path: Path, checkpoint: Checkpoint, name: str
+) -> None:
+    folder = checkpoint()
+    del folder.arrays[name]
+    part = name.rpartition(".")[2]
+    with pytest.raises(ValueError, match=rf"{LAYER}\.|{part}") as error:
+        values(folder, tmp_path)
+    said = part.removesuffix("es")  # "biases for mode"
+    assert said in str(error.value)
+
+
+def test_all_arrays_that_readers_know_are_in_these_checkpoints() -> None:
+    written = {name.rpartition(".")[2] for c in CHECKPOINTS for name in c().arrays}
+    known = {part for parts in PARTS.values() for part in parts}
+    assert known - written == {"global_scale", "input_global_scale"}
+
+
+SYMMETRIC: dict[str, Callable[[], foreign.Folder]] = {
+    "gptq": lambda: foreign.Folder(
+        foreign.gptq_config(4, 1, sym=True, desc_act=False),
+        foreign.gptq_arrays(LAYER, drawn(4, symmetric=True), 1),
+    ),
+    "awq": lambda: foreign.Folder(
+        foreign.awq_config(zero_point=False),
+        foreign.awq_arrays(LAYER, drawn(4, symmetric=True)),
+    ),
+    "compressed": lambda: foreign.Folder(
+        foreign.compressed_config(3, symmetric=True, actorder=None),
+        foreign.compressed_arrays(LAYER, drawn(3, symmetric=True), symmetric=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_symmetric_weights_need_no_zero_points_and_no_order(
+    tmp_path: Path, name: str
+) -> None:
+    original = values(SYMMETRIC[name](), tmp_path)
+    folder = SYMMETRIC[name]()
+    wanted = ("qzeros", "weight_zero_point", "g_idx", "weight_g_idx")
+    for array in [*folder.arrays]:
+        if array.endswith(wanted):
+            del folder.arrays[array]
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+@pytest.mark.parametrize("name", SYMMETRIC)
+def test_other_zero_points_of_symmetric_weights_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    folder = SYMMETRIC[name]()
+    (zeros,) = (a for a in folder.arrays if "zero" in a)
+    folder.arrays[zeros] = folder.arrays[zeros].copy()
+    folder.arrays[zeros][0, 0] ^= 1
+    with pytest.raises(ValueError, match=rf"zero points '{zeros}' from .* symmetric"):
+        values(folder, tmp_path)
+
+
+def test_symmetric_weights_with_the_middle_itself_in_version_1(tmp_path: Path) -> None:
+    original = values(SYMMETRIC["gptq"](), tmp_path)
+    folder = SYMMETRIC["gptq"]()
+    zeros = f"{LAYER}.qzeros"
+    folder.arrays[zeros] = np.full_like(folder.arrays[zeros], 0x88888888 - 2**32)
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"checkpoint_format": None, "format": "gptq_v2"},
+        {"checkpoint_format": None, "format": "GPTQ_v2"},
+        {"format": "gptq_v2"},
+        {"quant_method": None, "method": "gptq"},
+        {"bits": None, "w_bit": 4},
+    ],
+)
+def test_keys_have_several_names(tmp_path: Path, said: dict) -> None:
+    original = values(gptq(), tmp_path)
+    assert outcome(gptq(**said), tmp_path, original) == "same"
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_configs_of_transformers_are_known(tmp_path: Path, name: str) -> None:
+    said: dict[str, Any]
+    if name == "gptq":
+        folder = gptq()
+        names = ("bits", "group_size", "sym", "desc_act", "checkpoint_format")
+        said = GPTQConfig(**{key: settings_of(folder)[key] for key in names}).to_dict()
+    else:
+        folder = awq()
+        said = AwqConfig(bits=4, group_size=64, zero_point=True).to_dict()
+    original = values(folder, tmp_path)
+    folder.config["quantization_config"] = said
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+@pytest.mark.parametrize("place", ["quantize_config.json", "text_config"])
+@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed])
+def test_settings_may_be_elsewhere(
+    tmp_path: Path, checkpoint: Checkpoint, place: str
+) -> None:
+    folder = checkpoint()
+    original = values(folder, tmp_path / "usual")
+    settings = folder.config.pop("quantization_config")
+    if place == "text_config":
+        folder.config["text_config"] = {"quantization_config": settings}
+    else:
+        (tmp_path / place).write_text(json.dumps(settings))
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+def test_settings_of_autoawq_may_be_in_its_own_file(tmp_path: Path) -> None:
+    folder = awq()
+    original = values(folder, tmp_path / "usual")
+    del folder.config["quantization_config"]
+    settings = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(settings))
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+def test_two_files_of_settings_are_united(tmp_path: Path) -> None:
+    original = values(gptq(), tmp_path / "usual")
+    own = tmp_path / "quantize_config.json"
+    own.write_text('{"checkpoint_format": "gptq_v2", "damp_percent": 0.5}')
+    assert outcome(gptq(checkpoint_format=None), tmp_path, original) == "same"
+    own.write_text('{"checkpoint_format": "gptq_v2"}')
+    found = outcome(gptq(checkpoint_format="gptq"), tmp_path, original)
+    assert "quantize_config.json" in found
+    assert "checkpoint_format" in found
+
+
+def test_layers_may_have_a_scheme_of_their_own(tmp_path: Path) -> None:
+    weight = drawn(8)
+    arrays = gptq().arrays | foreign.gptq_arrays("lm_head", weight, 2)
+    config = foreign.gptq_config(4, 2, dynamic={"+:lm_head": {"bits": 8}})
+    read = values(foreign.Folder(config, arrays), tmp_path)
+    np.testing.assert_array_equal(read["lm_head.weight"], weight.values.astype("f4"))
+    config = foreign.gptq_config(4, 2)
+    with pytest.raises(ValueError, match=r"'lm_head\.weight'.* says 4 bits in groups"):
+        values(foreign.Folder(config, arrays), tmp_path)
+
+
+def test_scales_of_a_quantized_cache_are_no_weights(tmp_path: Path) -> None:
+    folder = compressed()
+    original = values(folder, tmp_path)
+    settings_of(folder)["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    for name in ("k_scale", "v_scale"):
+        folder.arrays[f"model.layers.0.self_attn.{name}"] = np.ones(1, np.float16)
+    assert outcome(folder, tmp_path, original) == "same"
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_quantized_layers_without_settings_are_refused(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    folder = checkpoint()
+    folder.config = {}
+    with pytest.raises(ValueError, match=rf"tensor '{LAYER}\..* of a quantized layer"):
+        values(folder, tmp_path)
