@@ -1,4 +1,6 @@
-"""Opens files that others may have written: regular files of a bounded size only.
+"""Reads files that others may have written, and names the files that it cannot write.
+
+Only regular files of a bounded size are read.
 
 Reading a FIFO can wait for ever, and reading a device can have no end. Links are
 followed, because the cache of the Hugging Face Hub consists of links to its blobs; what
@@ -7,6 +9,8 @@ they lead to has to be a regular file too.
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,19 +61,48 @@ def read(path: str | Path, most_bytes: int = LARGEST_JSON) -> bytes:
             its size and the bound.
     """
     with open_file(path) as file:
-        size = _bounded_size(path, file, most_bytes)
-        return file.read(size)  # no more, if the file grows meanwhile
+        status = os.fstat(file.fileno())
+        _check_size(path, status, most_bytes)
+        return file.read(status.st_size)  # no more, if the file grows meanwhile
 
 
-def check(path: str | Path, most_bytes: int = LARGEST_JSON) -> None:
+def check(path: str | Path, most_bytes: int | None = None) -> None:
     """Checks a file that a library will open by its name.
 
+    Args:
+        path: The file.
+        most_bytes: The largest size; None if it has no bound.
+
     Raises:
-        OSError: As for `read`.
+        OSError: If the file does not exist.
         ValueError: As for `read`.
     """
-    with open_file(path) as file:
-        _bounded_size(path, file, most_bytes)
+    status = os.stat(path)
+    if reason := why_irregular(status):
+        raise ValueError(f"{path}: {reason}")
+    if most_bytes is not None:
+        _check_size(path, status, most_bytes)
+
+
+@contextmanager
+def named(path: str | Path) -> Iterator[None]:
+    """Adds a file to an OSError that names none, such as that of a full device."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file in UTF-8.
+
+    Raises:
+        OSError: If it cannot be written; the message names it.
+    """
+    with named(path):
+        path.write_text(text, encoding="utf-8")
 
 
 def why_irregular(status: os.stat_result) -> str | None:
@@ -84,10 +117,8 @@ def why_irregular(status: os.stat_result) -> str | None:
     return f"{kind}, expected a regular file"
 
 
-def _bounded_size(
-    path: str | Path, file: BinaryIO, most_bytes: int = LARGEST_JSON
-) -> int:
-    size = os.fstat(file.fileno()).st_size
-    if size > most_bytes:
-        raise ValueError(f"{path}: {size} bytes, expected at most {most_bytes}")
-    return size
+def _check_size(path: str | Path, status: os.stat_result, most_bytes: int) -> None:
+    if status.st_size > most_bytes:
+        raise ValueError(
+            f"{path}: {status.st_size} bytes, expected at most {most_bytes}"
+        )

@@ -41,7 +41,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
     "gguf": gguf.Container,
     "result": result_file.read,
     "render": render.read,
-    "check": regular_files.check,
+    "check": lambda path: regular_files.check(path, 100),
 }
 """Readers that raise a ValueError with the file's name."""
 UNUSED: dict[str, Callable[[Path], Any]] = {

@@ -1,5 +1,6 @@
 """A folder of safetensors files with a config.json, as Hugging Face lays it out."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +9,20 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin import regular_files
+from mlx_marlin.checkpoints import safetensors_header
+from mlx_marlin.checkpoints.location import check_location
 from mlx_marlin.checkpoints.safetensors_header import (
     StoredArray,
     parse_json,
     read_header,
 )
 
+LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
+"""Keys of a config: a number of layers that mlx-lm makes."""
+FEW_LAYERS = 1000
+"""So many are made in less than a second, whatever is stored."""
+DROPPED = ("vision", "audio")
+"""Beginnings of keys: parts of a model that mlx-lm drops, with their layers."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -34,12 +43,7 @@ class Folder:
             ValueError: If config, index or a header is malformed, or an array occurs
                 in two files.
         """
-        if not path.is_dir():
-            raise FileNotFoundError(
-                f"{path}: no such folder, expected one with config.json, safetensors "
-                f"files, or a .gguf file (from the Hugging Face Hub: hf download "
-                f"REPOSITORY --local-dir FOLDER)"
-            )
+        check_location(path)
         self.path = path
         self.config = read_json(path / "config.json")
         self.arrays: dict[str, StoredArray] = {}
@@ -68,6 +72,38 @@ class Folder:
             loaded = _load(file)
             unread = self._unread[file] = loaded
         return unread.pop(name)
+
+
+def check_layers(path: Path, config: dict[str, Any], arrays: int) -> None:
+    """Checks a config's numbers of layers, each of which takes memory in a model.
+
+    Args:
+        path: The checkpoint, for messages.
+        config: Contents of config.json.
+        arrays: Number of stored arrays; each layer has one or more.
+
+    Raises:
+        ValueError: If there are more layers than arrays, and more than `FEW_LAYERS`.
+    """
+    for key, value in config.items():
+        if isinstance(value, dict) and not key.startswith(DROPPED):
+            check_layers(path, value, arrays)
+        limit = max(arrays, FEW_LAYERS)
+        if LAYERS.fullmatch(key) and isinstance(value, int | float) and value > limit:
+            raise ValueError(
+                f"{path / 'config.json'}: {key} is {value}, expected at most {limit} "
+                f"with {arrays} stored tensors"
+            )
+
+
+def count_arrays(path: Path) -> int:
+    """Returns the number of arrays in a folder's files, which are not checked.
+
+    Raises:
+        OSError: If a file cannot be read.
+        ValueError: If the header of a file is not one.
+    """
+    return sum(map(safetensors_header.count, path.glob("*.safetensors")))
 
 
 @contextmanager
@@ -109,7 +145,7 @@ def _weight_files(path: Path) -> list[Path]:
     not know the tensors.
 
     Raises:
-        FileNotFoundError: If there is no file, or only some of the index are there.
+        FileNotFoundError: If only some files of the index are there.
         ValueError: If the index is malformed.
     """
     listed: list[Path] = []
@@ -120,10 +156,7 @@ def _weight_files(path: Path) -> list[Path]:
         (missing, *_) = {*listed} - {*there}
         raise FileNotFoundError(f"{missing}: no such file, but {INDEX} names it")
     files = there or sorted(path.glob("model*.safetensors"))
-    files = files or sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{path}: no safetensors file")
-    return files
+    return files or sorted(path.glob("*.safetensors"))
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -70,6 +70,27 @@ def read_header(file: Path) -> dict[str, StoredArray]:
         ValueError: If it is not a regular file, or the header is too large, truncated
             or inconsistent; the message names the file and the tensor.
     """
+    parsed, data_bytes = _parsed(file)
+    arrays = {
+        name: _stored_array(file, name, entry, data_bytes)
+        for name, entry in parsed.items()
+    }
+    _check_overlaps(file, arrays)
+    return arrays
+
+
+def count(file: Path) -> int:
+    """Returns the number of arrays in a file, which are not checked.
+
+    Raises:
+        OSError: As for `read_header`.
+        ValueError: If the header is not one.
+    """
+    return len(_parsed(file)[0])
+
+
+def _parsed(file: Path) -> tuple[dict[str, Any], int]:
+    """Returns the entries of the arrays by name, and the bytes of the data."""
     with regular_files.open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
@@ -81,12 +102,7 @@ def read_header(file: Path) -> dict[str, StoredArray]:
         text = stream.read(length)
     parsed = parse_json(text, str(file))
     parsed.pop("__metadata__", None)
-    arrays = {
-        name: _stored_array(file, name, entry, size - 8 - length)
-        for name, entry in parsed.items()
-    }
-    _check_overlaps(file, arrays)
-    return arrays
+    return parsed, size - 8 - length
 
 
 def parse_json(text: bytes | str, source: str) -> dict[str, Any]:

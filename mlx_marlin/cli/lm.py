@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
+from mlx_marlin.cli import models
 from mlx_marlin.integrations.compute import COMPUTE
 from mlx_marlin.integrations.tuned_models import environment
 from mlx_marlin.weights.formats import LAYOUTS
@@ -92,13 +93,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ImportError: If mlx-lm cannot be imported.
         SystemExit: If the command ends so; its status is unchanged.
-        ValueError: If mlx-lm has no such command, or `MLX_MARLIN_OPTIONS` is malformed.
+        OSError: If the model is not there.
+        ValueError: If mlx-lm has no such command, `MLX_MARLIN_OPTIONS` is malformed, or
+            the Hugging Face Hub does not send the model.
     """
     module = COMMANDS.get(args.lm_command)
     if module is None:
         given = "no command" if args.lm_command is None else repr(args.lm_command)
         raise ValueError(f"lm: {given}, expected one of {', '.join(COMMANDS)}")
 
+    model = environment.model_of(args.arguments)
+    if model is not None:
+        models.check(model)
     values = {name: getattr(args, name) for name in OPTIONS}
     options = {name: v for name, v in values.items() if v is not None}
     if not options:
@@ -117,7 +123,10 @@ def _called(module: str, arguments: Sequence[str]) -> int:
         import_module(module).main()
     except BrokenPipeError:
         raise
-    except Exception:  # it is mlx-lm's; our caller would take it for wrong input
+    except Exception as error:
+        if type(error).__module__.startswith("huggingface_hub"):
+            raise ValueError(f"the Hugging Face Hub did not answer: {error}") from error
+        # It is mlx-lm's; our caller would take it for wrong input.
         traceback.print_exc()
         return FAILED
     finally:

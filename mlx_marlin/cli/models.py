@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin.checkpoints.location import check_name
+from mlx_marlin.cli import terminal
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
@@ -24,8 +26,10 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
 
     Raises:
         ImportError: If mlx-lm cannot be imported.
+        OSError: As for `check`.
         ValueError: If the model cannot be loaded.
     """
+    check_name(name)
     try:
         import mlx_lm  # here, because it takes seconds
 
@@ -38,9 +42,27 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
         if loading.needs_import(Path(name)):
             return loading.load(name, lazy=lazy)
         model, tokenizer = mlx_lm.load(name, lazy=lazy)[:2]
-    except (ValueError, OSError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # mlx-lm and transformers raise many kinds
         raise ValueError(f"cannot load the model {name!r}: {error}") from error
     return model, tokenizer
+
+
+def check(name: str) -> None:
+    """Looks for a model before anything is imported that takes seconds, and says so.
+
+    Args:
+        name: As for `load`.
+
+    Raises:
+        OSError: If there is no such model on this machine, and it cannot be on the
+            Hugging Face Hub.
+        ValueError: If a file of it cannot be read.
+    """
+    is_remote = check_name(name)
+    where = "from the Hugging Face Hub, it is not on this machine" if is_remote else ""
+    terminal.print_note(f"loading {name} {where}".rstrip())
 
 
 def shape(text: str) -> tuple[int | None, int, int] | None:

@@ -53,6 +53,7 @@ def add_parser(
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report and returns 0."""
+    models.check(args.model)
     from mlx_marlin.integrations.mlx_lm.report.model_report import check, report
 
     rows = models.rows(args.rows)

@@ -48,6 +48,11 @@ def discard() -> None:
     os.close(null)
 
 
+def print_note(text: str) -> None:
+    """Prints a line about the progress to standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def print_error(text: str) -> None:
     """Prints a line to standard error, ignoring errors of the stream."""
     with contextlib.suppress(OSError):

@@ -5,7 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin.cli import json_output, models
+from mlx_marlin.checkpoints.location import check_location
+from mlx_marlin.cli import json_output, models, terminal
 
 EPILOG = """
 MODEL is a checkpoint that mlx_marlin.load reads: a GGUF file, or a folder in the format
@@ -70,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is not valid, or a file is malformed.
     """
     rows = models.rows(args.rows)
+    for name in filter(None, (args.model, args.against)):
+        check_location(Path(name))
+    terminal.print_note(f"loading {args.model}")
     text = None if args.text is None else _text(args.text)
     report = _verify()(
         args.model,

@@ -248,7 +248,7 @@ def test_a_grid_may_be_as_large_as_metal_counts() -> None:
         ("--batch 4 0", "--batch 0, expected 1 to 1024"),
         ("--tokens 1000000000", "--tokens 1000000000, expected 2 to 4096"),
         ("--tokens 1", "--tokens 1, expected 2 to 4096"),
-        ("--model /none", "cannot load the model '/none'"),
+        ("--model /none", "/none: no such folder or file"),
     ],
 )
 def test_what_the_demo_cannot_do_is_one_line(

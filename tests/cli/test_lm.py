@@ -143,9 +143,12 @@ def test_the_exit_status_is_that_of_mlx_lm(
 def test_an_error_of_mlx_lm_is_shown_as_python_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    mx.save_safetensors(str(tmp_path / "model"), {"a": mx.zeros(1)})
+
     assert main(["lm", "generate", "--model", str(tmp_path)]) == 1
 
-    assert "FileNotFoundError" in capsys.readouterr().err
+    assert "Model type none not supported" in capsys.readouterr().err
 
 
 def test_a_bad_variable_is_one_line(

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import weakref
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -367,7 +368,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_lm_sets_what_won(
-    folder: Path, called: list[str | None], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    called: list[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     write(folder)
     model = ["--model", str(folder)]
@@ -381,7 +385,9 @@ def test_lm_sets_what_won(
     assert variable() == "200"
     assert variable(arguments=[f"--model={folder}", "--prompt", "x"]) == "200"
     assert variable(arguments=["--prompt", "--model"]) is None
-    assert variable(arguments=["--model", str(folder.parent)]) is None
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "config.json").write_text("{}")
+    assert variable(arguments=["--model", str(other)]) is None
     assert variable("--join") is None
     for name in (*environment.CHOICES, tuned_results.ENVIRONMENT):
         with monkeypatch.context() as patch:
@@ -395,8 +401,8 @@ def test_lm_sets_what_won(
         write(folder, **others)
         assert variable() is None
     write(folder)
-    other = replace(machine.here(), mlx="0.1.2")
-    monkeypatch.setattr(machine, "here", lambda: other)
+    old = replace(machine.here(), mlx="0.1.2")
+    monkeypatch.setattr(machine, "here", lambda: old)
     with pytest.warns(RuntimeWarning, match="measured with mlx "):
         assert variable() is None
 

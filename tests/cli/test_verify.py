@@ -144,7 +144,8 @@ def test_a_text_has_to_be_utf_8(
 
 
 def test_a_gguf_file_has_no_place_for_the_decision(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", "model.gguf", "--apply"]) == 2
+    (tmp_path / "model.gguf").touch()
+    assert main(["verify", str(tmp_path / "model.gguf"), "--apply"]) == 2
     assert "model.gguf is a GGUF file" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin import regular_files
 from mlx_marlin.backends import selection
 from mlx_marlin.benchmarking import machine, products, result_file, shapes
 from mlx_marlin.benchmarking.result_file import ResultFile
@@ -133,6 +134,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the times; returns 1 if a product of ours was wrong or a kernel failed."""
     _check_arguments(args)
+    if args.model:
+        models.check(args.model)
     problems = _problems(args)
     for problem in problems:
         products.check(problem)
@@ -279,4 +282,4 @@ def _write(args: argparse.Namespace, result: ResultFile) -> None:
     """Writes the files asked for."""
     json_output.write_text(args, result_file.text(result))
     if args.csv:
-        args.csv.write_text(report.csv_text(result), encoding="utf-8")
+        regular_files.write(args.csv, report.csv_text(result))

@@ -142,6 +142,8 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Runs the demo; returns 1 if a result is wrong or our kernels did not run."""
     check(args)
+    if args.model:
+        models.check(args.model)
     _force_backend()
 
     from mlx_marlin.cli.demo import report

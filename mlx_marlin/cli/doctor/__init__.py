@@ -84,6 +84,7 @@ def problems_to_check(args: argparse.Namespace) -> list[Problem]:
         return [
             problem_of(m, SIZE, SIZE, dtype=dtype) for dtype in DTYPES for m in rows
         ]
+    models.check(args.model)
     return models.problems(args.model, rows)
 
 

@@ -132,6 +132,7 @@ def _model_problems(args: argparse.Namespace) -> list[Problem]:
                 f"--{option.replace('_', '-')} {value} is not for a model: "
                 f"{args.model!r} has its own"
             )
+    models.check(args.model)
     return models.problems(args.model, ROWS, args.layout)
 
 

@@ -139,6 +139,13 @@ def _check_arguments(args: argparse.Namespace) -> None:
         )
     if args.clear and args.dry_run:
         raise ValueError("--clear and --dry-run exclude each other: use one of them")
+    for name in _model_names(args):
+        try:
+            models.check(name)
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
+            ) from error
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
@@ -286,9 +293,4 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
 
 
 def _load(name: str) -> Any:
-    try:
-        return models.load(name, lazy=True)[0]
-    except ValueError as error:
-        raise ValueError(
-            f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
-        ) from error
+    return models.load(name, lazy=True)[0]

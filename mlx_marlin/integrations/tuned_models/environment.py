@@ -29,14 +29,14 @@ def set_for_model(arguments: Sequence[str]) -> None:
     off = os.environ.get("MLX_MARLIN_TUNED") == "0" or not results.folder().is_dir()
     if off or any(os.environ.get(name) for name in (VARIABLE, *CHOICES)):
         return
-    name = _model(arguments)
+    name = model_of(arguments)
     found = None if name is None else _found(name)
     if found is not None and found.max_ops_per_buffer is not None:
         os.environ[VARIABLE] = str(found.max_ops_per_buffer)
         decision_log.tuned(found.model, f"{VARIABLE}={found.max_ops_per_buffer}")
 
 
-def _model(arguments: Sequence[str]) -> str | None:
+def model_of(arguments: Sequence[str]) -> str | None:
     """Returns the value of the last `--model`, as argparse would."""
     found = None
     for index, word in enumerate(arguments):

@@ -10,8 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_marlin.checkpoints.folder import naming, read_json
+from mlx_marlin.checkpoints.folder import (
+    check_layers,
+    count_arrays,
+    naming,
+    read_json,
+)
 from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.location import check_files
 from mlx_marlin.checkpoints.reading import READERS
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, in_config
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
@@ -66,14 +72,17 @@ def needs_import(path: Path) -> bool:
         path: A folder or file, or the name of a repository.
 
     Raises:
-        OSError: If config.json cannot be read.
-        ValueError: If config.json is malformed.
+        OSError: If a file cannot be read.
+        ValueError: If config.json or a header is malformed, or a file is not a regular
+            one.
     """
     if path.suffix == ".gguf" or any((path / file).exists() for file in SEPARATE_FILES):
         return True
     if not (path / "config.json").exists():
         return False
+    check_files(path)
     config = read_json(path / "config.json")
+    check_layers(path, config, count_arrays(path))
     if "mlx_marlin" in config:
         return True
     place, settings = in_config(config)
@@ -222,7 +231,15 @@ def _tokenizer(source: ModelSource) -> Any:
 
     ends = end_tokens(source)
     with tokenizer_folder(source) as folder:
-        return load_tokenizer(folder, eos_token_ids=ends)  # type: ignore[no-untyped-call]
+        try:
+            return load_tokenizer(folder, eos_token_ids=ends)  # type: ignore[no-untyped-call]
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers checks config.json too
+            raise ValueError(
+                f"{source.path}: transformers cannot read the tokenizer or the config: "
+                f"{error}"
+            ) from error
 
 
 @contextmanager

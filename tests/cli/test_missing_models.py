@@ -1,0 +1,159 @@
+"""A model that is not there is one sentence, before anything is imported or asked."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin.cli import main
+from support.limits import limited
+
+COMMANDS = [
+    ["report", "MODEL"],
+    ["tune", "MODEL"],
+    ["profile", "--model", "MODEL"],
+    ["verify", "MODEL"],
+    ["verify", "MODEL", "--against", "MODEL"],
+    ["convert", "MODEL", "OUT"],
+    ["bench", "--model", "MODEL"],
+    ["demo", "--model", "MODEL"],
+    ["doctor", "--check", "--model", "MODEL"],
+    ["lm", "generate", "--model", "MODEL"],
+    ["lm", "server", "--model=MODEL"],
+]
+
+
+def missing(path: Path) -> str:
+    return "no such folder"
+
+
+def empty(path: Path) -> str:
+    path.mkdir()
+    return "no config.json"
+
+
+def without_weights(path: Path) -> str:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return "no safetensors file"
+
+
+def text(path: Path) -> str:
+    path.write_text("text")
+    return "is a file, expected a folder or a .gguf file"
+
+
+def complete(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    mx.save_safetensors(str(path / "model"), {"a": mx.zeros(1)})
+
+
+def with_fifo(name: str) -> Callable[[Path], str]:
+    def make(path: Path) -> str:
+        complete(path)
+        (path / name).unlink(missing_ok=True)
+        (path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(path / name)
+        return f"{name}: a FIFO, expected a regular file"
+
+    return make
+
+
+def with_zeros(path: Path) -> str:
+    complete(path)
+    (path / "tokenizer.json").symlink_to("/dev/zero")
+    return "tokenizer.json: a device, expected a regular file"
+
+
+def with_large_tokenizer(path: Path) -> str:
+    complete(path)
+    (path / "tokenizer.json").touch()
+    os.truncate(path / "tokenizer.json", 2**40)
+    return "tokenizer.json: 1099511627776 bytes, expected at most"
+
+
+def with_endless_layers(path: Path) -> str:
+    complete(path)
+    config = {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}}
+    (path / "config.json").write_text(json.dumps(config))
+    return "config.json: num_hidden_layers is 1000000000, expected at most 1000"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("make", [missing, empty, without_weights, text])
+def test_a_path_without_a_model_is_one_sentence(
+    tmp_path: Path,
+    command: list[str],
+    make: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = make(tmp_path / "model")
+
+    assert main([each.replace("MODEL", "./model") for each in command]) == 2
+
+    error = capsys.readouterr().err
+    assert expected in error
+    assert "Errno" not in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *map(with_fifo, ("config.json", "model.safetensors", "tokenizer.json")),
+        *map(with_fifo, ("special_tokens_map.json", "additional_chat_templates/a")),
+        with_zeros,
+        with_large_tokenizer,
+        with_endless_layers,
+    ],
+)
+@pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[3], COMMANDS[5]])
+def test_a_model_with_an_endless_file_is_refused(
+    tmp_path: Path,
+    command: list[str],
+    make: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "model"
+    expected = make(path)
+    words = [each.replace("MODEL", str(path)) for each in command]
+
+    with limited():
+        assert main([each.replace("OUT", f"{path}-out") for each in words]) == 2
+
+    error = capsys.readouterr().err
+    assert expected in error
+    assert str(path) in error
+
+
+def test_a_name_of_the_hub_is_announced_and_its_error_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    assert main(["lm", "generate", "--model", "nobody/nothing"]) == 2
+
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith("loading nobody/nothing from the Hugging Face Hub")
+    assert second.startswith("mlx-marlin: error: the Hugging Face Hub did not answer")
+
+
+@pytest.mark.parametrize("command", COMMANDS[:5] + COMMANDS[-2:], ids=" ".join)
+def test_mlx_lm_is_not_imported_for_a_missing_model(command: list[str]) -> None:
+    words = [each.replace("MODEL", "./none") for each in command]
+    code = (
+        "import sys\nfrom mlx_marlin.cli import main\n"
+        f"assert main({words}) == 2\n"
+        "print({'mlx_lm', 'transformers', 'huggingface_hub'} & {*sys.modules})"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "set()\n"), ran.stderr
