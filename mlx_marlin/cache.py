@@ -116,7 +116,10 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
     make(folder)
     handle, temporary = tempfile.mkstemp(suffix=".new", dir=folder)
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with (
+            regular_files.named(folder / file_name),
+            os.fdopen(handle, "wb") as stream,
+        ):
             stream.write(content)
         os.replace(temporary, folder / file_name)
     except BaseException:

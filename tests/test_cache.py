@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import stat
 import tempfile
 import warnings
@@ -214,3 +215,14 @@ def test_a_planted_library_is_not_used(root: Path) -> None:
     assert path.name == planted.name
     assert build.kernel_library(found, KERNEL.replace("VALUE", "1")) == path
     assert build.kernel_library(found, KERNEL.replace("VALUE", "2")) != path
+
+
+def test_a_full_device_names_the_file(root: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"{root}/tuned/a.json"):
+            cache.write(root / "tuned", "a.json", b"four")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*(root / "tuned").iterdir()] == []

@@ -127,7 +127,7 @@ def write(path: Path, result: ResultFile) -> None:
         OSError: If it cannot be written.
     """
     part = path.with_name(path.name + ".part")
-    part.write_text(text(result), encoding="utf-8")
+    regular_files.write(part, text(result))
     part.replace(path)
 
 

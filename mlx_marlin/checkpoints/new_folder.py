@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mlx_marlin import removal
+
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
@@ -23,25 +25,23 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         OSError: If the folder cannot be made.
-        ValueError: If `path` exists, or another process is writing it.
+        ValueError: If `path` exists, another process is writing it, or its partial
+            folder is a link.
     """
     if path.exists():
         raise ValueError(f"{path} exists, expected the name of a new folder")
     partial = path.with_name(f".{path.name}.partial")
     with _parents(partial):
         partial.mkdir(exist_ok=True)
-        opened = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
+        with removal.opened(partial) as opened:
             _lock(opened, partial)
             try:
-                _empty(partial)
+                removal.remove_matching("*", opened)
                 yield partial
                 partial.rename(path)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-        finally:
-            os.close(opened)
 
 
 @contextmanager
@@ -71,11 +71,3 @@ def _lock(opened: int, partial: Path) -> None:
         is_mine = False
     if not is_mine:
         raise ValueError(f"{partial}: another process is writing this folder")
-
-
-def _empty(folder: Path) -> None:
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()

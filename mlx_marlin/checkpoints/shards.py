@@ -5,12 +5,14 @@ left, and what it does not need is filled with spaces, which the format allows.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
 import mlx.core as mx
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.folder import INDEX
 from mlx_marlin.weights.dtypes import dtype_name
 
@@ -86,7 +88,8 @@ class Shards:
             self._finish_file()
             self._name_files()
         elif self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what it could not write is no longer wanted
+                self._file.close()
 
     def add(self, name: str, array: mx.array) -> None:
         """Writes an array.
@@ -103,7 +106,8 @@ class Shards:
         assert self._file is not None
         if array.size:
             octets = mx.contiguous(array).reshape(-1).view(mx.uint8)
-            self._file.write(memoryview(octets))  # type: ignore[arg-type]
+            with regular_files.named(self._files[-1]):
+                self._file.write(memoryview(octets))  # type: ignore[arg-type]
         begin, self._end = self._end, self._end + array.nbytes
         self._header[name] = {
             "dtype": DTYPES[dtype_name(array.dtype)],
@@ -116,7 +120,7 @@ class Shards:
     def _begin_file(self) -> None:
         file = self._path / f"model-{len(self._files) + 1:05}.safetensors"
         self._files.append(file)
-        self._file = file.open("wb")
+        self._file = file.open("xb")
         self._file.seek(8 + self._header_bytes)
         self._header = {"__metadata__": self._metadata} if self._metadata else {}
         self._end = 0
@@ -126,10 +130,11 @@ class Shards:
             return
         text = json.dumps(self._header).encode()
         assert len(text) <= self._header_bytes, "a header without room"
-        self._file.seek(0)
-        self._file.write(self._header_bytes.to_bytes(8, "little"))
-        self._file.write(text.ljust(self._header_bytes))
-        self._file.close()
+        with regular_files.named(self._files[-1]):
+            self._file.seek(0)
+            self._file.write(self._header_bytes.to_bytes(8, "little"))
+            self._file.write(text.ljust(self._header_bytes))
+            self._file.close()
         self._file = None
 
     def _name_files(self) -> None:
@@ -145,4 +150,4 @@ class Shards:
             "metadata": {"total_size": self._total},
             "weight_map": {name: final[i] for name, i in self._shard_of.items()},
         }
-        (self._path / INDEX).write_text(json.dumps(index, indent=1))
+        regular_files.write(self._path / INDEX, json.dumps(index, indent=1))

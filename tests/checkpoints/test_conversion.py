@@ -1,6 +1,7 @@
 """Converted checkpoints hold the same weights, or none is left."""
 
 import json
+import resource
 from pathlib import Path
 
 import mlx.core as mx
@@ -218,9 +219,66 @@ def test_a_link_in_place_of_the_partial_folder_is_not_followed(tmp_path: Path) -
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     (tmp_path / ".result.partial").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match=r"result\.partial"):
+    with pytest.raises(ValueError, match=r"result\.partial is a link"):
         next(convert(open_source(tmp_path / "source"), tmp_path / "result"))
     assert (tmp_path / "mine" / "file").exists()
+
+
+LINKS = {
+    "outside": "/etc/passwd",
+    "relative": "../secret",
+    "folder": "../blobs/secret",
+    "hidden": "inner",  # a link in the same folder, which leads outside
+}
+
+
+@pytest.mark.parametrize("target", LINKS.values(), ids=LINKS)
+def test_links_out_of_a_folder_are_not_copied(tmp_path: Path, target: str) -> None:
+    source = tmp_path / "blobs" / "source"
+    written(source, "awq")
+    for secret in (tmp_path / "secret", tmp_path / "blobs" / "secret"):
+        secret.write_text("secret")
+    (source / "inner").symlink_to("../secret")
+    (source / "tokenizer.json").symlink_to(target)
+
+    with pytest.raises(ValueError, match=r"is a link to .*, which is not copied"):
+        [*convert(open_source(source), tmp_path / "out")]
+
+    assert not [*tmp_path.glob("*out*")]
+
+
+def test_a_folder_of_the_hubs_cache_is_converted(tmp_path: Path) -> None:
+    source = tmp_path / "models--a--b" / "snapshots" / "main"
+    written(source, "awq")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(source.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(f"../../blobs/{number}")
+
+    [*convert(open_source(source), tmp_path / "out")]
+
+    copied = tmp_path / "out" / "tokenizer_config.json"
+    assert copied.read_text() == "{}"
+    assert not copied.is_symlink()
+    assert not [*blobs.glob("*.partial")]
+
+
+@pytest.mark.parametrize("size", [0, 100, 20_000])
+def test_a_full_device_names_the_file(tmp_path: Path, size: int) -> None:
+    written(tmp_path / "source", "awq")
+    source = open_source(tmp_path / "source")
+
+    # Python ignores the signal, so that a write of more raises an OSError.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"\.out\.partial/\w"):
+            [*convert(source, tmp_path / "out")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert not [*tmp_path.glob("*out*")]
 
 
 def test_several_files_are_written_and_read(

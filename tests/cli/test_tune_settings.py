@@ -2,9 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
 import weakref
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

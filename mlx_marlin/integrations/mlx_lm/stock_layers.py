@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.folder import read_json
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION, stock_layers_of
 from mlx_marlin.integrations.mlx_lm.joining import join_layers, separate_layers
@@ -94,9 +95,10 @@ def record_stock_layers(folder: Path, names: Collection[str]) -> None:
         "w", dir=folder, prefix=".config.", suffix=".json", delete=False
     ) as new:
         try:
-            new.write(json.dumps(config, indent=1))
-            new.flush()
-            os.fsync(new.fileno())
+            with regular_files.named(new.name):
+                new.write(json.dumps(config, indent=1))
+                new.flush()
+                os.fsync(new.fileno())
             shutil.copymode(file, new.name)
             os.replace(new.name, file)
         except BaseException:

@@ -1,5 +1,6 @@
 """Damaged files raise ValueError or OSError with the file's name, and nothing else."""
 
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_marlin.checkpoints.gguf import (
     Container,
@@ -18,6 +20,7 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import GgufSource
 from support.gguf_files import write_gguf
 from support.gguf_models import CASES
 from support.gguf_mutations import mutate, mutated_keys, nested_vocabulary, seeds
+from support.limits import limited
 
 FILES = 1000
 KEYS = 300
@@ -133,3 +136,19 @@ def test_tokenizers_are_not_much_larger_than_their_files(tmp_path: Path) -> None
             assert sum(map(len, files.values())) < LARGER * size, index
 
     assert VOCABULARIES // 4 < made < VOCABULARIES
+
+
+@pytest.mark.parametrize("target", ["fifo", "/dev/zero", "/dev/tty", "folder", "loop"])
+def test_irregular_files_raise_errors_that_name_the_file(
+    tmp_path: Path, target: str
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    path = tmp_path / "model.gguf"
+    path.symlink_to(target)
+
+    with limited():
+        (error,) = use(path, with_tokenizer=True)
+
+    assert str(path) in str(error)

@@ -95,7 +95,7 @@ def _write(path: Path, content: bytes) -> None:
     """Writes a file atomically, because other processes read it."""
     handle, temporary = tempfile.mkstemp(suffix=".new", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with regular_files.named(path), os.fdopen(handle, "wb") as stream:
             stream.write(content)
         os.replace(temporary, path)
     except BaseException:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION
 from mlx_marlin.checkpoints.new_folder import new_folder
@@ -111,9 +112,9 @@ def convert(
         yield from (row for row, _ in rows)
         return
     with new_folder(destination) as folder:
+        source.copy_other_files(folder)  # first, because it may refuse a file
         yield from _write(source, folder, rows)
         write_config(source.config, records, folder)
-        source.copy_other_files(folder)
 
 
 def _pattern(only: str | None) -> re.Pattern[str] | None:
@@ -263,7 +264,8 @@ def write_config(config: dict[str, Any], records: Records, folder: Path) -> None
         written["mlx_marlin"] = {"version": VERSION, "layers": records.marlin}
     if records.stock_layers:
         written["mlx_marlin"]["stock_layers"] = records.stock_layers
-    (folder / "config.json").write_text(json.dumps(written, indent=1, sort_keys=True))
+    text = json.dumps(written, indent=1, sort_keys=True)
+    regular_files.write(folder / "config.json", text)
 
 
 def _mlx_settings(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import (
     FolderSource,
@@ -56,7 +57,7 @@ class GgufSource(ModelSource):
     def copy_other_files(self, folder: Path) -> None:
         """Writes the tokenizer that the metadata describe."""
         for name, text in gguf.tokenizer_files(self._container).items():
-            (folder / name).write_text(text)
+            regular_files.write(folder / name, text)
 
 
 def _narrowed(array: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -1,6 +1,5 @@
 """The parameters of a checkpoint under mlx-lm's names, one at a time."""
 
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Set
@@ -15,7 +14,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
+from mlx_marlin.checkpoints.copying import copy_within
+from mlx_marlin.checkpoints.folder import INDEX, Folder, check_layers, naming
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
@@ -150,6 +150,7 @@ class ModelSource(ABC):
         """A model of this architecture; its random parameters are never computed."""
         from mlx_lm import utils
 
+        check_layers(self.path, self.config, len(self.names()))
         try:
             model_class, arguments = utils._get_classes(self.config)
             model: nn.Module = model_class(arguments.from_dict(self.config))
@@ -279,10 +280,15 @@ class FolderSource(ModelSource):
         return int(weight.shape[-1])
 
     def copy_other_files(self, folder: Path) -> None:
-        """Copies the tokenizer, the licence and whatever else is in the folder."""
-        for file in self.path.iterdir():
+        """Copies the tokenizer, the licence and whatever else is in the folder.
+
+        Raises:
+            OSError: If a file cannot be copied.
+            ValueError: If a file is a link that leads out of the checkpoint.
+        """
+        for file in sorted(self.path.iterdir()):
             if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
-                shutil.copyfile(file, folder / file.name)
+                copy_within(file, folder / file.name)
 
 
 def _is_zero_bias(name: str, value: Value) -> bool:
