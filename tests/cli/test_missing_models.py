@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin.cli import main
+from mlx_marlin.integrations.auto import hook
 from support.limits import limited
 
 COMMANDS = [
@@ -140,7 +141,10 @@ def test_a_name_of_the_hub_is_announced_and_its_error_is_a_sentence(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    assert main(["lm", "generate", "--model", "nobody/nothing"]) == 2
+    try:
+        assert main(["lm", "generate", "--model", "nobody/nothing"]) == 2
+    finally:
+        hook.remove()
 
     first, second = capsys.readouterr().err.strip().splitlines()
     assert first.startswith("loading nobody/nothing from the Hugging Face Hub")
