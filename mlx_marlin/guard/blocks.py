@@ -12,7 +12,7 @@ from mlx_marlin.guard.answers import (
     rounding,
     wide,
 )
-from mlx_marlin.guard.heads import rotated
+from mlx_marlin.guard.heads import FAR, rotated
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.dtypes import dtype_name
 
@@ -56,6 +56,7 @@ def _rotation_fault(
         qkv = qkv.astype(dtype)
         freqs = mx.power(100.0, mx.arange(0, features, 2) / features)
         first = FIRST - 5 * mx.arange(streams if per_stream else 1, dtype=mx.int32)
+        first[-1] = FAR
         mx.eval(qkv, freqs, first, *weights)
     results = launch.rotate_heads(heads, qkv, first, freqs, weights)
     with mx.stream(mx.cpu):

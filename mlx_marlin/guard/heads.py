@@ -12,6 +12,9 @@ from mlx_marlin.guard.answers import (
 )
 from mlx_marlin.planning.epilogue import Rotation
 
+FAR = 70_003
+"""A position that 16 bits do not hold, as long contexts have."""
+
 
 def rotated(total: Answer, rotation: Rotation, arrays: EpilogueArrays) -> Answer:
     """Returns the rotated heads [m, heads, 1, features] of a product [m, n]."""

@@ -9,6 +9,7 @@ from mlx_marlin.backends import kernels, launch, selection
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.repack_launch import repack
 from mlx_marlin.guard import experts, operands, reference
+from mlx_marlin.guard.heads import FAR
 from mlx_marlin.guard.reference import Answer, EpilogueArrays
 from mlx_marlin.guard.variants import AnyPlan, miniatures
 from mlx_marlin.planning.dense_plan import DensePlan
@@ -157,6 +158,7 @@ def _drawn_epilogue_arrays(problem: Problem) -> EpilogueArrays:
     features = rotation.features
     with mx.stream(mx.cpu):
         positions = mx.arange(problem.m if rotation.per_row else 1, dtype=mx.int32) + 3
+        positions[-1] = FAR
         freqs = mx.power(10000.0, mx.arange(features // 2) / (features / 2))
         mx.eval(positions, freqs)
     norms = () if rotation.norm is None else (drawn(6, features), drawn(7, features))

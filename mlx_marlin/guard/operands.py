@@ -19,8 +19,8 @@ from mlx_marlin.weights.formats import TILE_N
 
 LARGEST_NVFP4 = 6.0 * 448.0
 """The largest E2M1 times the largest E4M3, by which MLX divides a global scale."""
-GLOBAL_SCALE = 1344.0
-"""Half of `LARGEST_NVFP4`, so that the quotient is exact."""
+GLOBAL_SCALE = 1235 + 7373 / 8192
+"""A float32 that no smaller float holds, and that is far from the nearest bfloat16."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4 (OCP Microscaling Formats 1.0, table 5)."""
 E8M0_ONE = 127

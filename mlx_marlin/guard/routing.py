@@ -25,9 +25,9 @@ def fault_of_route(
         last: As for `experts_launch.route`.
     """
     with mx.stream(mx.cpu):
-        # Small integers, so that many logits are equal.
+        # Few numbers, so that many logits are equal, and with all their bits.
         drawn = mx.random.randint(-6, 6, (ROWS, experts), key=mx.random.key(0))
-        logits = drawn.astype(dtype)
+        logits = (drawn / 3).astype(dtype)
         mx.eval(logits)
     chosen, scores = experts_launch.route(logits, choices, of_all, last)
     mx.eval(chosen, scores)
@@ -37,7 +37,7 @@ def fault_of_route(
         expected = mx.argsort(-order, axis=-1)[:, :choices].astype(mx.uint32)
         if not mx.array_equal(mx.sort(chosen, axis=-1), mx.sort(expected, axis=-1)):
             return "it chose the wrong experts"
-        wide = reference.wide(drawn)
+        wide = reference.wide(logits)
         of_chosen = mx.take_along_axis(wide, chosen, axis=-1)
         others = wide if of_all else of_chosen
         values = mx.exp(of_chosen) / mx.exp(others).sum(-1, keepdims=True)

@@ -35,8 +35,12 @@ def cuda(backend: Callable[[str], None]) -> None:
 
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
-def test_a_kernel_chooses(case: cuda_experts.Choice) -> None:
+@pytest.mark.parametrize(
+    "case", [*cuda_experts.ROUTINGS, *cuda_experts.SPECIAL_ROUTINGS], ids=str
+)
+def test_a_kernel_chooses(
+    case: cuda_experts.Choice | cuda_experts.SpecialChoice,
+) -> None:
     case.check(experts_launch.route)
 
 

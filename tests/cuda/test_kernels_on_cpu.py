@@ -230,7 +230,7 @@ def test_arrays_may_begin_anywhere(
 def test_a_global_scale(layout: str) -> None:
     case: Case = ("nvfp4", 4, 16, layout, "float16", 10, SPLIT)
     drawn, x = cuda_cases.draw(case)
-    weight = replace(drawn, global_scale=mx.array(5.0))
+    weight = replace(drawn, global_scale=mx.array(format_cases.GLOBAL_SCALE))
     y = run(plan_of(case, global_scale=True), x, weight)
     cuda_cases.assert_right(y, x, weight.decoded, "float16")
 

@@ -52,7 +52,7 @@ from support.cuda_cases import (
     operands,
     positions_of,
 )
-from support.format_cases import arguments
+from support.format_cases import GLOBAL_SCALE, arguments
 from support.oracles import exact
 
 pytestmark = [
@@ -293,7 +293,7 @@ def test_arrays_may_begin_anywhere(
 def test_a_global_scale() -> None:
     case: Case = ("nvfp4", 4, 16, "marlin", "float16", 20, STAGED_WAYS[3])
     drawn, x = draw(case)
-    weight = replace(drawn, global_scale=mx.array(5.0))
+    weight = replace(drawn, global_scale=mx.array(GLOBAL_SCALE))
     run = product_of(case, global_scale=True)
     arrays = arguments(weight, "marlin")
     y = same_bits(lambda: run(x, *arrays))

@@ -36,7 +36,7 @@ ROTATED = Rotated(
     dtype="float16",
     norm=1e-6,
     factor=1.25,
-    first=(5, 0, 31),
+    first=(5, 0, 70_031),
 )
 ADDED = Added(rows=3, n=1029, dtype="float16")
 
@@ -88,6 +88,11 @@ def test_the_norm_is_that_of_the_rounded_sum() -> None:
 def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
     case.check(experts_launch.route)
     case.check_sum(experts_launch.combine)
+
+
+@pytest.mark.parametrize("case", cuda_experts.SPECIAL_ROUTINGS, ids=str)
+def test_logits_that_are_no_numbers(case: cuda_experts.SpecialChoice) -> None:
+    case.check(experts_launch.route)
 
 
 def test_float32_logits_and_results() -> None:

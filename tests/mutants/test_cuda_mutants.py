@@ -164,12 +164,14 @@ CASES |= {
     gather.CHOSEN: cuda_experts.ROUTINGS[0],
     gather.CHOSEN_OF_ALL: cuda_experts.ROUTINGS[1],
     gather.CHOSEN_FEW: cuda_experts.ROUTINGS[3],
+    gather.CHOSEN_SPECIAL: cuda_experts.SPECIAL_ROUTINGS[0],
     gather.ADDED_UP: cuda_experts.ROUTINGS[1],
 }
 CHECKS |= {
     gather.CHOSEN: lambda choice: choice.check(experts_launch.route),
     gather.CHOSEN_OF_ALL: lambda choice: choice.check(experts_launch.route),
     gather.CHOSEN_FEW: lambda choice: choice.check(experts_launch.route),
+    gather.CHOSEN_SPECIAL: lambda choice: choice.check(experts_launch.route),
     gather.ADDED_UP: lambda choice: choice.check_sum(experts_launch.combine),
 }
 

@@ -245,7 +245,7 @@ class Choice:
     @property
     def logits(self) -> mx.array:
         """Drawn so that each of a row has an equal one, zeros one of another sign."""
-        values = (np.arange(self.experts) // 2 - self.experts // 4) / 16
+        values = (np.arange(self.experts) // 2 - self.experts // 4) * 0.0701
         values[values == 0] *= [1, -1]
         drawn = np.random.default_rng(1).permuted(
             np.broadcast_to(values, (*self.rows, self.experts)), axis=-1
@@ -295,6 +295,41 @@ class Choice:
         assert np.all(apart <= 1.001 * once * np.abs(expected) + 1e-6)
 
 
+SPECIAL = (
+    ((1, 0, 3, 2, np.nan, 5), (4, 5, 2), (4, 5, 2)),
+    ((1, 0, 3, 2, -np.nan, 5), (5, 2, 3), (5, 2, 3)),
+    ((-0.0, 0.0, -0.0, 0.0, -1, -1), (0, 1, 2), (3, 2, 1)),
+    ((-np.inf, -np.inf, 1, -np.inf, -np.inf, -np.inf), (2, 0, 1), (2, 5, 4)),
+)
+"""Logits of rows, and the experts that are chosen if the first of equals comes first,
+and if the last does. NaN is the largest number, with its sign the smallest."""
+
+
+@dataclass(frozen=True)
+class SpecialChoice:
+    """Rows of logits that are not numbers, infinite, or zeros of either sign.
+
+    Attributes:
+        of_all: As for `Choice`.
+        last: As for `Choice`.
+    """
+
+    of_all: bool
+    last: bool
+
+    def check(self, route: Callable[..., tuple[mx.array, mx.array]]) -> None:
+        """Compares what is chosen, and scores: those that NaN enters are NaN."""
+        logits = mx.array([row for row, _, _ in SPECIAL], mx.float16)
+        experts, scores = route(logits, 3, self.of_all, self.last)
+        chosen = np.array([each[1 + self.last] for each in SPECIAL])
+        assert np.array_equal(experts, chosen)
+        values = exact(logits)
+        own = np.take_along_axis(values, chosen, axis=-1)
+        over = np.exp(values if self.of_all else own).sum(axis=-1, keepdims=True)
+        shares = np.exp(own) / over
+        assert np.allclose(scores, shares, rtol=1e-5, atol=0, equal_nan=True)
+
+
 def choice_of_mlx(
     logits: mx.array, each: int, of_all: bool, last: bool
 ) -> tuple[mx.array, mx.array]:
@@ -312,4 +347,7 @@ ROUTINGS = (
     Choice((1, 1), 8, 3, False, False, "bfloat16", 128),
     Choice((3,), 7, 7, True, True, "float16", 1),
     Choice((2,), 256, 31, True, True, "float16", 24),
+)
+SPECIAL_ROUTINGS = tuple(
+    SpecialChoice(of_all, last) for of_all in (False, True) for last in (False, True)
 )

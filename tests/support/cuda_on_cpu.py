@@ -262,7 +262,8 @@ def check_decoded(case: Case, transposed: bool) -> None:
     """Likewise for a weight that is decoded in blocks; of nvfp4 with a global scale."""
     drawn, x = cuda_cases.draw(case)
     has_scale = case[0] == "nvfp4"
-    weight = replace(drawn, global_scale=mx.array(5.0)) if has_scale else drawn
+    scale = mx.array(format_cases.GLOBAL_SCALE) if has_scale else None
+    weight = replace(drawn, global_scale=scale)
     problem = plan_of(case, global_scale=has_scale).problem
     plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
     assert len(plan.chunks) > 1

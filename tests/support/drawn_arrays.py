@@ -67,7 +67,8 @@ def weight_of(problem: Problem, *, seed: int) -> format_cases.Weight:
         dtype=problem.scale_dtype,
         seed=seed,
     )
-    return replace(weight, global_scale=mx.array(5.0) if problem.global_scale else None)
+    scale = mx.array(format_cases.GLOBAL_SCALE) if problem.global_scale else None
+    return replace(weight, global_scale=scale)
 
 
 def finish_arrays(problem: Problem, *, seed: int) -> Native:

@@ -69,6 +69,8 @@ def step_of(mode: str, bits: int, group_size: int) -> int:
     return FORMATS[mode, bits].k_multiple(group_size)
 
 
+GLOBAL_SCALE = 5 + 0x1FFFFD / 2**21
+"""A float32 that no smaller float holds."""
 NOT_A_NUMBER = 0x7F
 """E4M3's not-a-number, without its sign; nothing that quantizes writes it."""
 
@@ -234,11 +236,14 @@ def any_weight(
 def _super_blocks(
     draw: np.random.Generator, bits: int, n: int, blocks: int
 ) -> mx.array:
-    """Makes parameters of super-blocks: factors are normal, subnormal or 0."""
+    """Makes parameters of super-blocks: factors are normal, subnormal or 0.
+
+    Their last bits are drawn too: a scale times a factor is no float16.
+    """
     octets = draw.integers(0, 64 if bits < 6 else 256, (n, blocks, 16)).astype(np.uint8)
     shape = (n, blocks, 2 if bits < 6 else 1)
     sizes = draw.choice([0, 2.0**-24, 2.0**-15, 2.0**-10, 2.0**-9], shape)
-    d = (sizes * draw.choice([-1, 1], shape) * draw.integers(1, 9, shape)).astype("<f2")
+    d = (sizes * draw.choice([-1, 1], shape) * draw.uniform(1, 8, shape)).astype("<f2")
     records = np.concatenate([octets.view("<u2"), d.view("<u2")], axis=-1)
     return mx.array(records.reshape(n, -1))
 

@@ -1,5 +1,8 @@
 """Calls of a decoder block's other kernels on which a planted bug must show."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from mlx_marlin.backends.experts import launch as experts_launch
 from support import cuda_experts
 from support.block_kernels import Added, Rotated
@@ -9,20 +12,22 @@ ROTATED = "heads of two tokens of three streams, with norms"
 ROTATED_ALIKE = "heads of streams with one position"
 ADDED = "rows that are added and normalized"
 CHOSEN = "experts that rows choose, and their sum"
+CHOSEN_FLOAT = "experts that rows of float32 logits choose"
+CHOSEN_SPECIAL = "experts that rows with NaN and zeros of both signs choose"
 
 
 class ChosenCase:
-    """Experts that a row chooses, and the sum of what they return."""
+    """Experts that a row chooses, and the sum of what they return.
 
-    def __init__(self, choice: Choice) -> None:
-        self.choice = choice
+    Attributes:
+        run: Raises an AssertionError if they are not what float64 says.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
 
     def arrays(self) -> tuple[()]:
         return ()
-
-    def run(self) -> None:
-        self.choice.check(experts_launch.route)
-        self.choice.check_sum(experts_launch.combine)
 
     def wrong_result(self) -> str | None:
         """What is chosen, its scores and the sum, in float64."""
@@ -31,6 +36,11 @@ class ChosenCase:
         except AssertionError:
             return "another choice, score or sum"
         return None
+
+
+def _choose_and_add(choice: Choice) -> None:
+    choice.check(experts_launch.route)
+    choice.check_sum(experts_launch.combine)
 
 
 BLOCK_CASES = {
@@ -43,11 +53,19 @@ BLOCK_CASES = {
         dtype="float16",
         norm=0.1,
         factor=1.25,
-        first=(5, 0, 31),
+        first=(5, 0, 70_031),
     ),
     ROTATED_ALIKE: Rotated(
         streams=2, tokens=1, heads=2, kv_heads=1, features=70, dtype="float32"
     ),
     ADDED: Added(rows=3, n=1029, dtype="float16", epsilon=0.5),
-    CHOSEN: ChosenCase(cuda_experts.ROUTINGS[1]),
+    CHOSEN: ChosenCase(lambda: _choose_and_add(cuda_experts.ROUTINGS[1])),
+    CHOSEN_FLOAT: ChosenCase(
+        lambda: replace(cuda_experts.ROUTINGS[0], dtype="float32").check(
+            experts_launch.route
+        )
+    ),
+    CHOSEN_SPECIAL: ChosenCase(
+        lambda: cuda_experts.SPECIAL_ROUTINGS[0].check(experts_launch.route)
+    ),
 }

@@ -10,6 +10,7 @@ CLIPPED = "experts, gate and up with biases, both clipped"
 CHOSEN = "experts, chosen"
 CHOSEN_OF_ALL = "experts, chosen with scores of all"
 CHOSEN_FEW = "experts, chosen of few"
+CHOSEN_SPECIAL = "experts, chosen where logits are no numbers"
 ADDED_UP = "experts, added up"
 
 _GATHER, _GATED = "cuda/gather.cuh", "cuda/gated.cuh"
@@ -239,6 +240,15 @@ MUTANTS = (
         "+ 0.0f",
         "",
         CHOSEN_FEW,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "cuda: NaN is the smallest logit",
+        _ROUTING,
+        "order",
+        "$1 >> 31 ?",
+        "($1 & 0x7fffffffu) > 0x7f800000u ? 0 : $1 >> 31 ?",
+        CHOSEN_SPECIAL,
         Detector.WRONG_RESULT,
     ),
     Mutant(

@@ -45,6 +45,15 @@ MUTANTS = (
         Detector.WRONG_RESULT,
     ),
     Mutant(
+        "cuda: places wrap at 65,536",
+        _ROTATED,
+        "rotate",
+        "positions[EACH ? $1 : 0]",
+        "positions[EACH ? $1 : 0] % 65536",
+        ROTATED_FAR,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
         "cuda: a turn is a float",
         _ROTATED,
         "angle",

@@ -1,6 +1,13 @@
 """Bugs in the kernels of a decoder block that are no products."""
 
-from mutants.cases.blocks import ADDED, CHOSEN, ROTATED, ROTATED_ALIKE
+from mutants.cases.blocks import (
+    ADDED,
+    CHOSEN,
+    CHOSEN_FLOAT,
+    CHOSEN_SPECIAL,
+    ROTATED,
+    ROTATED_ALIKE,
+)
 from mutants.mutant import Detector, Mutant
 
 _HEADS = "lib/heads"
@@ -90,6 +97,15 @@ MUTANTS = (
         Detector.OUTSIDE,
     ),
     Mutant(
+        "rotate_heads: positions wrap at 65,536",
+        _HEADS,
+        "position",
+        "positions[PER_STREAM ? $1 : 0] + int($2)",
+        "(positions[PER_STREAM ? $1 : 0] + int($2)) % 65536",
+        ROTATED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
         "rotate_heads: tokens of k are in the order of heads",
         _HEADS,
         "result",
@@ -159,6 +175,33 @@ MUTANTS = (
         "max($1, $2[$3])",
         "min($1, $2[$3])",
         CHOSEN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: logits are rounded to half",
+        _ROUTING,
+        "logits",
+        "float($1[$2 * EXPERTS + $3])",
+        "float(half($1[$2 * EXPERTS + $3]))",
+        CHOSEN_FLOAT,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: NaN is the smallest logit",
+        _ROUTING,
+        "order",
+        "$1 >> 31 ?",
+        "($1 & 0x7fffffffu) > 0x7f800000u ? 0 : $1 >> 31 ?",
+        CHOSEN_SPECIAL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "route: NaN with a sign is the largest logit",
+        _ROUTING,
+        "order",
+        "$1 >> 31 ?",
+        "($1 & 0x7fffffffu) > 0x7f800000u ? ~0u : $1 >> 31 ?",
+        CHOSEN_SPECIAL,
         Detector.WRONG_RESULT,
     ),
     Mutant(
