@@ -46,6 +46,7 @@ def test_the_operations_of_an_m5_pass(dtype: str) -> None:
     probes = tensor_probe.probes(plan_of(dtype))
 
     assert [known_answers.fault_of_probe(probe) for probe in probes] == [None] * 3
+    assert [dict(probe.template)["T"] for probe in probes] == [dtype] * 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -83,28 +84,57 @@ def test_every_probe_sees_another_layout(layout: str) -> None:
     assert str(faults[2]).startswith("the accumulating tensor operation gives ")
 
 
+def stated(transposed: tuple[int, ...] = ()) -> list[float]:
+    """Returns what M5's operands say, those of x transposed in some lanes."""
+    found: list[float] = []
+    for lane in range(32):
+        for name, count in tensor_probe.ELEMENTS.items():
+            found.append(count)
+            for element in range(count):
+                row, column = tensor_probe.position(name, lane, element)
+                swap = name == "x" and lane in transposed
+                found += [1, row, column] if swap else [1, column, row]
+    return found
+
+
 def test_indices_of_x_may_be_those_of_the_array_or_of_its_transpose() -> None:
     probe = tensor_probe.layout_probe("float16")
 
-    def values(transposed: bool) -> list[float]:
-        found: list[float] = []
-        for lane in range(32):
-            for name, count in tensor_probe.ELEMENTS.items():
-                found.append(count)
-                for element in range(count):
-                    row, column = tensor_probe.position(name, lane, element)
-                    swap = transposed and name == "x"
-                    found += [1, row, column] if swap else [1, column, row]
-        return found
+    assert probe.fault(stated()) is None
+    assert probe.fault(stated((*range(32),))) is None
+    assert "another layout of x: lane 31" in str(probe.fault(stated((31,))))
 
-    assert probe.fault(values(False)) is None
-    assert probe.fault(values(True)) is None
-    stated = values(False)
-    stated[0] = 16  # capacity
-    assert "another layout of w" in str(probe.fault(stated))
-    stated = values(False)
-    stated[1] = 0  # not valid
-    assert "another layout of w" in str(probe.fault(stated))
+
+@pytest.mark.parametrize("transposed", [(), (*range(32),)], ids=["x", "its transpose"])
+def test_whatever_an_operand_says_of_an_element_is_compared(
+    transposed: tuple[int, ...],
+) -> None:
+    values = stated(transposed)
+    probe = tensor_probe.layout_probe("float16")
+    at = 0
+    for lane in range(32):
+        for name, count in tensor_probe.ELEMENTS.items():
+            element = 1 + 3 * (7 * lane % count)
+            # The capacity, whether an element is valid, or one of its indices.
+            place = at + (0, element, element + 1, element + 2)[lane % 4]
+            values[place] += 1
+            assert f"layout of {name}" in str(probe.fault(values)) or transposed
+            assert probe.fault(values) is not None
+            values[place] -= 1
+            at += 1 + 3 * count
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_every_product_of_a_probe_is_compared(add: bool) -> None:
+    probe = tensor_probe.probes(plan_of())[1 + add]
+    values = [float(value) for value in tensor_probe._products(add)]
+    assert probe.fault(values) is None
+    for at in (*range(0, len(values), 977), len(values) - 1):
+        right = values[at]
+        for wrong in (right + 1, -right, float("nan")):
+            values[at] = wrong
+            assert probe.fault(values) is not None
+        values[at] = right
 
 
 @pytest.mark.usefixtures("_tensor")

@@ -53,19 +53,23 @@ def layout_fault(values: Sequence[float]) -> str | None:
         values: Of each lane and operand, the capacity and, of each element, whether it
             is valid, its inner and its outer index.
     """
+    # Indices of x may be those of the array or, in all lanes, of its transpose.
+    faults = [_difference(values, transposed) for transposed in (False, True)]
+    return None if None in faults else faults[0]
+
+
+def _difference(values: Sequence[float], transposed: bool) -> str | None:
     size = len(values) // SIMD_WIDTH
     for lane in range(SIMD_WIDTH):
         at = lane * size
         for name, count in ELEMENTS.items():
             stated = [int(value) for value in values[at : at + 1 + 3 * count]]
             at += 1 + 3 * count
-            # Indices of x may be those of the array or of its transpose.
-            known = [_layout(name, lane, False)]
-            known += [_layout(name, lane, True)] if name == "x" else []
-            if stated not in known:
+            known = _layout(name, lane, transposed and name == "x")
+            if stated != known:
                 return (
                     f"tensor operations have another layout of {name}: lane {lane} "
-                    f"has {stated[:7]}..., expected {known[0][:7]}..."
+                    f"has {stated[:7]}..., expected {known[:7]}..."
                 )
     return None
 

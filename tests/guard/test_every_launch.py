@@ -1,0 +1,146 @@
+"""A check finds a fault that only one of its launches has, in one result."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin import emulator, guard, state
+from mlx_marlin.backends import kernels, planner
+from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import tensor_probe
+from mlx_marlin.guard import blocks, known_answers, routing
+from mlx_marlin.guard.variants import miniatures
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.epilogue import Heads
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import problem_of
+from support.guarded_calls import DEVICE, K, N
+
+pytestmark = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason="the emulator does not run here"
+)
+HALF = mx.float16
+HEADS = Heads(heads=2, kv_heads=1, features=32, columns=128, norm=1e-6)
+PROBLEM = problem_of(9, N, K)
+
+
+def split_plan(**options: Any) -> Plan:
+    split = {"strategy": "split_k", "k_parallel": 2, **options}
+    return planner.make(PROBLEM, device=DEVICE, kernel="gemm_register", **split)
+
+
+def experts_fault() -> str | None:
+    gather = GatherProblem(problem=replace(PROBLEM, m=8), experts=4, pairs_per_row=2)
+    return known_answers.fault_of(planner.choose_gather(gather, DEVICE))
+
+
+CHECKS: dict[str, tuple[int, Callable[[], str | None]]] = {
+    # Five plans and a NaN, each with its partial sums.
+    "products": (12, lambda: known_answers.fault_of(split_plan())),
+    "decoded weights": (5, lambda: known_answers.fault_of(dense_plan(PROBLEM))),
+    "experts": (1, experts_fault),
+    "repacked codes": (1, lambda: known_answers.fault_of_repack("marlin", 4, "k64")),
+    "rotated heads": (2, lambda: blocks.fault_of_rotation(HEADS, HALF, 2, True)),
+    "added rows": (1, lambda: blocks.fault_of_add_norm(HALF, 72, 1e-5)),
+    "routing": (1, lambda: routing.fault_of_route(HALF, 20, 3, False, False)),
+    "combining": (2, lambda: routing.fault_of_combine(HALF, 40, 3)),
+}
+"""Launches of a check, and the check."""
+
+
+class OneWrong:
+    """Kernels one of whose results is wrong: that of a launch, by its index there."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.wrong: tuple[int, int] | None = None
+        self.results: list[int] = []
+        patch.setattr(kernels, "_factory", lambda: self._factory)
+        state.reset()  # of kernels that were built before
+
+    def _factory(self, **texts: Any) -> Callable[..., list[mx.array]]:
+        kernel = emulator.metal_kernel(**texts)
+
+        def launch(**arguments: Any) -> list[mx.array]:
+            results: list[mx.array] = kernel(**arguments)
+            nth = len(self.results)
+            self.results.append(len(results))
+            return [
+                _changed(each) if (nth, index) == self.wrong else each
+                for index, each in enumerate(results)
+            ]
+
+        return launch
+
+    def run(
+        self, check: Callable[[], str | None], wrong: tuple[int, int] | None = None
+    ) -> str | None:
+        self.wrong = wrong
+        self.results.clear()
+        return check()
+
+
+def _changed(y: mx.array) -> mx.array:
+    return ~y if y.dtype == mx.uint32 else (y + y).astype(y.dtype)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_result_of_every_launch_is_compared(
+    name: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, check = CHECKS[name]
+    faulty = OneWrong(monkeypatch)
+    assert faulty.run(check) is None
+    results = [*enumerate(faulty.results)]
+    assert len(results) == launches
+
+    missed = [
+        (nth, index)
+        for nth, count in results
+        for index in range(count)
+        if faulty.run(check, (nth, index)) is None
+    ]
+
+    assert missed == []
+
+
+def test_every_division_of_the_work_is_checked() -> None:
+    small = miniatures(split_plan())
+    works = {each.work.strategy for each in small if isinstance(each, Plan)}
+    assert works == {"split_k", "stream_k", "hybrid", "stripe"}
+    groups = {each.work.groups for each in small if isinstance(each, Plan)}
+    assert groups == {1, 2}
+    whole = split_plan(strategy="stripe", k_parallel=1, num_threadgroups=3)
+    runs = [each.work for each in miniatures(whole) if isinstance(each, Plan)]
+    assert [work.threadgroups > work.tiles for work in runs] == [False, True]
+    dense = miniatures(dense_plan(PROBLEM))
+    assert [each.transposed for each in dense if isinstance(each, DensePlan)] == [
+        *(True, False)
+    ]
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_kernel_needs_all_of_its_probes(
+    wrong: int, guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = named("Apple M5 Max")
+    problem = problem_of(16, 4096, 4096)
+    plan = planner.make(problem, device=device, kernel="gemm_tensor")
+    probes = tensor_probe.probes(plan)
+    assert len(probes) == 3
+    faults = [lambda _: None] * 3
+    faults[wrong] = lambda _: "planted"
+    changed = [
+        replace(probe, fault=fault) for probe, fault in zip(probes, faults, strict=True)
+    ]
+    monkeypatch.setattr(tensor_probe, "probes", lambda _: changed)
+
+    with pytest.warns(RuntimeWarning, match="planted"):
+        reason = guard.why_not(plan)
+
+    assert "planted" in str(reason)
+    assert guard.known_fault(plan) == reason
