@@ -20,6 +20,7 @@ from mlx_marlin.products.blocks import heads, sums
 from support import cuda_experts
 from support.block_kernels import Added, Rotated
 from support.grids import drawn
+from support.oracles import exact
 from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
@@ -142,28 +143,37 @@ def test_the_same_bits_on_every_run(case: Rotated | Added) -> None:
     assert all(map(mx.array_equal, first, second))
 
 
-def test_a_row_that_is_not_a_number_stays_alone() -> None:
-    qkv, *others = ROTATED.arrays()
-    found = ROTATED.run(_with_nan(qkv), *others)
-    for own, clean in zip(found, ROTATED.run(qkv, *others), strict=True):
-        wrong = mx.isnan(own)
-        # The first stream's second token; its first head only, of q.
-        assert np.array_equal(
-            mx.any(wrong, -1)[0, :, 1], [own is found[0], *[False] * 2][: own.shape[1]]
-        )
-        assert mx.array_equal(mx.where(wrong, 0, own), mx.where(wrong, 0, clean))
-    x, y, weight = ADDED.arrays()
-    rows = [
-        mx.any(mx.isnan(own), -1) for own in ADDED.run(_with_nan(x[None])[0], y, weight)
-    ]
-    assert all(own.tolist() == [False, True, False] for own in rows)
+@pytest.mark.parametrize("operand", range(5))
+@pytest.mark.parametrize("case", [ROTATED, ADDED], ids=["rotate_heads", "add_norm"])
+def test_a_nan_in_one_operand_is_in_its_results(
+    case: Rotated | Added, operand: int
+) -> None:
+    given = [*case.arrays()]
+    if operand >= len(given) or given[operand].dtype == mx.int32:
+        return
+    clean = case.run(*given)
+    given[operand] = given[operand] + 0
+    given[operand][(0, 1, 3)[-given[operand].ndim :]] = mx.nan
+
+    found = case.run(*given)
+
+    expected = [np.isnan(values) for values, _ in case.expected(*given)]
+    assert any(wrong.any() for wrong in expected)
+    for own, wrong, right in zip(found, expected, clean, strict=True):
+        np.testing.assert_array_equal(np.isnan(exact(own)), wrong)
+        np.testing.assert_array_equal(exact(own)[~wrong], exact(right)[~wrong])
 
 
-def _with_nan(array: mx.array) -> mx.array:
-    """Returns an array with a NaN in the second row of its first stream."""
-    copy = array + 0
-    copy[0, 1, 3] = float("nan")
-    return copy
+@pytest.mark.parametrize("operand", range(3))
+def test_a_nan_in_one_operand_is_in_its_sum(operand: int) -> None:
+    given = [mx.ones((2, 3, 1, 10)), mx.ones((2, 3)), mx.ones((2, 10))]
+    given[operand][(1, 2, 0, 4)[: given[operand].ndim]] = mx.nan
+
+    total = experts_launch.combine(*given)
+
+    wrong = np.zeros((2, 10), bool)
+    wrong[1, ((4,), slice(None), (2,))[operand]] = True
+    np.testing.assert_array_equal(exact(total), np.where(wrong, np.nan, 4))
 
 
 @pytest.mark.parametrize("kernel", ["rotate_heads", "add_norm", "route", "combine"])

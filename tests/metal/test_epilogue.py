@@ -148,6 +148,30 @@ def test_zero_keeps_the_sign_that_float64_gives_it(
     np.testing.assert_array_equal(np.signbit(y), signs < 0)
 
 
+@pytest.mark.parametrize("route", ROUTES[:2])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_nan_in_one_operand_is_in_its_results(
+    activation: str, route: Reduction
+) -> None:
+    plan = plan_of(replace(EVERYTHING, activation=activation), 3, route, "float32")
+    x, native = drawn_arrays.arrays(plan.problem, seed=7)
+    operands = [x, *native[1:], *drawn_arrays.finish_arrays(plan.problem, seed=7)]
+    clean = np.array(run(plan, x, native, *operands[3:]))
+    for index, operand in enumerate(operands):
+        given = [*operands]
+        given[index] = operand + 0
+        given[index][(..., 2, 5)[-operand.ndim :]] = mx.nan
+        x, scales, biases, *finish = given
+
+        y = np.array(run(plan, x, (native[0], scales, biases), *finish))
+
+        total = oracles.product(x, native[0], scales, biases, group_size=64)
+        expected = epilogues.finished(total, (*finish,), plan.problem.epilogue)
+        assert np.isnan(expected).any()
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+        np.testing.assert_array_equal(y[~np.isnan(y)], clean[~np.isnan(y)])
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_an_epilogue_leaves_out_is_not_read(route: Reduction) -> None:
     """Not a number in it would show."""

@@ -117,17 +117,24 @@ def test_both_weights_are_read_once_for_all_rows_of_an_expert(gate: str) -> None
         assert own.read_bytes == tiles * plan.problem.code_bytes
 
 
-def test_a_gate_is_not_clipped_away_from_numbers_that_are_none() -> None:
-    plan = plan_of(problem_of(64, dtype="float32"), "swiglu_oai", bias=False)
-    case = ExpertProducts(plan=plan, chosen=UNEVEN)
-    x, *others = case.arrays()
-    row = case.sources[2]
+@pytest.mark.parametrize(
+    "operand",
+    [("x", 0), *(((name, i)) for name in ("scales", "biases") for i in (0, 1))],
+)
+@pytest.mark.parametrize("gate", GATES)
+def test_a_nan_in_one_operand_is_in_its_results(
+    gate: str, operand: tuple[str, int]
+) -> None:
+    """A gate that is clipped keeps those of both its operands."""
+    plan = plan_of(problem_of(64, dtype="float32"), gate, bias=True)
+    case = ExpertProducts(plan=plan, chosen=UNEVEN, not_a_number=operand)
 
-    y = case.run(mx.where(mx.arange(len(x))[:, None] == row, mx.nan, x), *others)
+    assert case.wrong_result() is None
 
-    wrong = np.isnan(exact(y)).all(axis=1).nonzero()[0].tolist()
-    assert wrong == [2]
-    assert np.isnan(exact(y)).any(axis=1).sum() == 1
+    wrong = np.isnan(exact(case.run(*case.arrays())))
+    pairs = [2] if operand[0] == "x" else np.flatnonzero(np.equal(UNEVEN, UNEVEN[2]))
+    assert np.array_equal(wrong.any(axis=1).nonzero()[0], pairs)
+    assert wrong.sum() == len(pairs) * (64 if operand[0] == "x" else 1)
 
 
 @pytest.mark.parametrize(

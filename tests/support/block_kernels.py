@@ -102,14 +102,7 @@ class Rotated:
 
     def wrong_result(self) -> str | None:
         """Compares both results with float64; each element is rounded once."""
-        arrays = self.arrays()
-        for found, (values, size) in zip(
-            self.run(*arrays), self.expected(*arrays), strict=True
-        ):
-            wrong = _wrong(found, values, size * OF_SUMS)
-            if wrong:
-                return wrong
-        return None
+        return _compared(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +131,25 @@ class Added:
         mx.eval(both)
         return both
 
+    def expected(self, x: mx.array, *others: mx.array) -> list[tuple[Floats, Floats]]:
+        """Returns the sum, the norm of the rounded sum, and the size of their terms."""
+        y, weight = map(exact, others)
+        total = exact(x) + y
+        rows = exact(mx.array(total).astype(x.dtype))
+        factor = 1 / np.sqrt((rows**2).mean(-1, keepdims=True) + self.epsilon)
+        normed = rows * factor * weight
+        return [(total, 0 * total), (normed, np.abs(normed))]
+
     def wrong_result(self) -> str | None:
         """Compares the sum, and the norm of the rounded sum, with float64."""
-        x, y, weight = arrays = self.arrays()
-        total, normed = self.run(*arrays)
-        wrong = _wrong(total, exact(x) + exact(y), 0)
-        rows = exact(total)
-        factor = 1 / np.sqrt((rows**2).mean(-1, keepdims=True) + self.epsilon)
-        values = rows * factor * exact(weight)
-        return wrong or _wrong(normed, values, np.abs(values) * OF_SUMS)
+        return _compared(self)
+
+
+def _compared(case: Rotated | Added) -> str | None:
+    arrays = case.arrays()
+    both = zip(case.run(*arrays), case.expected(*arrays), strict=True)
+    faults = (_wrong(own, values, size * OF_SUMS) for own, (values, size) in both)
+    return next(filter(None, faults), None)
 
 
 def _wrong(found: mx.array, values: Floats, bound: Any) -> str | None:

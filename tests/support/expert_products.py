@@ -61,11 +61,14 @@ class ExpertProducts:
         plan: What to run.
         chosen: The expert of each pair.
         seed: Of all arrays.
+        not_a_number: The operand that has a NaN: "x", "scales" or "biases", and of
+            which weight.
     """
 
     plan: MetalGatherPlan
     chosen: tuple[int, ...]
     seed: int = 0
+    not_a_number: tuple[str, int] | None = None
 
     @property
     def sources(self) -> list[int]:
@@ -81,10 +84,14 @@ class ExpertProducts:
         shape = gather.experts * problem.n, problem.k
         dtype = problem.dtype
         seeds = range(self.seed, self.seed + gather.weights)
-        return [
+        weights = [
             format_cases.any_weight(*form, *shape, dtype=dtype, seed=seed)
             for seed in seeds
         ]
+        for index, weight in enumerate(weights):
+            if self.not_a_number == ("scales", index):
+                weight.native[1][self.chosen[2] * problem.n + 7, 1] = mx.nan
+        return weights
 
     @cached_property
     def biases(self) -> list[mx.array]:
@@ -94,7 +101,11 @@ class ExpertProducts:
         shape = gather.experts, self.plan.problem.n
         dtype = getattr(mx, self.plan.problem.dtype)
         count = gather.weights * gather.bias
-        return [mx.array(4 * draw(size=shape)).astype(dtype) for _ in range(count)]
+        biases = [mx.array(4 * draw(size=shape)).astype(dtype) for _ in range(count)]
+        for index, bias in enumerate(biases):
+            if self.not_a_number == ("biases", index):
+                bias[self.chosen[2], 7] = mx.nan
+        return biases
 
     def arrays(self) -> tuple[mx.array, ...]:
         """What the kernel takes."""
@@ -103,6 +114,8 @@ class ExpertProducts:
         x = format_cases.activations(
             rows, problem.k, dtype=problem.dtype, seed=self.seed
         )
+        if self.not_a_number == ("x", 0):
+            x[self.sources[2], 7] = mx.nan
         first, *others = map(self._stored, self.weights)
         second = [array for stored in others for array in stored[:2]]
         named = () if self.plan.pairs_per_row else (self.sources,)
@@ -125,8 +138,10 @@ class ExpertProducts:
         found, expected = (
             np.clip(each, -largest, largest) for each in (exact(y), expected)
         )
-        if found.shape == expected.shape and np.all(np.abs(found - expected) <= bound):
-            return None
+        if found.shape == expected.shape:
+            both_nan = np.isnan(found) & np.isnan(expected)
+            if np.all(both_nan | (np.abs(found - expected) <= bound)):
+                return None
         return f"relative error {oracles.error(y, expected):.1e}"
 
     def _expected(self, x: mx.array) -> tuple[Floats, Floats]:

@@ -1,5 +1,7 @@
 """Products of experts with biases and gates on which a planted bug must show."""
 
+from dataclasses import replace
+
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
@@ -7,6 +9,8 @@ from support.expert_products import ExpertProducts
 
 EXPERTS_GATED = "experts, gate and up of packed codes"
 EXPERTS_CLIPPED = "experts, gate and up of gpt-oss, packed codes"
+EXPERTS_GATE_NAN = "experts, gpt-oss's gate has a NaN in the bias of gate"
+EXPERTS_UP_NAN = "experts, gpt-oss's gate has a NaN in the bias of up"
 EXPERTS_BIASED = "experts, biases, native codes"
 
 # One pair of expert 0, two of expert 1, 18 of expert 2: a whole tile and two more.
@@ -45,8 +49,12 @@ def _case(
     return ExpertProducts(plan=plan, chosen=_CHOSEN, seed=3)
 
 
+_CLIPPED = _case("marlin", 41, 2, "swiglu_oai", bias=True)
+
 EXPERT_EPILOGUE_CASES = {
     EXPERTS_GATED: _case("marlin", 41, 1, "silu", bias=False, each=3),
-    EXPERTS_CLIPPED: _case("marlin", 41, 2, "swiglu_oai", bias=True),
+    EXPERTS_CLIPPED: _CLIPPED,
+    EXPERTS_GATE_NAN: replace(_CLIPPED, not_a_number=("biases", 0)),
+    EXPERTS_UP_NAN: replace(_CLIPPED, not_a_number=("biases", 1)),
     EXPERTS_BIASED: _case("mlx", 41, 2, None, bias=True),
 }

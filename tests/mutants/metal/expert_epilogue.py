@@ -3,7 +3,9 @@
 from mutants.cases.expert_epilogue import (
     EXPERTS_BIASED,
     EXPERTS_CLIPPED,
+    EXPERTS_GATE_NAN,
     EXPERTS_GATED,
+    EXPERTS_UP_NAN,
 )
 from mutants.mutant import Detector, Mutant
 
@@ -116,6 +118,24 @@ MUTANTS = (
         "< -7.0f ? -7.0f : $1",
         "",
         EXPERTS_CLIPPED,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a NaN of gpt-oss's gate is clipped",
+        _GATE,
+        "clipped",
+        "$1 = $1 > 7.0f ? 7.0f : $1;",
+        "$1 = $1 < 7.0f ? $1 : 7.0f;",
+        EXPERTS_GATE_NAN,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "a NaN of gpt-oss's up is clipped",
+        _GATE,
+        "clipped",
+        "$1 > 7.0f ? 7.0f : $1 < -7.0f ? -7.0f : $1",
+        "$1 < 7.0f ? ($1 > -7.0f ? $1 : -7.0f) : 7.0f",
+        EXPERTS_UP_NAN,
         Detector.WRONG_RESULT,
     ),
     Mutant(
