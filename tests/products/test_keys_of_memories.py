@@ -21,7 +21,11 @@ K, N, EXPERTS = 128, 64, 3
 
 @dataclass(frozen=True)
 class Call:
-    """Everything that calls may differ in: `x` is the shape of the rows."""
+    """Everything that calls may differ in.
+
+    Among it is what makes a call wrong: words of another dtype, scales of too few rows,
+    and a group size that is not that of the scales.
+    """
 
     x: tuple[int, ...] = (2,)
     dtype: mx.Dtype = mx.float32
@@ -32,6 +36,9 @@ class Call:
     mode: str = "affine"
     bits: int = 4
     group_size: int = 64
+    stated_group_size: int | None = None
+    words: mx.Dtype = mx.uint32
+    rows_of_scales: int | None = None
     scales: mx.Dtype = mx.float16
     biases: mx.Dtype | None = mx.float16
     global_scale: mx.array | None = None
@@ -55,15 +62,16 @@ class Call:
 
     @property
     def format(self) -> Change:
-        names = ("group_size", "bits", "mode")
-        return {name: getattr(self, name) for name in names}
+        size = self.stated_group_size or self.group_size
+        return {"group_size": size, "bits": self.bits, "mode": self.mode}
 
     @property
     def native(self) -> list[mx.array]:
         """Codes, scales and, if the mode has them, biases."""
         shape = (*self.batch, self.n)
-        words = mx.zeros((*shape, self.k * self.bits // 32), mx.uint32)
-        groups = (*shape, self.k // self.group_size)
+        words = mx.zeros((*shape, self.k * self.bits // 32), self.words)
+        rows = self.rows_of_scales or self.n
+        groups = (*self.batch, rows, self.k // self.group_size)
         dtypes = (self.scales, self.biases)
         return [words, *(mx.zeros(groups, each) for each in dtypes if each is not None)]
 
@@ -179,7 +187,10 @@ OF_ALL: list[Change] = [
     *({"x": (3,)}, {"x": (1, 2)}, {"dtype": mx.bfloat16}, {"on_cpu": False}, BFLOAT),
     *({"group_size": 32}, {"bits": 8}, {"n": 2 * N, "parts": (16, 112)}, {"k": 2 * K}),
 ]
-OF_NATIVE: list[Change] = [*OF_ALL, {"biases": mx.bfloat16}]
+OF_NATIVE: list[Change] = [
+    *(*OF_ALL, {"biases": mx.bfloat16}, {"scales": mx.bfloat16}),
+    *({"words": mx.int32}, {"rows_of_scales": 8}, {"stated_group_size": 32}),
+]
 OF_PACKED: list[Change] = [*OF_ALL, {"mode": "zero_point"}]
 SQUARE: Change = {"n": K, "k": K, "transpose": False}
 OF_LINEAR: list[Change] = [

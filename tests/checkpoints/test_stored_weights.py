@@ -1,0 +1,86 @@
+"""What every format of a checkpoint's weight refuses, and what it means."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.weights.formats import FORMATS, format_of
+from support import format_cases
+
+N, K = 4, 512
+INFINITE_HALF = 0x7C00
+
+
+def stored(mode: str, bits: int) -> StoredWeight:
+    size = FORMATS[mode, bits].group_sizes_in("marlin")[-1]
+    weight = format_cases.any_weight(mode, bits, size, N, K, dtype="float32", seed=0)
+    codes, scales, *biases = weight.native
+    return StoredWeight(
+        codes=codes,
+        scales=scales,
+        biases=biases[0] if biases else None,
+        **weight.options,
+    )
+
+
+def no_numbers(weight: StoredWeight) -> Iterator[StoredWeight]:
+    """Yields the weight with one stored number that is none: the last one of each."""
+    if weight.mode == "k_quant":  # d, and dmin if there is one
+        for place in range(-format_of(weight.mode, weight.bits).parameters, 0):
+            yield replace(weight, scales=_changed(weight.scales, INFINITE_HALF, place))
+    elif weight.scales.dtype == mx.uint8:
+        for octet in (0xFF, 0x7F) if weight.mode == "nvfp4" else (0xFF,):
+            yield replace(weight, scales=_changed(weight.scales, octet))
+    else:
+        names = ("scales", "biases") if weight.biases is not None else ("scales",)
+        for name in names:
+            for value in (mx.nan, mx.inf, -mx.inf):
+                array = _changed(getattr(weight, name), value)
+                yield replace(weight, **{name: array})
+
+
+def _changed(array: mx.array, value: float, place: int = -1) -> mx.array:
+    copy = array + 0
+    copy[-1, place] = value
+    return copy
+
+
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_numbers_that_are_none_are_refused(mode: str, bits: int) -> None:
+    weight = stored(mode, bits)
+    assert weight.checked() is weight
+    changed = [*no_numbers(weight)]
+    assert changed
+    for each in changed:
+        with pytest.raises(ValueError, match="a scale is NaN"):
+            each.checked()
+
+
+@pytest.mark.parametrize(
+    "bits", [bits for mode, bits in FORMATS if mode == "zero_point"]
+)
+def test_zero_points_are_codes(bits: int) -> None:
+    weight = stored("zero_point", bits)
+    middle = mx.full(weight.scales.shape, 2.0 ** (bits - 1))
+    symmetric = replace(weight, biases=middle).checked()
+    assert (symmetric.mode, symmetric.biases) == ("symmetric", None)
+    assert mx.array_equal(symmetric.decoded(), replace(weight, biases=middle).decoded())
+    with pytest.raises(ValueError, match=f"a zero point is {2**bits}"):
+        replace(weight, biases=_changed(middle, 2**bits)).checked()
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale"),
+    [
+        *(("nvfp4", mx.array(value)) for value in (mx.nan, mx.inf)),
+        *(("nvfp4", mx.ones(2)), ("nvfp4", mx.array(1.0, mx.float16))),
+        *((mode, mx.array(1.0)) for mode in ("mxfp4", "affine", "symmetric")),
+    ],
+)
+def test_global_scales_that_no_weight_has(mode: str, scale: mx.array) -> None:
+    weight = stored(mode, 4)
+    with pytest.raises(ValueError, match=r"global_scale|NaN or infinite"):
+        replace(weight, global_scale=scale).checked()
