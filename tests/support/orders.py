@@ -1,6 +1,6 @@
 """In which order a plan promises to add: bits, not tolerances."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 
 import mlx.core as mx
@@ -11,19 +11,35 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import step_k
 from support.drawn_arrays import Native
+from support.oracles import exact
 
 Vector = NDArray[np.float32]
 TRIP = 64
 """Values of k between which nothing but the order of addition rounds."""
+LARGE = {"float16": 2.0**13, "bfloat16": 2.0**16}
+"""Far above small values: while it is in a float32 sum, their last bits are lost."""
 
 
 def trips(problem: Problem) -> Vector:
     """Draws one activation [trips, m] for each trip of the main loop.
 
-    Of a batch, the rows of all products.
+    Of a batch, the rows of all products. In narrow dtypes most are small, and two are
+    large and cancel, so that the result shows which were added between them.
     """
-    size = -(-problem.k // TRIP), problem.batch * problem.m
-    return np.random.default_rng(0).standard_normal(size, np.float32)
+    count = -(-problem.k // TRIP)
+    size = count, problem.batch * problem.m
+    random = np.random.default_rng(0)
+    values = random.standard_normal(size, np.float32)
+    if problem.dtype not in LARGE:
+        return values
+    values /= 16
+    for row, large in zip(
+        values.T, LARGE[problem.dtype] * (1 + values[0]), strict=True
+    ):
+        first, second = random.permutation(count)[:2]
+        row[first], row[second] = large, -large
+    narrow = mx.array(values).astype(getattr(mx, problem.dtype))
+    return np.array(narrow.astype(mx.float32))
 
 
 def one_in_each_trip(problem: Problem) -> mx.array:
@@ -32,17 +48,25 @@ def one_in_each_trip(problem: Problem) -> mx.array:
     x = np.zeros((*values.T.shape, TRIP), np.float32)
     x[..., 0] = values.T
     rows = x.reshape(x.shape[0], -1)[:, : problem.k]
-    return mx.array(rows.reshape(*problem.result_shape[:-1], problem.k))
+    given = mx.array(rows.reshape(*problem.result_shape[:-1], problem.k))
+    return given.astype(getattr(mx, problem.dtype))
 
 
 def ones(problem: Problem) -> Native:
     """Returns a weight of ones: every code is 1, and exact in any kernel."""
     rows = (*problem.result_shape[:-2], problem.n)
+    dtype = getattr(mx, problem.scale_dtype)
     return (
         mx.full((*rows, problem.k // 8), 0x11111111, mx.uint32),
-        mx.ones((*rows, problem.groups)),
-        mx.zeros((*rows, problem.groups)),
+        mx.ones((*rows, problem.groups), dtype),
+        mx.zeros((*rows, problem.groups), dtype),
     )
+
+
+def assert_promised(y: mx.array, plan: Plan) -> None:
+    """Checks the bits of the product of both."""
+    expected = mx.array(promised(plan)).astype(y.dtype)
+    np.testing.assert_array_equal(exact(y), exact(expected))
 
 
 def promised(plan: Plan) -> Vector:
@@ -72,6 +96,15 @@ def promised(plan: Plan) -> Vector:
         rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
         out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
     return out.reshape(problem.result_shape)
+
+
+def check_sum_of_experts(combine: Callable[..., mx.array]) -> None:
+    """Checks the bits of a residual and rows of experts, with scores of 1."""
+    values = np.random.default_rng(0).standard_normal((3, 9, 40), np.float32)
+    rows = mx.array(values[:, :8])
+    total = combine(rows[..., None, :], mx.ones((3, 8)), mx.array(values[:, 8]))
+    added = ascending(values[:, choice] for choice in range(8))
+    np.testing.assert_array_equal(np.array(total), values[:, 8] + added)
 
 
 def ascending(addends: Iterable[Vector]) -> Vector:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mlx_marlin.backends.experts import launch as experts_launch
-from support import cuda_experts
+from support import cuda_experts, orders
 from support.block_kernels import Added, Rotated
 from support.cuda_experts import Choice
 
@@ -14,6 +14,7 @@ ADDED = "rows that are added and normalized"
 CHOSEN = "experts that rows choose, and their sum"
 CHOSEN_FLOAT = "experts that rows of float32 logits choose"
 CHOSEN_SPECIAL = "experts that rows with NaN and zeros of both signs choose"
+ADDED_IN_ORDER = "results of eight experts, added in their order"
 
 
 class ChosenCase:
@@ -64,6 +65,9 @@ BLOCK_CASES = {
         lambda: replace(cuda_experts.ROUTINGS[0], dtype="float32").check(
             experts_launch.route
         )
+    ),
+    ADDED_IN_ORDER: ChosenCase(
+        lambda: orders.check_sum_of_experts(experts_launch.combine)
     ),
     CHOSEN_SPECIAL: ChosenCase(
         lambda: cuda_experts.SPECIAL_ROUTINGS[0].check(experts_launch.route)

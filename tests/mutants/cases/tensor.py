@@ -11,6 +11,7 @@ TENSOR_WHOLE = "tensor, ragged m and n, four simdgroups along k"
 TENSOR_SIDE = "tensor, two simdgroups side by side, packed groups of 32"
 TENSOR_BFLOAT = "tensor, bfloat16, packed codes of 8 bits, slices"
 TENSOR_ONE_ROW = "tensor, one row"
+TENSOR_ORDER = "tensor, exact operands, four simdgroups along k"
 
 
 def tensor(problem: Problem, simdgroups_m: int, simdgroups_k: int) -> Plan:
@@ -42,6 +43,11 @@ TENSOR_CASES = {
                 subtract=True,
             ),
             kernel="gemm_tensor",
+        )
+    ),
+    TENSOR_ORDER: Case(
+        plan=replace(
+            tensor(problem_of(13, 70, 23, 64, "float16", "mlx"), 1, 4), subtract=True
         )
     ),
     TENSOR_ONE_ROW: Case(plan=tensor(problem_of(1, 70, 4, 64, "float16", "mlx"), 1, 2)),

@@ -2,6 +2,7 @@
 
 from mutants.cases.blocks import (
     ADDED,
+    ADDED_IN_ORDER,
     CHOSEN,
     CHOSEN_FLOAT,
     CHOSEN_SPECIAL,
@@ -202,6 +203,15 @@ MUTANTS = (
         "$1 >> 31 ?",
         "($1 & 0x7fffffffu) > 0x7f800000u ? ~0u : $1 >> 31 ?",
         CHOSEN_SPECIAL,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "combine: the last expert is added first",
+        _ROUTING,
+        "combine",
+        "float($1[$2 * N + $3])",
+        "float($1[($2 - 2 * choice + EACH - 1) * N + $3])",
+        ADDED_IN_ORDER,
         Detector.WRONG_RESULT,
     ),
     Mutant(

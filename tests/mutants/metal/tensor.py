@@ -3,6 +3,7 @@
 from mutants.cases.tensor import (
     TENSOR_BFLOAT,
     TENSOR_ONE_ROW,
+    TENSOR_ORDER,
     TENSOR_SIDE,
     TENSOR_WHOLE,
 )
@@ -197,6 +198,15 @@ _STORE = (
         "s * TILE_N",
         TENSOR_WHOLE,
         Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "tensor: partial sums are added in descending order",
+        _GEMM,
+        "partials",
+        "[$1 * ROWS * TILE_N]",
+        "[(SIMDGROUPS_K - $1) * ROWS * TILE_N]",
+        TENSOR_ORDER,
+        Detector.ORDER,
     ),
     Mutant(
         "tensor: no barrier between writing sums and reading them",
