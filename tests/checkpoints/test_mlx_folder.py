@@ -62,6 +62,22 @@ def test_layers_may_have_settings_of_their_own(tmp_path: Path) -> None:
     assert (read["b.weight"].bits, read["b.weight"].group_size) == (8, 32)
 
 
+@pytest.mark.parametrize("divisor", [np.nan, np.inf, 0.0, -1.0])
+def test_divisors_of_compressed_tensors_are_numbers_above_0(
+    divisor: float, tmp_path: Path
+) -> None:
+    arrays = {
+        "a.weight_packed": mx.zeros((32, 64), mx.uint8),
+        "a.weight_scale": mx.ones((32, 8), mx.uint8),
+        "a.weight_global_scale": mx.array([divisor]),
+    }
+    format = "nvfp4-pack-quantized"
+    settings = {"quant_method": "compressed-tensors", "format": format}
+    path = saved(tmp_path, arrays, {"quantization_config": settings})
+    with pytest.raises(ValueError, match=r"a\.weight.*(NaN or infinite|above 0)"):
+        dict(read_checkpoint(path))
+
+
 def test_tensors_are_not_read_before_they_are_asked_for(tmp_path: Path) -> None:
     w = mx.random.normal((32, 128), key=mx.random.key(0)).astype(mx.float16)
     path = saved(tmp_path, {"a.weight": w}, {})

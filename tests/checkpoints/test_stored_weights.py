@@ -1,12 +1,15 @@
 """What every format of a checkpoint's weight refuses, and what it means."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.stored_weight import TILES, StoredWeight
 from mlx_marlin.weights.formats import FORMATS, format_of
 from support import format_cases
 
@@ -57,6 +60,21 @@ def test_numbers_that_are_none_are_refused(mode: str, bits: int) -> None:
     for each in changed:
         with pytest.raises(ValueError, match="a scale is NaN"):
             each.checked()
+
+
+@pytest.mark.parametrize(("mode", "bits"), FORMATS)
+def test_packed_layers_of_a_folder_are_checked(mode: str, bits: int) -> None:
+    record = {"layout": TILES, "mode": mode}
+    for weight, is_right in (
+        (stored(mode, bits), True),
+        (next(no_numbers(stored(mode, bits))), False),
+    ):
+        packed = weight.packed()
+        record |= {name: getattr(packed, name) for name in marlin_folder.SIZES}
+        arrays = {"a.words": packed.words, "a.quantizers": packed.scales}
+        folder = SimpleNamespace(arrays=arrays, read=arrays.__getitem__)
+        with nullcontext() if is_right else pytest.raises(ValueError, match="is NaN"):
+            marlin_folder.read(folder, "a", record)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 import tensor_times
 from mlx_marlin.backends import devices, planner
+from mlx_marlin.backends.metal import tensor_gates
 from mlx_marlin.backends.metal.cost import predict
 from mlx_marlin.backends.metal.cost.tensor import REGISTERS
 from mlx_marlin.backends.metal.device import Device
@@ -72,6 +73,8 @@ def plans(problem: Problem, device: Device) -> set[str]:
         (M5_MAX, 11, 2048, 7872, True),
         (M5_MAX, 12, 2048, 1024, True),
         (M5_MAX, 16, 2016, 4096, False),
+        (M5_MAX, 16, 2047, 4096, False),
+        (replace(M5_MAX, tier="ultra"), 6, 17408, 5120, True),
         (Device.named("M4 Max"), 16, 17408, 5120, False),
         (replace(M5_MAX, has_tensor_system=False), 16, 17408, 5120, False),
         (replace(M5_MAX, arch="applegpu_g17p"), 16, 17408, 5120, False),
@@ -83,6 +86,13 @@ def test_the_kernel_is_compared_where_published_gains_held(
     device: Device, m: int, n: int, k: int, compared: bool
 ) -> None:
     assert ("gemm_tensor" in plans(problem_of(m, n, k), device)) == compared
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 1024, 4096), (8, 4096, 2048)])
+def test_the_weights_of_a_batch_count_together(m: int, n: int, k: int) -> None:
+    for batch, compared in ((1, False), (2, True)):
+        problem = problem_of(m, n, k, batch=batch)
+        assert tensor_gates.is_candidate(problem, M5_MAX) == compared
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ K, N, EXPERTS = 128, 64, 3
 class Call:
     """Everything that calls may differ in.
 
-    Among it is what makes a call wrong: words of another dtype, scales of too few rows,
-    and a group size that is not that of the scales.
+    Among it is what makes a call wrong: words of another dtype, too few rows of one
+    array, and a group size that is not that of the scales.
     """
 
     x: tuple[int, ...] = (2,)
@@ -38,7 +38,7 @@ class Call:
     group_size: int = 64
     stated_group_size: int | None = None
     words: mx.Dtype = mx.uint32
-    rows_of_scales: int | None = None
+    too_short: str = ""
     scales: mx.Dtype = mx.float16
     biases: mx.Dtype | None = mx.float16
     global_scale: mx.array | None = None
@@ -68,12 +68,18 @@ class Call:
     @property
     def native(self) -> list[mx.array]:
         """Codes, scales and, if the mode has them, biases."""
-        shape = (*self.batch, self.n)
-        words = mx.zeros((*shape, self.k * self.bits // 32), self.words)
-        rows = self.rows_of_scales or self.n
-        groups = (*self.batch, rows, self.k // self.group_size)
-        dtypes = (self.scales, self.biases)
-        return [words, *(mx.zeros(groups, each) for each in dtypes if each is not None)]
+        codes, groups = self.k * self.bits // 32, self.k // self.group_size
+        kinds = {
+            "words": (codes, self.words),
+            "scales": (groups, self.scales),
+            "biases": (groups, self.biases),
+        }
+        rows = {name: 8 if name == self.too_short else self.n for name in kinds}
+        return [
+            mx.zeros((*self.batch, rows[name], columns), dtype)
+            for name, (columns, dtype) in kinds.items()
+            if dtype is not None
+        ]
 
     @property
     def packed(self) -> PackedWeight:
@@ -189,7 +195,8 @@ OF_ALL: list[Change] = [
 ]
 OF_NATIVE: list[Change] = [
     *(*OF_ALL, {"biases": mx.bfloat16}, {"scales": mx.bfloat16}),
-    *({"words": mx.int32}, {"rows_of_scales": 8}, {"stated_group_size": 32}),
+    *({"words": mx.int32}, {"stated_group_size": 32}),
+    *({"too_short": name} for name in ("words", "scales", "biases")),
 ]
 OF_PACKED: list[Change] = [*OF_ALL, {"mode": "zero_point"}]
 SQUARE: Change = {"n": K, "k": K, "transpose": False}
@@ -235,6 +242,11 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
         ],
     ),
     ("experts", LAYERS["gather_packed"], replace(SEVERAL, n=K), [SQUARE]),
+    (
+        *("experts", LAYERS["gather_packed"]),
+        replace(SEVERAL, rows_of_pairs=mx.uint32),
+        [{"rows_of_pairs": mx.float32}],
+    ),
     (
         *("gated", LAYERS["gather_gated"], SEVERAL),
         [*OF_EXPERTS, {"pairs": (4,)}, {"gate": "swiglu_oai"}],
