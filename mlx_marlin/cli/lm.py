@@ -112,8 +112,13 @@ def run(args: argparse.Namespace) -> int:
 
     from mlx_marlin.integrations.auto import hook  # here, because it takes seconds
 
-    hook.install(options)
+    hook.install(options, _tell)
     return _called(module, args.arguments)
+
+
+def _tell(line: str) -> None:
+    # Not among the text that a model generates.
+    print(f"mlx-marlin: {line}", file=sys.stderr)
 
 
 def _called(module: str, arguments: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ from mlx_lm.models import llama
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
+import mlx_marlin
 from mlx_marlin import optimize, restore
 from mlx_marlin.integrations.mlx_lm.checkpoints import loading
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
@@ -261,6 +262,38 @@ def test_saved_and_loaded_models_have_the_same_bits(tmp_path: Path, name: str) -
     assert (tmp_path / "saved" / "tokenizer.json").exists()
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {"source", "saved"}
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_joined_layers_are_saved_apart(tmp_path: Path, layout: str) -> None:
+    arrays, settings, options = FORMATS["awq"]
+    write_llama(tmp_path / "source", arrays, settings, **options)
+    if layout == "mlx":
+        [*convert(open_source(tmp_path / "source"), tmp_path / "mlx", layout="mlx")]
+    folder = tmp_path / {"mlx": "mlx", "marlin": "source"}[layout]
+    apart, model = (load_model(open_source(folder)) for _ in range(2))
+    mlx_marlin.optimize(apart, layout=layout)
+    mlx_marlin.optimize(model, layout=layout, join=True)
+    assert any("joined" in name for name, _ in tree_flatten(model.parameters()))
+
+    for each, name in ((apart, "apart"), (model, "joined")):
+        save(tmp_path / name, each, Tokenizer())
+
+    expected, found = (
+        mx.load(str(tmp_path / name / "model.safetensors"))
+        for name in ("apart", "joined")
+    )
+    assert {*found} == {*expected}
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+    written = [
+        json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("apart", "joined")
+    ]
+    assert written[0] == written[1]
+    again, apart = (
+        load_model(open_source(tmp_path / name)) for name in ("joined", "apart")
+    )
+    assert mx.array_equal(again(TOKENS), apart(TOKENS))
 
 
 def test_a_model_without_packed_layers_is_saved_for_mlx_lm(tmp_path: Path) -> None:

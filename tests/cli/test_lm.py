@@ -70,7 +70,16 @@ def test_the_text_is_that_of_mlx_lm(
 
     assert main(["lm", "--layout", "marlin", "--join", "generate", *words]) == 0
 
-    assert capsys.readouterr().out == expected != ""
+    said = capsys.readouterr()
+    assert said.out == expected != ""
+    (line,) = [each for each in said.err.splitlines() if "mlx-marlin" in each]
+    name = "stock" if emulator.unavailable() else "emulator"
+    served = "stock MLX" if name == "stock" else "ours"
+    # of 4 layers with 4 products each, since some are joined, and the head
+    assert line == (
+        f"mlx-marlin: quantized: 17 of 17 quantized products are converted; rows=1 "
+        f"served by {served} 17 (back end {name})"
+    )
     (layer,) = {type(m) for m in models[0][0].modules() if isinstance(m, MarlinLinear)}
     assert layer is MarlinLinear
     assert "joined" in models[0][0].layers[0].self_attn.q_proj

@@ -116,6 +116,7 @@ def test_streams_have_the_text_of_mlx_lms_server(tmp_path: Path) -> None:
             assert "Invalid JSON" in json.load(answer)["error"]
             assert text(port, PROMPTS[0]) == expected[0]
         served = ours.read_text()
+        assert served.count("mlx-marlin: quantized: ") == 1
         assert backend == "stock" or "gemv" in served or "gemm_register" in served
 
     assert all(expected)

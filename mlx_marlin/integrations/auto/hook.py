@@ -18,6 +18,7 @@ from mlx_marlin.checkpoints.folder import read_json
 from mlx_marlin.integrations.auto import settings
 from mlx_marlin.integrations.mlx_lm.checkpoints import loading
 from mlx_marlin.integrations.mlx_lm.optimize import optimize
+from mlx_marlin.integrations.mlx_lm.report.model_report import report
 from mlx_marlin.integrations.mlx_lm.versions import describe
 from mlx_marlin.integrations.mlx_lm.warn_once import warn_once
 
@@ -51,9 +52,13 @@ READS_STOCK = (
 _ORIGINAL = "_mlx_marlin_original"
 """Attribute of our functions: the one of mlx-lm that it calls."""
 _overrides: dict[str, Any] = {}
+_listeners: list[Callable[[str], None]] = []
 
 
-def install(options: Mapping[str, Any] | None = None) -> bool:
+def install(
+    options: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> bool:
     """Converts all models that mlx-lm and mlx-vlm load from now on.
 
     mlx-vlm's function is replaced when mlx-vlm is imported, which this does not do.
@@ -61,6 +66,7 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
 
     Args:
         options: Options of `optimize` that win over those of the environment.
+        tell: Gets a line about each model that is converted: who serves its layers.
 
     Returns:
         Whether models of mlx-lm are converted. If its functions have changed they are
@@ -79,6 +85,7 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
         ) from error
     _overrides.clear()
     _overrides.update(options or {})
+    _listeners[:] = [] if tell is None else [tell]
     if VLM in sys.modules:
         _wrap(sys.modules[VLM])
     elif _on_import not in sys.meta_path:
@@ -189,7 +196,7 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         options = {**settings.from_environment(), **_overrides}
         own = _imported(given, signature) if "model_config" in given else None
         result = own or original(*args, **kwargs)
-        _convert(result, options)
+        _convert(result, options, Path(given["model_path"]).name)
         return result
 
     setattr(load_model, _ORIGINAL, original)
@@ -246,7 +253,7 @@ def _is_of_mlx(path: Path) -> bool:
     return "quantization" in config and "mlx_marlin" not in config
 
 
-def _convert(result: Any, options: Mapping[str, Any]) -> None:
+def _convert(result: Any, options: Mapping[str, Any], name: str) -> None:
     """Converts a loaded model in place. If that fails, it stays as it is."""
     model = result[0] if isinstance(result, tuple) and result else result
     try:
@@ -256,6 +263,9 @@ def _convert(result: Any, options: Mapping[str, Any]) -> None:
             f"not converted: {error}",
             f"a model is not converted, stock MLX serves it: {error}",
         )
+        return
+    for tell in _listeners:
+        tell(f"{name}: {report(model, (1,)).summary()}")
 
 
 def _is_for_stock(frame: FrameType | None) -> bool:

@@ -1,6 +1,8 @@
 """Saves a model with packed layers, which mlx-lm cannot save."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.integrations.mlx_lm.stock_layers import stock_layers
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.joined import MarlinPart, separate
 from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.layers.reordered import ReorderedLinear
 
@@ -30,8 +33,9 @@ def keep_config(model: nn.Module, config: dict[str, Any]) -> None:
 def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
     """Saves a model of mlx-lm's and its tokenizer as a folder that `load` reads.
 
-    Packed layers keep their bits. A model without packed layers can be read by
-    `mlx_lm.load` too. The folder appears when it is complete.
+    Packed layers keep their bits, and joined ones are written as separate layers. A
+    model without packed layers can be read by `mlx_lm.load` too. The folder appears
+    when it is complete.
 
     Args:
         path: The folder to make; it must not exist.
@@ -40,22 +44,19 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
 
     Raises:
         OSError: If a file cannot be written.
-        ValueError: If the folder exists, or the model has joined layers, adapters, or
-            parts of layers that other machines share.
+        ValueError: If the folder exists, or the model has adapters, or parts of layers
+            that other machines share.
     """
     path = Path(path)
     _check_layers(model)
     records = _records(model)
-    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    reordered = _reordered(model)
-    arrays = {_stored_name(name, reordered): a for name, a in parameters.items()}
-    for layer in records.marlin:
-        if (scale := f"{layer}.{GLOBAL_SCALE}") in arrays:
-            arrays[scale] = arrays[scale][:1]
+    arrays = _arrays(model)
     with new_folder(path) as folder:
         with Shards(folder, [*arrays], {"format": "mlx"}) as shards:
             for name, array in arrays.items():
-                shards.add(name, array)
+                layer, _, own = name.rpartition(".")
+                is_scale = own == GLOBAL_SCALE and layer in records.marlin
+                shards.add(name, array()[:1] if is_scale else array())
         write_config(_config(model) | _end_tokens(tokenizer), records, folder)
         tokenizer.save_pretrained(str(folder))
 
@@ -87,24 +88,48 @@ def _records(model: nn.Module) -> Records:
                 f"{name} is a layer of MLX with columns in another order than x "
                 f"(act-order), which no checkpoint can hold"
             )
-        if isinstance(layer, GuardedParameters):
-            stored = layer.stored()
-            packed = layer.packed
-            if stored is not None and packed is None:
-                raise ValueError(
-                    f"{name} is {stored}: call mlx_marlin.restore(model) before saving"
-                )
-            if packed is not None:
-                records.marlin[
-                    _stored_name(f"{name}.words", reordered)[: -len(".words")]
-                ] = record_of(packed)
-                continue
-        if hasattr(layer, "bits") and "scales" in layer:
+        whole = layer.shared.layer if isinstance(layer, MarlinPart) else layer
+        packed = whole.packed if isinstance(whole, GuardedParameters) else None
+        if packed is not None:
+            stored = _stored_name(f"{name}.words", reordered).removesuffix(".words")
+            records.marlin[stored] = record_of(packed)
+            if isinstance(layer, MarlinPart):
+                records.marlin[stored]["n"] = layer.shared.sizes[layer.index]
+        elif hasattr(layer, "bits") and "scales" in whole:
             format = {"group_size": layer.group_size, "bits": layer.bits}
             records.mlx[name] = {**format, "mode": layer.mode}
             if GLOBAL_SCALE in layer:
                 records.mlx[name][GLOBAL_SCALE] = True
     return records
+
+
+def _arrays(model: nn.Module) -> dict[str, Callable[[], mx.array]]:
+    """Returns the arrays of a checkpoint by their names.
+
+    Those of joined layers are separated when they are written, one group at a time.
+    """
+    separated = lru_cache(maxsize=1)(separate)
+    parts = {n: m for n, m in model.named_modules() if isinstance(m, MarlinPart)}
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    reordered = _reordered(model)
+    found: dict[str, Callable[[], mx.array]] = {
+        _stored_name(name, reordered): partial(_itself, array)
+        for name, array in parameters.items()
+        if name.rpartition(".")[0].removesuffix(".joined") not in parts
+    }
+    for name, part in sorted(parts.items(), key=lambda each: id(each[1].shared)):
+        for own in part.shared.layer:
+            found[f"{name}.{own}"] = partial(_own_rows, separated, part, own)
+    return found
+
+
+def _itself(array: mx.array) -> mx.array:
+    return array
+
+
+def _own_rows(separated: Any, part: MarlinPart, name: str) -> mx.array:
+    array: mx.array = separated(part.shared)[part.index][name]
+    return array
 
 
 def _reordered(model: nn.Module) -> set[str]:

@@ -1,5 +1,6 @@
 """`report`: who serves each layer of a model, how long it takes, and why not us."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -54,6 +55,20 @@ class Report:
         """Returns the report as a table; every time says where it comes from."""
         rows = [(layer.group, layer.decisions) for layer in self.layers]
         return table.text(self.target, self.backend, rows)
+
+    def summary(self) -> str:
+        """Returns in a line who serves how many products, with few rows."""
+        quantized = [layer for layer in self.layers if layer.decisions]
+        served: Counter[str] = Counter()
+        for layer in quantized:
+            served[layer.decisions[0].served_by] += layer.group.count
+        converted = [each for each in quantized if each.group.product.is_converted]
+        by = (f"{table.SERVERS[name]} {count}" for name, count in served.items())
+        return (
+            f"{sum(each.group.count for each in converted)} of {served.total()} "
+            f"quantized products are converted; rows={self.rows[0]} served by "
+            f"{', '.join(by)} (back end {self.backend})"
+        )
 
     def document(self) -> dict[str, Any]:
         """Returns the report as values that `json.dumps` accepts."""
