@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import main
-from mlx_marlin.cli.pictures import busy_cores, charts, roofline, staircase
+from mlx_marlin.cli.pictures import busy_cores, charts, plots, roofline, staircase
 from mlx_marlin.cli.pictures.charts import LEAST, MOST, Axis, Mark
 from mlx_marlin.cli.pictures.staircase import Sample
 from mlx_marlin.cli.pictures.text import schedule
 from mlx_marlin.cli.profile import times
+from mlx_marlin.cli.render import page, svg
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.profiling.roofline import Point, Roofline
@@ -330,3 +331,76 @@ def test_without_matplotlib_the_remedy_is_named(
     assert main([*command.split(), "--plot", str(tmp_path / "a.svg")]) == 2
     assert "--plot draws with matplotlib: pip install" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def chart_of(names: list[str]) -> charts.Chart:
+    """Returns a chart with a series for each name."""
+    samples = [sample(rows, 1.0, name=name) for rows in (1, 8) for name in names]
+    found = staircase.chart("times", samples)
+    assert found is not None
+    return found
+
+
+def test_no_two_series_look_alike() -> None:
+    found = chart_of([f"arm {index}" for index in range(32)])
+
+    figure = plots._figure([found])
+    drawn = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}
+    assert len(drawn) == 32
+    text = str(svg.figures([found]))
+    groups = re.findall(r'<g class="series (color\d)[^"]*">(.*?)</g>', text, re.DOTALL)
+    shapes = {(color, shape_of(marks)) for color, marks in groups}
+    assert len(shapes) == 32
+
+
+def shape_of(marks: str) -> str:
+    """Returns the first marker of a sample of a legend, or of a series."""
+    points = re.search(r'<polygon points="([^"]*)"|<circle', marks)
+    assert points is not None
+    return (
+        "circle" if points[1] is None else str(len(points[1].split())) + turn(points[1])
+    )
+
+
+def turn(points: str) -> str:
+    """Returns the direction of a polygon's first corner from its centre."""
+    corners = [tuple(map(float, each.split(","))) for each in points.split()]
+    x, y = (sum(axis) / len(corners) for axis in zip(*corners, strict=True))
+    return f"{math.degrees(math.atan2(corners[0][1] - y, corners[0][0] - x)):.0f}"
+
+
+def test_a_page_has_the_colours_of_pictures() -> None:
+    light = re.search(
+        r":root \{(.*?)\}", (page.FOLDER / "page.css").read_text(), re.DOTALL
+    )
+    assert light is not None
+
+    found = re.findall(r"--color(\d): (#\w+)", light[1])
+
+    assert [int(index) for index, _ in found] == [*range(len(charts.COLORS))]
+    assert [color.upper() for _, color in found] == [*charts.COLORS]
+
+
+@pytest.mark.parametrize(("count", "wide"), [(1, [0]), (2, []), (3, [2]), (4, [])])
+def test_a_chart_alone_in_its_line_takes_all_of_it(count: int, wide: list[int]) -> None:
+    text = str(svg.figures([chart_of([f"arm {index}"]) for index in range(count)]))
+
+    figures = text.split("<figure")[1:]
+    assert [
+        i for i, each in enumerate(figures) if each.startswith(' class="wide"')
+    ] == wide
+    for index, each in enumerate(figures):
+        width = re.search(r'viewBox="0 0 (\d+)', each)
+        assert width is not None
+        lines = re.findall(r'x2="([\d.]+)"', each)
+        assert float(width[1]) == (svg.WIDE if index in wide else svg.WIDTH)
+        assert max(map(float, lines)) == float(width[1]) - svg.RIGHT
+
+
+@pytest.mark.parametrize(("length", "columns"), [(10, 2), (36, 2), (60, 1)])
+def test_a_legend_has_two_columns_if_they_fit(length: int, columns: int) -> None:
+    found = chart_of([f"{index}" * length for index in range(5)])
+
+    legend = plots._figure([found]).axes[0].get_legend()
+
+    assert legend._ncols == columns

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from types import NoneType
@@ -321,6 +322,35 @@ def test_times_are_compared_with_stock_of_the_same_clock_and_source() -> None:
         if row["arm"] == "mx.quantized_matmul":
             row.update(source="predicted", method="cost model")
     assert Checker(page_of(data)).cells["x stock"][0] == tables.MISSING
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"), [([], "mlx-marlin bench"), (1, "make mac")]
+)
+def test_the_subtitle_names_what_made_the_file(stages: Any, said: str) -> None:
+    data = result()
+    if not stages:
+        data["stages"] = []
+
+    assert f'<p class="subtitle">{said}, 2026-11-24</p>' in page_of(data)
+
+
+def test_rows_name_their_plans() -> None:
+    """Two plans of one kernel and arm can be told apart."""
+    data = profiles()
+    for row in data["profiles"]:
+        if row["plan"]:
+            assert row["plan"] in page_of(data)
+    data = result()
+    plan = planner.choose(Problem(m=8, n=4096, k=4096), devices.named("M3 Max"))
+    for row, loaders in zip(data["products"][:2], (0, 2), strict=True):
+        row["plan"] = asdict(plan) | {"buffers": 3, "loaders": loaders}
+    text = page_of(data)
+    sizes = "x".join(map(str, (plan.tile.m, plan.tile.n, plan.tile.k)))
+    assert f"{plan.kernel} {sizes}, " in text
+    assert text.count("3 buffers, ") == 2
+    assert text.count("3 buffers, 2 loaders, ") == 1
+    assert f"{plan.strategy}, {plan.num_threadgroups} threadgroups" in text
 
 
 def test_columns_with_one_text_are_a_line_above_the_table() -> None:

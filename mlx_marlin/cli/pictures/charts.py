@@ -7,6 +7,21 @@ from typing import Literal
 
 Style = Literal["points", "line", "area", "roof"]
 
+COLORS = (
+    "#0077BB",
+    "#EE7733",
+    "#009988",
+    "#CC3311",
+    "#AA3377",
+    "#997700",
+    "#33BBEE",
+    "#555555",
+)
+"""Colours of series, repeated in order: Paul Tol's vibrant scheme and others,
+distinguishable with colour blindness. The style sheet of pages has them too, and
+brighter ones for dark pages."""
+MARKERS = 8
+"""Number of shapes of markers."""
 LEAST, MOST = 1e-9, 1e9
 """Range of the values that can be drawn; no figure of a device is outside of it."""
 MOST_DECADES = 3
@@ -75,6 +90,11 @@ class Series:
     style: Style
     is_measured: bool = False
     color: int = 0
+
+    @property
+    def marker(self) -> int:
+        """Index of the shape of markers: other series of the colour have another."""
+        return (self.color + self.color // len(COLORS)) % MARKERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

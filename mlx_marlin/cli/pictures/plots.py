@@ -5,26 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.pictures.charts import Axis, Chart, Series, tick_label
+from mlx_marlin.cli.pictures.charts import COLORS, Axis, Chart, Series, tick_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = (
-    "#0077BB",
-    "#EE7733",
-    "#009988",
-    "#CC3311",
-    "#AA3377",
-    "#997700",
-    "#33BBEE",
-    "#555555",
-)
-"""Colours of series, repeated in order: Paul Tol's vibrant scheme and others,
-distinguishable with colour blindness."""
 MARKERS = "osD^vPXh"
-"""Markers, in the order of the colours."""
+"""Markers, in the order of `Series.marker`."""
 DENSE = 32
 """Points of a series from which its markers are small."""
 ROOFS = ("black", "#777777")
@@ -38,6 +26,8 @@ ABOVE, BELOW = 0.35, 0.45
 """Space for the title, and for ticks and their label."""
 LEGEND, BETWEEN = 0.19, 0.2
 """Height of a line of a legend, and space after a chart."""
+LEGEND_WIDTH = 104
+"""Characters of names that fit side by side in a legend of two columns."""
 
 
 def save(path: Path, option: str, charts: Sequence[Chart]) -> None:
@@ -79,8 +69,17 @@ def _figure(charts: Sequence[Chart]) -> "Figure":
 
 def _height(chart: Chart) -> float:
     """Returns the height of a chart with its texts."""
-    legend = LEGEND * len(chart.series) if _has_legend(chart) else 0
+    lines = -(-len(chart.series) // _legend_columns(chart))
+    legend = LEGEND * lines if _has_legend(chart) else 0
     return ABOVE + _axes_height(chart) + BELOW + legend + BETWEEN
+
+
+def _legend_columns(chart: Chart) -> int:
+    """Returns 2 if the names of both halves of the series fit side by side, else 1."""
+    lengths = [len(series.name) for series in chart.series]
+    half = -(-len(lengths) // 2)
+    left, right = lengths[:half], lengths[half:]
+    return 2 if right and max(left) + max(right) <= LEGEND_WIDTH else 1
 
 
 def _axes_height(chart: Chart) -> float:
@@ -103,6 +102,7 @@ def _draw(axes: "Axes", chart: Chart) -> None:
             fontsize=8,
             frameon=False,
             borderaxespad=0,
+            ncols=_legend_columns(chart),
         )
 
 
@@ -137,7 +137,7 @@ def _draw_series(axes: "Axes", series: Series) -> None:
         return
     line: dict[str, Any] = {"color": color, "lw": 1.4}
     marker: dict[str, Any] = {
-        "marker": MARKERS[series.color % len(MARKERS)],
+        "marker": MARKERS[series.marker],
         "ms": 5.5 if len(xs) < DENSE else 3,
         "mfc": color if series.is_measured else "white",
         "mec": color,

@@ -81,7 +81,7 @@ def _content(page: Page) -> Iterable[Markup]:
     yield _notice({source for table in page.tables for source in table.sources})
     yield _facts(page.facts)
     if page.charts:
-        yield element("div", *map(svg.figure, page.charts), class_="figures")
+        yield svg.figures(page.charts)
     yield from map(tables.section, page.tables)
     if page.notes:
         notes = element("ul", *(element("li", note) for note in page.notes))

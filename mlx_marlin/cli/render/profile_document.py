@@ -29,7 +29,7 @@ HEADS = (
         "% of roof",
         "bottleneck",
     ),
-    *("simdgroups", "low occupancy"),
+    *("simdgroups", "low occupancy", "plan"),
 )
 SKIPPED = ("rows", "k→n", "format", "dtype", "layout", "kernel", "reason")
 
@@ -208,6 +208,7 @@ def _row(profile: Fields) -> list[Cell]:
         else text_cell(profile.text("bottleneck")),
         number_cell(occupancy.number("resident")),
         text_cell(occupancy.text("limit") if occupancy.text("low") else ""),
+        text_cell(profile.text("plan")),
     ]
 
 

@@ -29,6 +29,7 @@ MEASURED = "wall time"
 PRODUCTS = (
     *("rows", "k→n", "format", "dtype", "layout", "arm", "clock", "times", "ms"),
     *("range, ms", "x stock", "samples", "drift, %", "method", "stock MLX would serve"),
+    "plan",
 )
 GENERATION = (
     *("model", "arm", "streams", "prompt tokens", "new tokens", "times"),
@@ -82,7 +83,7 @@ def page(data: Mapping[str, Any], origin: str) -> Page:
     machine, products = document.fields("machine"), document.rows("products")
     return Page(
         title=f"Results on {machine.text('chip') or 'an unnamed device'}",
-        subtitle=f"mlx-marlin bench, {document.text('date') or 'without a date'}",
+        subtitle=f"{_command(document)}, {document.text('date') or 'without a date'}",
         facts=[*_facts(machine)],
         charts=_charts(products),
         tables=[
@@ -94,6 +95,11 @@ def page(data: Mapping[str, Any], origin: str) -> Page:
         notes=[*filter(None, document.texts("notes"))],
         origin=origin,
     )
+
+
+def _command(document: Fields) -> str:
+    """Returns what made a document: only `make mac` has stages."""
+    return "make mac" if document.rows("stages") else "mlx-marlin bench"
 
 
 def _facts(machine: Fields) -> Iterator[tuple[str, str]]:
@@ -178,7 +184,29 @@ def _product(row: Fields, stock: float | None) -> list[Cell]:
         number_cell(None if drift is None else 100 * drift, 2),
         text_cell(row.text("method")),
         text_cell(row.text("handover")),
+        text_cell(_plan(row.fields("plan"))),
     ]
+
+
+def _plan(plan: Fields) -> str:
+    """Returns a plan's kernel, sizes and division of the work, as far as known."""
+    tile, work = plan.fields("tile"), plan.fields("work")
+    sizes = "x".join(str(tile.integer(name)) for name in "mnk" if tile.integer(name))
+    along = [plan.integer(f"simdgroups_{name}") for name in "mnk"]
+    simdgroups = "x".join(str(count) for count in along if count)
+    parts = [
+        " ".join(filter(None, (plan.text("kernel"), sizes))),
+        f"{simdgroups} simdgroups" if simdgroups else "",
+        *(
+            f"{count} {name}"
+            for name in ("buffers", "loaders")
+            if (count := plan.integer(name))
+        ),
+        work.text("strategy"),
+        f"{count} threadgroups" if (count := work.integer("threadgroups")) else "",
+        f"{count} slices" if (count := work.integer("slices") or 0) > 1 else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _generation(rows: Sequence[Fields]) -> Table:
