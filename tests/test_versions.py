@@ -35,14 +35,15 @@ def test_the_lower_bound_is_a_tested_version(distribution: str) -> None:
     assert {*bounds} == {TESTED[distribution][-1]}
 
 
-def test_the_readme_names_the_tested_versions() -> None:
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    mlx, mlx_lm = TESTED["mlx"], TESTED["mlx-lm"]
+@pytest.mark.parametrize("page", ["README.md", "docs/installation.md"])
+def test_pages_name_the_tested_versions_and_the_minimum(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    mlx, (*others, mlx_lm) = TESTED["mlx"][-1], TESTED["mlx-lm"]
 
     assert (
-        f"Tested with MLX {' and '.join(mlx)} and mlx-lm {' and '.join(mlx_lm)}."
-        in readme
-    )
+        f"Tested with MLX {mlx} and mlx-lm {mlx_lm}, which are the minimum; `optimize` "
+        f"also with mlx-lm {' and '.join(others)}, which the extra `lm` does not"
+    ) in text
 
 
 def test_a_description_names_the_installed_and_the_tested_versions() -> None:
