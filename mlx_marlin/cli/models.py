@@ -1,6 +1,5 @@
-"""Arguments that several commands share: mlx-lm models, shapes, numbers of rows."""
+"""Arguments that several commands share: mlx-lm models, numbers of rows."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,6 @@ from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
     from mlx_marlin.tuning.tuner import Clock
-
-SHAPE = re.compile(r"(?:(\d{1,10})[x,])?(\d{1,10})[x,](\d{1,10})")
-"""MxNxK or M,N,K; NxK or N,K for several M."""
 
 
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
@@ -63,33 +59,6 @@ def check(name: str) -> None:
     is_remote = check_name(name)
     where = "from the Hugging Face Hub, it is not on this machine" if is_remote else ""
     terminal.print_note(f"loading {name} {where}".rstrip())
-
-
-def shape(text: str) -> tuple[int | None, int, int] | None:
-    """Returns m, if it is given, n and k of a shape, or None if it is not a shape."""
-    found = SHAPE.fullmatch(text)
-    if found is None:
-        return None
-    m, n, k = found.groups()
-    return (int(m) if m else None), int(n), int(k)
-
-
-def product(text: str, option: str = "") -> tuple[int, int, int]:
-    """Returns m, n and k of a shape.
-
-    Args:
-        text: The shape, such as "8x4096x4096" or "8,4096,4096".
-        option: The option that has it, for messages.
-
-    Raises:
-        ValueError: If it is not a shape with m.
-    """
-    found = shape(text)
-    if found is None or found[0] is None:
-        where = f"{option} {text!r}".strip()
-        raise ValueError(f"{where}, expected MxNxK such as 8x4096x4096")
-    m, n, k = found
-    return m, n, k
 
 
 def rows(text: str, option: str = "--rows") -> list[int]:

@@ -11,7 +11,7 @@ from mlx_marlin import regular_files
 from mlx_marlin.backends import selection
 from mlx_marlin.benchmarking import machine, products, result_file, shapes
 from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.cli import json_output, models, progress
+from mlx_marlin.cli import json_output, models, product_shapes, progress
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -201,7 +201,7 @@ def _shapes(
     args: argparse.Namespace, is_on_gpu: bool
 ) -> Iterator[tuple[int | None, int, int]]:
     for target in args.targets:
-        shape = models.shape(target)
+        shape = product_shapes.shape(target)
         if shape is None:
             raise ValueError(
                 f"{target!r} is not a shape such as 8x4096x11008; a model is --model"

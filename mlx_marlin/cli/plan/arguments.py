@@ -3,7 +3,7 @@
 import argparse
 
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.cli import models
+from mlx_marlin.cli import product_shapes
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.overrides import PlanOverrides
@@ -86,7 +86,7 @@ def problem(args: argparse.Namespace) -> Problem:
     Raises:
         ValueError: If it is not supported.
     """
-    m, n, k = models.product("x".join(args.shape))
+    m, n, k = product_shapes.product("x".join(args.shape))
     return problem_of(
         m,
         n,

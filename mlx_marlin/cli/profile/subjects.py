@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mlx_marlin.backends import planner, registry, selection, tuned_results
-from mlx_marlin.cli import models
+from mlx_marlin.cli import models, product_shapes
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
@@ -94,7 +94,7 @@ def _problems(args: argparse.Namespace, device: PlanningDevice) -> list[Problem]
 
 
 def _single_problem(args: argparse.Namespace, device: PlanningDevice) -> Problem:
-    sizes = models.product(args.single_config, "--single-config")
+    sizes = product_shapes.product(args.single_config, "--single-config")
     mode, group_size = args.mode or SINGLE_MODE, args.group_size
     if group_size is None and (mode == "affine" or mode not in MODE_DEFAULTS):
         group_size = SINGLE_GROUP

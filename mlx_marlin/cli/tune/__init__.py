@@ -12,7 +12,7 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import models, progress
+from mlx_marlin.cli import models, product_shapes, progress
 from mlx_marlin.cli.tune import folders, model, report
 from mlx_marlin.integrations.tuned_models import lookup, results
 from mlx_marlin.planning.choice import aligned
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_names(args: argparse.Namespace) -> list[str]:
-    names = (each for each in args.targets if models.shape(each) is None)
+    names = (each for each in args.targets if product_shapes.shape(each) is None)
     return [*dict.fromkeys(names)]
 
 
@@ -153,7 +153,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     rows = models.rows(args.rows) if args.rows else None
     found: list[Problem] = []
     for target in args.targets:
-        shape = models.shape(target)
+        shape = product_shapes.shape(target)
         if shape is None:
             found += layers.with_rows(_model_problems(target, args), rows or ROWS)
             continue
