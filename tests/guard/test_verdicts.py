@@ -4,7 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,11 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, emulator, guard, state
-from mlx_marlin.backends import planner, source
+from mlx_marlin.backends import planner, registry, source
 from mlx_marlin.guard import known_answers, verdicts
+from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
+from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.guard_faults import Fault
 from support.guarded_calls import DEVICE, K, N, collected, new_process, operands
 
@@ -138,28 +143,84 @@ def test_where_nothing_can_be_written_each_process_checks(
         new_process()
 
 
-def test_another_kernel_text_has_no_verdict_yet(
-    guarded: Path, monkeypatch: pytest.MonkeyPatch
+TEXT = source.Source(
+    name="n", input_names=("x",), output_names=("z",), header="", source=""
+)
+VARIANT = guard.KernelVariant(
+    source=TEXT, template=(("A", 2),), dtypes=("float16", "float16")
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"name": "other"}, {"input_names": ("y",)}, {"output_names": ("y",)}),
+        *({"header": "//"}, {"source": "//"}, {"atomic": True}),
+    ],
+    ids=str,
+)
+def test_another_kernel_text_has_no_verdict_yet(change: dict[str, Any]) -> None:
+    other = replace(VARIANT, source=replace(TEXT, **change))
+    assert guard.digest((other,)) != guard.digest((VARIANT,))
+
+
+def test_another_instance_of_a_kernel_has_no_verdict_yet() -> None:
+    values = [((name, value),) for name in "AB" for value in (1, True, "1", 2)]
+    others = [replace(VARIANT, template=each) for each in ((), *values)]
+    dtypes = product(DTYPE_BYTES, repeat=2)
+    others += [replace(VARIANT, dtypes=each) for each in dtypes]
+    digests = {guard.digest((each,)) for each in others}
+    assert len(digests) == len(others) - 1  # the variant itself is there twice
+    assert guard.digest((VARIANT,)) in digests
+    assert guard.digest((VARIANT, VARIANT)) not in digests
+
+
+@pytest.mark.parametrize("how", ["checked", "condemned"])
+def test_kernels_that_share_their_first_have_verdicts_of_their_own(
+    how: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = planner.make(problem_of(1, N, K), device=DEVICE, kernel="gemv")
-    own = guard.variants_of(plan)
-    changed = [
-        guard.KernelVariant(
-            source=type(each.source)(
-                **{
-                    name: getattr(each.source, name)
-                    for name in each.source.__slots__
-                    if name != "source"
-                },
-                source=each.source.source + " ",
-            ),
-            template=each.template,
-            dtypes=each.dtypes,
-        )
-        for each in own
-    ]
-    assert guard.digest(own) != guard.digest(tuple(changed))
-    assert guard.digest(own) == guard.digest(guard.variants_of(plan))
+    """The reduce kernel applies the epilogue; the product before it is the same."""
+    split = {"kernel": "gemm_register", "strategy": "split_k", "k_parallel": 2}
+    problem = problem_of(9, N, K)
+    plain = planner.make(problem, device=DEVICE, **split)
+    biased = replace(plain, problem=replace(problem, epilogue=Epilogue(bias=True)))
+    assert guard.variants_of(plain)[0] == guard.variants_of(biased)[0]
+    faults = {plain: None, biased: "planted"}
+    monkeypatch.setattr(known_answers, "fault_of", faults.__getitem__)
+
+    assert guard.why_not(plain) is None
+    condemn: Callable[[], object] = partial(guard.condemn, biased, "planted")
+    with pytest.warns(RuntimeWarning, match="planted"):
+        condemn() if how == "condemned" else guard.why_not(biased)
+
+    for _ in range(2):
+        assert "planted" in str(guard.known_fault(biased))
+        assert guard.known_fault(plain) is None
+        new_process()
+
+
+@pytest.mark.parametrize("what", ["chip", "architecture", "system", "build", "mlx"])
+def test_another_machine_has_no_verdict_yet(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"device_name": "Apple M3", "architecture": "applegpu_g15g"}
+    monkeypatch.setattr(mx, "is_available", lambda _: True)
+    monkeypatch.setattr(mx, "device_info", lambda _: info)
+    machine = verdicts._machine.__wrapped__
+    before = machine("emulator")
+    backend = type(registry.named("emulator"))
+    changes: dict[str, Callable[[], None]] = {
+        "chip": lambda: info.update(device_name="Apple M4"),
+        "architecture": lambda: info.update(architecture="applegpu_g15s"),
+        "system": lambda: monkeypatch.setattr(verdicts.platform, "system", lambda: ""),
+        "build": lambda: monkeypatch.setattr(backend, "system_build", lambda _: "new"),
+        "mlx": lambda: monkeypatch.setattr(mx, "__version__", "0.0"),
+    }
+    assert machine("emulator") == before
+
+    changes[what]()
+
+    assert machine("emulator") != before
 
 
 def test_verdicts_of_other_versions_are_left_out(

@@ -85,6 +85,15 @@ def test_the_emulator_is_a_machine_of_its_own() -> None:
     assert real.file_name.startswith("apple-m3-max-30-cores-")
 
 
+def test_everything_of_a_machine_decides_the_name_of_its_file() -> None:
+    here = tuned_results.machine(DEFAULT, "emulator")
+    changed = [
+        replace(here, **{field.name: f"{getattr(here, field.name)}1"})
+        for field in fields(here)
+    ]
+    assert len({each.file_name for each in (here, *changed)}) == 1 + len(changed)
+
+
 @pytest.mark.parametrize("suffix", ["metal", "cu", "cuh"])
 def test_a_shader_that_changes_changes_the_machine(
     suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
