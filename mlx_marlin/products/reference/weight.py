@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from mlx_marlin.products.packing import unpack
+from mlx_marlin.products.reference.shapeless import settled
 from mlx_marlin.weights import super_blocks
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.dtypes import result_dtype
@@ -69,7 +70,7 @@ def as_mlx(packed: PackedWeight, *, exact: bool = False) -> tuple[mx.array, ...]
     times = packed.group_size // (stock_group_size(packed) or packed.group_size)
     if times > 1:
         scales, *rest = (mx.repeat(array, times, axis=-1) for array in (scales, *rest))
-    return words, scales, *rest
+    return settled(words, scales, *rest)
 
 
 def rounds_biases(packed: PackedWeight) -> bool:
@@ -140,7 +141,7 @@ def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
         mode=packed.mode,
         global_scale=packed.global_scale,
     )
-    return values.astype(dtype)
+    return settled(values.astype(dtype))[0]
 
 
 def decoded(
