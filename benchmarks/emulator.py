@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from benchmarks.bounds import Bound, measure
 from mlx_marlin import emulator, state
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.emulator.compiling import build
 from mlx_marlin.planning.plan import Plan
@@ -66,10 +66,10 @@ class Recorder:
             stack.enter_context(
                 patch.object(emulator, "metal_kernel", self.metal_kernel)
             )
-            mx.eval(launch.product(plan)(*arrays))
+            mx.eval(launcher.product(plan)(*arrays))
             self.kernels, kernels = [], self.kernels
             with emulator.emulated(trace=True):
-                mx.eval(launch.product(plan)(*arrays))
+                mx.eval(launcher.product(plan)(*arrays))
             self.kernels = kernels
         state.reset()
 
@@ -119,7 +119,7 @@ def measure_rows(m: int) -> bool:
     for found, text, traced in recorder.texts:
         bound = COMPILE_TRACED if traced else COMPILE
         fine &= measure(bound, lambda t=(found, text, traced): compile_fresh(*t))
-    product = launch.product(plan)
+    product = launcher.product(plan)
     fine &= measure(RUN, lambda: mx.eval(product(*arrays)))
     with emulator.emulated(trace=True):
         fine &= measure(TRACE, lambda: mx.eval(product(*arrays)), repeats=2)

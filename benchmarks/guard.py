@@ -16,12 +16,12 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
+from mlx_marlin.guard.variants import AnyPlan
 
 from benchmarks.bounds import Bound, measure
 from mlx_marlin import guard, state
-from mlx_marlin.backends import devices, planner, selection
-from mlx_marlin.guard import experts, known_answers
-from mlx_marlin.guard.variants import AnyPlan
+from mlx_marlin.backends import devices, launcher, planner, selection
+from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import problem_of
@@ -79,8 +79,8 @@ def time_host() -> bool:
     """Times the host's part of checks; returns whether every bound is kept."""
     bound = Bound("host", HOST_SECONDS)
     with (
-        patch.object(known_answers.launch, "unrecorded_product", zeros),
-        patch.object(experts.experts_launch, "gather_product", zeros),
+        patch.object(launcher, "unrecorded_product", zeros),
+        patch.object(launcher, "gather_product", zeros),
     ):
         return _time(plans(), bound, check_on_host, time.process_time)
 

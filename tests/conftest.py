@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlx_marlin import guard, state
-from mlx_marlin.backends import devices, launch, selection, tuned_results
+from mlx_marlin.backends import devices, launcher, selection, tuned_results
 from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.integrations.mlx_lm import warn_once
 from mlx_marlin.integrations.tracing import attention
@@ -123,7 +123,7 @@ def ran(
     """
     plans: list[Plan] = []
 
-    def product(plan: Plan) -> launch.Product:
+    def product(plan: Plan) -> launcher.Product:
         def run(
             x: mx.array,
             w: mx.array,
@@ -156,7 +156,7 @@ def ran(
         return run
 
     backend("emulator")
-    monkeypatch.setattr(launch, "product", product)
+    monkeypatch.setattr(launcher, "product", product)
     return plans
 
 
@@ -175,7 +175,7 @@ def served_by(
 def _check(
     plan: Plan, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
 ) -> None:
-    """Checks that arguments are what `launch.product` asks for."""
+    """Checks that arguments are what `launcher.product` asks for."""
     problem = plan.problem
     several = (problem.batch,) if problem.batch > 1 else ()
     if several:

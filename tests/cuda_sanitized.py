@@ -28,11 +28,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launch
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from support import cuda_cases, cuda_experts, epilogues, oracles
+from support import cuda_cases, cuda_experts, epilogues, launches, oracles
 from support.cuda_cases import (
     EPILOGUES,
     EPSILON,
@@ -132,14 +131,14 @@ def at_end(array: mx.array) -> mx.array:
 def multiply(case: Case, place: Callable[[mx.array], mx.array] = at_end) -> float:
     weight, x = cuda_cases.draw(case)
     arrays = map(place, (x, *arguments(weight, case[3])))
-    y = launch.product(cuda_cases.plan_of(case))(*arrays)
+    y = launcher.product(cuda_cases.plan_of(case))(*arrays)
     return judged(y, exact(x) @ weight.decoded.T, case)
 
 
 def multiply_gated(case: Case) -> float:
     weight, x = cuda_cases.draw(case, n=GATED_N)
     arrays = map(at_end, (x, *arguments(weight, case[3])))
-    y = launch.product(cuda_cases.plan_of(case, epilogue=GATED, n=GATED_N))(*arrays)
+    y = launcher.product(cuda_cases.plan_of(case, epilogue=GATED, n=GATED_N))(*arrays)
     expected = epilogues.finished(exact(x) @ weight.decoded.T, (), GATED)
     return judged(y, expected, case)
 
@@ -155,7 +154,7 @@ def multiply_rotated(case: Case) -> float:
     )
     epilogue = Epilogue(bias=True, rotation=rotation, parts=(128, 64, 64))
     plan = cuda_cases.plan_of(case, epilogue=epilogue, n=ROTATED_N)
-    y = launch.product(plan)(x, w, scales, biases, bias, x, x, *given)
+    y = launcher.product(plan)(x, w, scales, biases, bias, x, x, *given)
     total = exact(x) @ weight.decoded.T + exact(bias)
     expected = epilogues.rotated(total, rotation, *given)
     return judged(mx.concatenate([*y], axis=1), expected, case)
@@ -166,8 +165,8 @@ def multiply_experts(call: cuda_experts.Call) -> float:
 
 
 def choose_experts(choice: cuda_experts.Choice) -> float:
-    choice.check(experts_launch.route, at_end)
-    choice.check_sum(experts_launch.combine, at_end)
+    choice.check(launches.route, at_end)
+    choice.check_sum(launches.combine, at_end)
     return 0
 
 
@@ -177,7 +176,7 @@ def multiply_normed(case: Case) -> float:
     arrays = [*map(at_end, (x, *arguments(weight, case[3]), norm))]
     x, norm = arrays[0], arrays[-1]
     plan = cuda_cases.plan_of(case, norm=EPSILON)
-    y = launch.product(plan)(*arrays[:-1], x, x, x, norm)
+    y = launcher.product(plan)(*arrays[:-1], x, x, x, norm)
     return judged(y, cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T, case)
 
 
@@ -185,7 +184,7 @@ def multiply_batch(case: Case) -> float:
     drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
     each = ((x, *arguments(weight, case[3])) for weight, x in drawn)
     arrays = [at_end(mx.stack(parts)) for parts in zip(*each, strict=True)]
-    y = launch.product(cuda_cases.plan_of(case, batch=3))(*arrays)
+    y = launcher.product(cuda_cases.plan_of(case, batch=3))(*arrays)
     return max(
         judged(own, exact(x) @ weight.decoded.T, case)
         for own, (weight, x) in zip(y, drawn, strict=True)
@@ -196,7 +195,7 @@ def finish(case: Case, epilogue: Epilogue) -> float:
     weight, x = cuda_cases.draw(case)
     operands = cuda_cases.operands(case[5])
     arrays = map(at_end, (x, *arguments(weight, case[3]), *operands))
-    y = launch.product(cuda_cases.plan_of(case, epilogue=epilogue))(*arrays)
+    y = launcher.product(cuda_cases.plan_of(case, epilogue=epilogue))(*arrays)
     y = mx.concatenate([*y], axis=-1) if epilogue.parts else y
     expected = epilogues.finished(exact(x) @ weight.decoded.T, operands, epilogue)
     return judged(y, expected, case)
@@ -205,7 +204,7 @@ def finish(case: Case, epilogue: Epilogue) -> float:
 def decode(case: Case) -> float:
     weight, _ = cuda_cases.draw(case)
     plan = dense_plan(cuda_cases.plan_of(case).problem)
-    y = launch.dequantized(plan)(*map(at_end, arguments(weight, case[3])))
+    y = launches.dequantized(plan)(*map(at_end, arguments(weight, case[3])))
     return judged(y, weight.decoded, case)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_marlin
-from mlx_marlin.backends import launch, selection, source
+from mlx_marlin.backends import launcher, selection, source
 from mlx_marlin.cli import demo
 
 package = Path(mlx_marlin.__file__).parent
@@ -22,5 +22,5 @@ for weight in ((w, scales, biases), (mlx_marlin.pack(w, scales, biases),)):
     y = mlx_marlin.quantized_matmul(x, *weight)
     error = mx.abs(y - mx.quantized_matmul(x, w, scales, biases)).max().item()
     assert error < 1e-3, error
-assert launch.plans_built(), "stock MLX served the calls"
+assert launcher.plans_built(), "stock MLX served the calls"
 print(f"{package}: {selection.backend()} agrees with stock MLX")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.cli import COMMANDS, main
 from support import oracles
 
@@ -45,7 +45,7 @@ def test_the_errors_that_are_promised_are_the_tested_ones() -> None:
 
 
 def test_every_environment_variable_is_listed() -> None:
-    package = Path(launch.__file__).parents[1]
+    package = Path(launcher.__file__).parents[1]
     named = {
         name
         for path in package.rglob("*.py")

@@ -12,7 +12,15 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import guard, state
-from mlx_marlin.backends import devices, launch, planner, registry, selection
+from mlx_marlin.backends import (
+    devices,
+    launcher,
+    planner,
+    registry,
+    selection,
+    shared_launches,
+)
+from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.guard import verdicts
@@ -37,12 +45,14 @@ class Host:
     figures: str = "1 core"
     arch: str = "host"
     cores: int = 1
+    backend: str = "numpy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan(Plan):
     """A plan of the only kernel."""
 
+    backend = "numpy"
     simdgroups, threadgroup_bytes, stage_k = 1, 0, 0
 
     def check(self) -> None:
@@ -54,6 +64,7 @@ class HostPlan(Plan):
 class HostGatherPlan(GatherPlan):
     """A plan of the only kernel for experts' products."""
 
+    backend = "numpy"
     pairs_per_row, rows, columns, threads, threadgroup_bytes = 0, 8, 32, 32, 0
     has_ragged_tiles, by_pair, num_threadgroups = True, False, 1
 
@@ -67,7 +78,7 @@ class HostGatherPlan(GatherPlan):
 class NumPyGather:
     """Implements `Gather`."""
 
-    plan_type, fuses_epilogues, is_invariant = HostGatherPlan, False, True
+    fuses_epilogues, is_invariant = False, True
 
     def unsupported(self, gather: GatherProblem, device: Host) -> str | None:
         return NumPy().unsupported(gather.problem, device)
@@ -77,12 +88,6 @@ class NumPyGather:
 
     def handover(self, gather: GatherProblem, device: Host) -> None:
         return None
-
-    def source(self, plan: HostGatherPlan) -> Source:
-        return of_host("host_gather", "experts", "sources")
-
-    def template(self, plan: HostGatherPlan) -> dict[str, Any]:
-        return {"GROUP": plan.problem.group_size}
 
 
 def of_host(name: str, *inputs: str) -> Source:
@@ -94,10 +99,9 @@ def of_host(name: str, *inputs: str) -> Source:
 class NumPy:
     """Implements `Backend`; what never launches here is left out."""
 
-    name, device_type, default_device = "numpy", Host, Host()
+    name, default_device = "numpy", Host()
     device_noun, kernels, plan_type = "a CPU", ("dot",), HostPlan
     traits, gather = Traits(), NumPyGather()
-    routing, blocks, repack = None, None, None
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -146,16 +150,19 @@ class NumPy:
     def system_build(self) -> str:
         return np.__version__
 
-    def product_source(self, plan: HostPlan) -> Source:
-        return of_host("host_dot")
+    def has_kernel(self, kind: type) -> bool:
+        return False
 
-    def product_template(self, plan: HostPlan) -> dict[str, Any]:
-        return {"GROUP": plan.problem.group_size}
+    def launches(self, plan: Any) -> tuple[Launch, ...]:
+        template = {"GROUP": plan.problem.group_size}
+        if isinstance(plan, HostGatherPlan):
+            text = of_host("host_gather", "experts", "sources")
+            return (shared_launches.gather(plan, text, template),)
+        shape = (plan.problem.m, plan.problem.n, plan.problem.k)
+        text, integers = of_host("host_dot"), {"shape": shape}
+        return (shared_launches.product(plan, text, template, integers),)
 
-    def numbers(self, plan: HostPlan) -> dict[str, tuple[int, ...]]:
-        return {"shape": (plan.problem.m, plan.problem.n, plan.problem.k)}
-
-    def kernel(self, source: Source, shared_bytes: int) -> Callable[..., Any]:
+    def kernel(self, launch: Launch) -> Callable[..., Any]:
         """Returns the kernel: NumPy's product with the decoded weight, or with many."""
 
         def call(
@@ -185,7 +192,8 @@ def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
     """Adds the back end and makes it the one in use, with the guard switched on."""
     state.reset()
     added: Any = NumPy()
-    monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS, added])
+    monkeypatch.setitem(registry.MODULES, "numpy", __name__)
+    monkeypatch.setitem(registry._loaded, "numpy", added)
     monkeypatch.setattr(selection, "backend", lambda: "numpy")
     monkeypatch.setattr(devices, "current", Host)
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
@@ -217,7 +225,7 @@ def test_products_are_checked_and_launched(numpy: NumPy) -> None:
     assert checked > 0  # by the guard
     y = mlx_marlin.quantized_matmul(x, w, scales, biases)
     assert numpy.launched[checked:] == [[M, N, K]]
-    assert type(launch.plans_built()[-1]) is HostPlan
+    assert type(launcher.plans_built()[-1]) is HostPlan
     expected = oracles.exact(x) @ oracles.decoded(w, scales, biases, group_size=64).T
     assert oracles.error(y, expected) < 1e-5
 

@@ -4,6 +4,7 @@ numbers, which the kernels read from arrays."""
 import struct
 from itertools import accumulate
 
+from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -13,8 +14,6 @@ from mlx_marlin.weights.formats import (
     GROUP_SIZES,
 )
 
-TemplateValue = str | int | bool
-"""A dtype's name, a number or a flag."""
 GATES = {"silu": ACTIVATIONS.index("silu"), "swiglu_oai": len(ACTIVATIONS)}
 """Numbers of the gates of experts in `lib/gate.metal`; 0 is none."""
 GLOBAL_FLOATING = len(CODES)

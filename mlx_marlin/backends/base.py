@@ -1,14 +1,14 @@
 """The interface between planning and launching on one side and a GPU on the other.
 
-A third back end is a class with the members of `Backend`, added to `registry.BACKENDS`.
+A third back end is a class with the members of `Backend`; see `registry`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.experts.interface import Gather, Routing
+from mlx_marlin.backends.experts.interface import Gather
+from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
@@ -60,48 +60,12 @@ class Probe:
     """A launch with known results. If they differ, no plan that depends on it is used.
 
     Attributes:
-        source: The kernel; its only input is an array that it does not read.
-        template: Its template arguments.
-        threadgroups: Number of threadgroups.
-        threads: Threads of a threadgroup.
-        output: Elements and dtype of its output.
+        launch: The kernel; its only input is an array that it does not read.
         fault: Returns what is wrong with the output's elements, or None.
     """
 
-    source: Source
-    template: tuple[tuple[str, TemplateValue], ...]
-    threadgroups: int
-    threads: int
-    output: tuple[int, str]
+    launch: Launch
     fault: Callable[[Sequence[float]], str | None]
-
-
-class BlockKernels(Protocol):
-    """Kernels of a decoder block that are no products."""
-
-    def source(self, kernel: str) -> Source:
-        """Returns the text of the kernel "rotate_heads" or "add_norm"."""
-        ...
-
-
-class Repack(Protocol):
-    """Kernels that move codes between MLX's layout and the packed one."""
-
-    def source(self, to: str) -> Source:
-        """Returns the text of the kernel that moves codes to the layout `to`."""
-        ...
-
-    def template(self, bits: int, order: str) -> dict[str, TemplateValue]:
-        """Returns the template arguments of either kernel.
-
-        Args:
-            bits: Bits of a code.
-            order: The order of k, "k32" or "k64".
-
-        Returns:
-            The arguments; "TILES" is the number of tiles that a threadgroup moves.
-        """
-        ...
 
 
 class Backend(Protocol):
@@ -109,22 +73,16 @@ class Backend(Protocol):
 
     Attributes:
         name: The value of `MLX_MARLIN_BACKEND` that selects it.
-        device_type: The type of its devices.
         device_noun: What one of its devices is called in messages, with an article.
         default_device: The device to plan for if this machine's is not known.
         kernels: The names that its plans may have for the first kernel.
-        plan_type: The type of its plans.
+        plan_type: The type of its plans of products.
         traits: What other code has to know about it.
         gather: Its plans and kernel for experts' products.
-        routing: Its kernels that choose experts, or None.
-        blocks: Its kernels of a decoder block that are no products, or None.
-        repack: Its kernels that move codes between layouts, or None.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102
-    @property
-    def device_type(self) -> type[Any]: ...  # noqa: D102
     @property
     def device_noun(self) -> str: ...  # noqa: D102
     @property
@@ -137,12 +95,10 @@ class Backend(Protocol):
     def traits(self) -> Traits: ...  # noqa: D102
     @property
     def gather(self) -> Gather: ...  # noqa: D102
-    @property
-    def routing(self) -> Routing | None: ...  # noqa: D102
-    @property
-    def blocks(self) -> BlockKernels | None: ...  # noqa: D102
-    @property
-    def repack(self) -> Repack | None: ...  # noqa: D102
+
+    def has_kernel(self, kind: type) -> bool:
+        """Returns whether it launches plans of a type, such as `RoutePlan`."""
+        ...
 
     def unsupported_device(self, device: Any) -> str | None:
         """Returns why none of its kernels runs on a device, or None."""
@@ -260,35 +216,14 @@ class Backend(Protocol):
         """
         ...
 
-    def product_source(self, plan: Any) -> Source:
-        """Returns the text of a plan's first kernel."""
-        ...
+    def launches(self, plan: Any) -> tuple[Launch, ...]:
+        """Returns the launches that compute a plan, in order.
 
-    def reduce_source(self, plan: Any) -> Source:
-        """Returns the text of the kernel that adds the splits of a plan."""
-        ...
-
-    def decode_source(self, problem: Problem) -> Source:
-        """Returns the text of the kernel that decodes a block of a weight."""
-        ...
-
-    def product_template(self, plan: Any) -> dict[str, TemplateValue]:
-        """Returns the template arguments of a plan's first kernel."""
-        ...
-
-    def reduce_template(self, plan: Any) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the kernel that adds a plan's splits."""
-        ...
-
-    def numbers(self, plan: Any) -> dict[str, tuple[int, ...]]:
-        """Returns the integers that its kernels read, by the names of their arrays."""
-        ...
-
-    def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
-        """Returns a call that launches a kernel.
-
-        Args:
-            source: The kernel.
-            shared_bytes: Bytes of dynamic shared memory of a threadgroup.
+        Raises:
+            ValueError: If the back end has no kernel for this kind of plan.
         """
+        ...
+
+    def kernel(self, launch: Launch) -> KernelCall:
+        """Returns a call that adds the launch's kernel to MLX's graph."""
         ...

@@ -41,8 +41,9 @@ def named(name: str, cores: int | None = None) -> PlanningDevice:
     Raises:
         ValueError: If no back end knows the name.
     """
-    knowing = (backend for backend in registry.BACKENDS if backend.knows_device(name))
-    backend = next(knowing, registry.BACKENDS[0])  # whose error lists known names
+    knowing = (backend for backend in registry.every() if backend.knows_device(name))
+    # The error of the first one lists known names.
+    backend = next(knowing, registry.named(registry.FIRST))
     found: PlanningDevice = backend.find_device(name, cores)
     return found
 
@@ -72,9 +73,9 @@ def _named_by_environment(wish: str) -> PlanningDevice:
 
 def _detected() -> PlanningDevice:
     """Returns this machine's GPU, or the default device."""
-    for backend in registry.BACKENDS:
+    for backend in registry.every():
         device: PlanningDevice | None = backend.detect_device()
         if device is not None:
             return device
-    default: PlanningDevice = registry.BACKENDS[0].default_device
+    default: PlanningDevice = registry.named(registry.FIRST).default_device
     return default

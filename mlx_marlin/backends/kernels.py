@@ -1,31 +1,24 @@
 """Makes kernels: the only module that asks MLX, or the emulator, for one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from operator import itemgetter
 from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.backends import selection
-from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import KernelCall, Prepared
+from mlx_marlin.backends.launch import Launch, TemplateValue
+from mlx_marlin.backends.shared_launches import IN_CONSTANT
 from mlx_marlin.backends.source import Source
-from mlx_marlin.weights.dtypes import dtype, dtype_name
+from mlx_marlin.weights.dtypes import dtype
 
-IN_CONSTANT = 8
-"""MLX passes Metal inputs of fewer elements in the `constant` address space, which the
-`device` pointers of our kernels cannot read."""
-
-
-Template = tuple[tuple[str, TemplateValue], ...]
-Dtypes = tuple[str, ...]
 Compilations = dict[str, Callable[[], None]]
 """What compiles kernels, by their names. Threads may run them at the same time."""
-Prepare = Callable[[Source, Template, Dtypes, Dtypes], Prepared]
-"""Prepares a kernel with template arguments and the dtypes of inputs and outputs."""
+Prepare = Callable[[Launch], Prepared]
+"""Prepares the kernel of a launch."""
 
 _deferred: ContextVar[Compilations | None] = ContextVar("deferred", default=None)
 
@@ -49,21 +42,16 @@ def are_deferred() -> bool:
     return _deferred.get() is not None
 
 
-def lazily(text: Source, shared_memory: int, prepare: Prepare) -> KernelCall:
+def lazily(launch: Launch, prepare: Prepare) -> KernelCall:
     """Returns a CUDA kernel that is prepared and built by its first call.
 
     Plans are made on any machine; kernels can be built only where MLX has CUDA.
-
-    Args:
-        text: The kernel.
-        shared_memory: Bytes of dynamic shared memory.
-        prepare: Prepares the kernel with the arguments of its first call.
     """
     built: list[KernelCall] = []
 
     def call(**arguments: Any) -> list[mx.array]:
         if not built:
-            built.append(_prepared(text, shared_memory, prepare, arguments))
+            built.append(_prepared(launch, prepare))
         return built[0](**arguments)
 
     return call
@@ -99,34 +87,6 @@ def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:
     return call
 
 
-def inputs_of(
-    text: Source,
-    names: Sequence[str],
-    numbers: dict[str, mx.array],
-    stand_ins: Mapping[str, str] | None = None,
-) -> Callable[..., tuple[mx.array, ...]]:
-    """Returns a function that picks the inputs of a kernel.
-
-    Args:
-        text: The kernel.
-        names: Names of the arrays that the function takes, in order.
-        numbers: Constant arrays by their names.
-        stand_ins: For inputs that the kernel does not read, and that are not among the
-            others: the name of an array that stands in for it.
-    """
-    stand_ins = stand_ins or {}
-    constants = tuple(numbers.values())
-    order = [*numbers, *names]
-    found = (n if n in order else stand_ins[n] for n in text.input_names)
-    pick = itemgetter(*map(order.index, found))
-
-    def inputs(*arrays: mx.array) -> tuple[mx.array, ...]:
-        picked: tuple[mx.array, ...] = pick((*constants, *arrays))
-        return picked
-
-    return inputs
-
-
 def readable(array: mx.array) -> mx.array:
     """Returns an array that the kernels can read: pads small ones where needed."""
     if array.size >= IN_CONSTANT or not selection.traits().pads_small_inputs:
@@ -135,39 +95,27 @@ def readable(array: mx.array) -> mx.array:
 
 
 def template(
-    values: dict[str, TemplateValue],
+    values: Sequence[tuple[str, TemplateValue]],
 ) -> list[tuple[str, mx.Dtype | int | bool]]:
     """Returns template arguments with dtypes of MLX instead of their names."""
     return [
         (name, dtype(value) if isinstance(value, str) else value)
-        for name, value in values.items()
+        for name, value in values
     ]
 
 
-def _prepared(
-    text: Source, shared_memory: int, prepare: Prepare, arguments: dict[str, Any]
-) -> KernelCall:
+def _prepared(launch: Launch, prepare: Prepare) -> KernelCall:
     if not mx.cuda.is_available():
         reason = selection.missing() or "MLX has no CUDA device here"
-        raise ValueError(f"the kernel {text.name} cannot run: {reason}")
-    prepared = prepare(
-        text,
-        tuple((name, _plain(value)) for name, value in arguments["template"]),
-        tuple(dtype_name(array.dtype) for array in arguments["inputs"]),
-        tuple(map(dtype_name, arguments["output_dtypes"])),
-    )
+        raise ValueError(f"the kernel {launch.source.name} cannot run: {reason}")
+    prepared = prepare(launch)
     if prepared.compile is not None:
         compilations = _deferred.get()
         if compilations is None:
             prepared.compile()
         else:
             compilations[prepared.name] = prepared.compile
-    return _cuda_kernel(prepared.source, shared_memory)
-
-
-def _plain(value: mx.Dtype | int | bool) -> TemplateValue:
-    """Returns a template argument with the name of a dtype instead of the dtype."""
-    return dtype_name(value) if isinstance(value, mx.Dtype) else value
+    return _cuda_kernel(prepared.source, launch.shared_bytes)
 
 
 @state.cache()

@@ -34,7 +34,7 @@ __all__ = [
     "stock_reason",
 ]
 
-DEFAULT_DEVICE: PlanningDevice = registry.BACKENDS[0].default_device
+DEFAULT_DEVICE: PlanningDevice = registry.named(registry.FIRST).default_device
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +79,7 @@ def stock_reason_for(plan: Plan, device: PlanningDevice) -> str | None:
         plan: The plan that would compute the product.
         device: The chip to plan for.
     """
-    backend = registry.of_plan(plan)
+    backend = registry.named(plan.backend)
     return backend.handover(plan.problem, device, partial(predict, plan, device))
 
 
@@ -130,7 +130,7 @@ def alternative(plan: Plan, device: PlanningDevice) -> Plan | None:
         plan: The plan.
         device: The chip to plan for.
     """
-    return registry.of_plan(plan).alternative(plan, device)
+    return registry.named(plan.backend).alternative(plan, device)
 
 
 def predict(plan: Plan, device: PlanningDevice) -> Prediction:

@@ -6,6 +6,7 @@ MLX if the emulator cannot run either.
 
 import os
 import warnings
+from typing import Any
 
 import mlx.core as mx
 
@@ -41,6 +42,14 @@ def backend() -> str:
 def active() -> Backend:
     """Returns the back end; Metal's interface stands in for "emulator" and "stock"."""
     return registry.named(backend())
+
+
+def of_plan(plan: Any) -> Backend:
+    """Returns the back end that has the kernels of a plan.
+
+    It is the active one for plans that are the same in all back ends.
+    """
+    return registry.named(plan.backend or backend())
 
 
 def traits() -> Traits:

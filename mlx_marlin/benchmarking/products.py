@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launch, planner
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends.launcher import Product
 from mlx_marlin.benchmarking.rows import (
     CHAIN,
     CLOCKS,
@@ -138,7 +138,7 @@ def _ours(problem: Problem, device: PlanningDevice) -> Arm:
     """Returns what our package runs for a product if stock MLX does not serve it."""
     served = dispatch.usable(dispatch.plan_of(problem))
     if isinstance(served, DensePlan):
-        product = _reading(problem.layout, launch.dense_product(served))
+        product = _reading(problem.layout, launcher.dense_product(served))
         return Arm(name=OURS, problem=problem, product=product)
     handover = served if isinstance(served, str) else None
     plan = planner.choose(problem, device) if isinstance(served, str) else served
@@ -169,7 +169,7 @@ def _of_plan(name: str, plan: Plan, handover: str | None = None) -> Arm:
     return Arm(
         name=name,
         problem=plan.problem,
-        product=_reading(plan.problem.layout, launch.product(plan)),
+        product=_reading(plan.problem.layout, launcher.product(plan)),
         plan=plan,
         handover=handover,
     )

@@ -1,8 +1,10 @@
 """Known answers of the kernels of a decoder block that are no products."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
-from mlx_marlin.backends.blocks import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.guard import reference
 from mlx_marlin.guard.answers import (
     OF_FUNCTIONS,
@@ -13,8 +15,9 @@ from mlx_marlin.guard.answers import (
     wide,
 )
 from mlx_marlin.guard.heads import FAR, rotated
+from mlx_marlin.planning.block_plans import AddNormPlan, HeadsPlan
 from mlx_marlin.planning.epilogue import Heads
-from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights import dtypes
 
 STREAMS = (2, 8)
 """MLX passes fewer than eight positions in another address space, for which the kernel
@@ -24,29 +27,16 @@ FIRST = 37
 """Position of the first token."""
 
 
-def fault_of_rotation(
-    heads: Heads, dtype: mx.Dtype, tokens: int, per_stream: bool
-) -> str | None:
-    """Returns how the kernel that rotates heads differs from its answer, or None.
-
-    Args:
-        heads: The heads.
-        dtype: Dtype of the heads.
-        tokens: New tokens of a stream.
-        per_stream: Whether each stream has its own position.
-    """
-    counts = STREAMS if per_stream else STREAMS[:1]
-    faults = (
-        _rotation_fault(heads, dtype, (streams, tokens), per_stream)
-        for streams in counts
-    )
+def fault_of_rotation(plan: HeadsPlan) -> str | None:
+    """Returns how the kernel that rotates heads differs from its answer, or None."""
+    counts = STREAMS if plan.per_stream else STREAMS[:1]
+    faults = (_rotation_fault(replace(plan, streams=count)) for count in counts)
     return next(filter(None, faults), None)
 
 
-def _rotation_fault(
-    heads: Heads, dtype: mx.Dtype, rows: tuple[int, int], per_stream: bool
-) -> str | None:
-    streams, tokens = rows
+def _rotation_fault(plan: HeadsPlan) -> str | None:
+    heads, dtype = plan.heads, dtypes.dtype(plan.dtype)
+    streams, tokens = rows = plan.streams, plan.tokens
     features = heads.features
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(0), 2)
@@ -55,10 +45,11 @@ def _rotation_fault(
         weights = () if heads.norm is None else (norms[0] + 0, norms[1] + 0)
         qkv = qkv.astype(dtype)
         freqs = mx.power(100.0, mx.arange(0, features, 2) / features)
-        first = FIRST - 5 * mx.arange(streams if per_stream else 1, dtype=mx.int32)
+        count = streams if plan.per_stream else 1
+        first = FIRST - 5 * mx.arange(count, dtype=mx.int32)
         first[-1] = FAR
         mx.eval(qkv, freqs, first, *weights)
-    results = launch.rotate_heads(heads, qkv, first, freqs, weights)
+    results = launcher.call(plan)(qkv, first, freqs, *weights)
     with mx.stream(mx.cpu):
         points = wide(qkv).reshape(streams * tokens, -1)[:, : heads.rotated_columns]
         positions = (first[:, None] + mx.arange(tokens)) + mx.zeros((streams, 1))
@@ -67,7 +58,7 @@ def _rotation_fault(
         )
         answer = rotated(Answer(points, mx.zeros_like(points)), heads.rotation, arrays)
         off = answer.bound + mx.abs(answer.values) * OF_FUNCTIONS
-        off = off + rounding(answer.values, dtype_name(dtype))
+        off = off + rounding(answer.values, plan.dtype)
         parts = [_by_streams(array, heads, rows) for array in (answer.values, off)]
     faults = map(reference.difference, results, map(Answer, *parts))
     return next(filter(None, faults), None)
@@ -80,23 +71,18 @@ def _by_streams(array: mx.array, heads: Heads, rows: tuple[int, int]) -> list[mx
     return [q, k]
 
 
-def fault_of_add_norm(dtype: mx.Dtype, n: int, epsilon: float) -> str | None:
-    """Returns how the kernel that adds and normalizes rows differs, or None.
-
-    Args:
-        dtype: Dtype of the rows.
-        n: Values of a row.
-        epsilon: Epsilon of the norm.
-    """
+def fault_of_add_norm(plan: AddNormPlan) -> str | None:
+    """Returns how the kernel that adds and normalizes rows differs, or None."""
+    n, dtype, epsilon = plan.n, dtypes.dtype(plan.dtype), plan.epsilon
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(0), 3)
         x, y = (mx.random.normal((ROWS, n), key=key).astype(dtype) for key in keys[:2])
         weight = mx.random.uniform(0.5, 2, (n,), key=keys[2]).astype(dtype)
         mx.eval(x, y, weight)
-    total, normed = launch.add_norm(x, y, weight, epsilon)
+    total, normed = launcher.call(replace(plan, rows=ROWS))(x, y, weight)
     mx.eval(total, normed)
     with mx.stream(mx.cpu):
-        values, name = wide(x) + wide(y), dtype_name(dtype)
+        values, name = wide(x) + wide(y), plan.dtype
         fault = reference.difference(total, Answer(values, rounding(values, name)))
         rows = wide(total)
         values = rows * norm_factor(rows, epsilon) * wide(weight)

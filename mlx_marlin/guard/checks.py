@@ -1,4 +1,4 @@
-"""Runs checks of kernel variants and keeps their verdicts, in memory and on disk."""
+"""Runs checks of kernels and keeps their verdicts, in memory and on disk."""
 
 import warnings
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.backends import selection, source
+from mlx_marlin.backends.launch import Launch, digest
 from mlx_marlin.guard import verdicts
-from mlx_marlin.guard.variants import KernelVariant, digest
 from mlx_marlin.guard.verdicts import Verdict
 
 TRANSIENT = (
@@ -33,23 +33,23 @@ _warned: set[str] = state.register(set())
 
 
 def verdicts_so_far() -> dict[str, Verdict]:
-    """Returns the verdicts of this process by the digest of their variants."""
+    """Returns the verdicts of this process by the digest of their launches."""
     return dict(_verdicts)
 
 
 def verdict(
-    variants: tuple[KernelVariant, ...], example: str, check: Callable[[], str | None]
+    launches: tuple[Launch, ...], example: str, check: Callable[[], str | None]
 ) -> Verdict:
-    """Returns the verdict on kernel variants; checks them if there is none yet.
+    """Returns the verdict on the kernels of launches; checks them if there is none yet.
 
     Args:
-        variants: The variants that are checked together.
+        launches: The launches whose kernels are checked together.
         example: A description of a plan or format that uses them.
-        check: Runs the variants; returns what is wrong, or None.
+        check: Runs the kernels; returns what is wrong, or None.
     """
-    key = digest(variants)
+    key = digest(launches)
     if key not in _verdicts:
-        new = partial(_new_verdict, variants, example)
+        new = partial(_new_verdict, launches, example)
         file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
         known = verdicts.checked(
             file, new("started", ""), lambda: new(*_state_and_fault(check))
@@ -63,13 +63,13 @@ def verdict(
     return _verdicts[key]
 
 
-def known(variants: tuple[KernelVariant, ...]) -> Verdict | None:
-    """Returns the verdict on kernel variants; None if they have not been checked.
+def known(launches: tuple[Launch, ...]) -> Verdict | None:
+    """Returns the verdict on the kernels of launches; None if there is none yet.
 
     Args:
-        variants: The variants that are checked together.
+        launches: The launches whose kernels are checked together.
     """
-    key = digest(variants)
+    key = digest(launches)
     if key in _verdicts:
         return _verdicts[key]
     stored = verdicts.read(verdicts.machine_folder(selection.backend()) / f"{key}.json")
@@ -100,18 +100,16 @@ def _is_transient(error: Exception) -> bool:
     return any(part in text for part in TRANSIENT)
 
 
-def record_failure(
-    variants: tuple[KernelVariant, ...], example: str, fault: str
-) -> None:
-    """Stores a failed verdict on kernel variants, and warns.
+def record_failure(launches: tuple[Launch, ...], example: str, fault: str) -> None:
+    """Stores a failed verdict on the kernels of launches, and warns.
 
     Args:
-        variants: The variants that gave a wrong result.
+        launches: The launches whose kernels gave a wrong result.
         example: A description of a plan or format that uses them.
         fault: What was wrong.
     """
-    key = digest(variants)
-    failed = _new_verdict(variants, example, "failed", fault)
+    key = digest(launches)
+    failed = _new_verdict(launches, example, "failed", fault)
     _verdicts[key] = failed
     file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
     verdicts.write(file, failed)
@@ -119,10 +117,10 @@ def record_failure(
 
 
 def _new_verdict(
-    variants: tuple[KernelVariant, ...], example: str, state: str, fault: str
+    launches: tuple[Launch, ...], example: str, state: str, fault: str
 ) -> Verdict:
     return Verdict(
-        kernels=" and ".join(variant.source.name for variant in variants),
+        kernels=" and ".join(launch.source.name for launch in launches),
         state=state,
         fault=fault,
         example=example,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer
@@ -32,7 +32,7 @@ def fault_of(plan: GatherPlan) -> str | None:
     ][: count * gather.bias]
     second = stored[1][:2] if gather.gate else ()
     indices = (experts,) if plan.pairs_per_row else (experts, sources)
-    product = experts_launch.gather_product(plan)
+    product = launcher.gather_product(plan)
     y = product(x, *stored[0], *second, *biases, *indices)
     with mx.stream(mx.cpu):
         answers = _sums(problem, x, weight, first_tiles, experts, sources)

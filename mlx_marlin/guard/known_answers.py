@@ -1,46 +1,63 @@
 """Checks a plan's kernel variants on small problems with known answers."""
 
 from dataclasses import replace
+from functools import singledispatch
 from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends import kernels, launch, selection
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.base import Probe
-from mlx_marlin.backends.repack_launch import repack
-from mlx_marlin.guard import experts, operands, reference
+from mlx_marlin.backends.shared_launches import IN_CONSTANT
+from mlx_marlin.guard import blocks, experts, operands, reference, routing
 from mlx_marlin.guard.heads import FAR
+from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.guard.reference import Answer, EpilogueArrays
-from mlx_marlin.guard.variants import AnyPlan, miniatures
+from mlx_marlin.planning.block_plans import (
+    AddNormPlan,
+    CombinePlan,
+    HeadsPlan,
+    RepackPlan,
+    RoutePlan,
+)
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.tile_conversion import tiles_of_rows
 
 
-def fault_of(plan: AnyPlan) -> str | None:
+@singledispatch
+def fault_of(plan: object) -> str | None:
     """Returns what is wrong with the kernels of a plan; None if nothing is.
 
-    The plan's variants run on a small problem with ragged m and n, several groups and,
-    if the plan splits tiles, several splits. Results are compared with float64. Then
-    one row of x becomes NaN, and all other rows of the result must stay bitwise equal.
+    The kernel instances of a product run on a small problem with ragged m and n,
+    several groups and, if the plan splits tiles, several splits. Results are compared
+    with float64. Then one row of x becomes NaN, and all other rows of the result must
+    stay bitwise equal.
 
     Args:
         plan: The plan to check; the call compiles its kernels.
     """
-    small_plans = miniatures(plan)
-    products = [small for small in small_plans if isinstance(small, Plan)]
-    if products:
-        return _fault_of_products(products)
-    return next(filter(None, map(_fault_of, small_plans)), None)
+    raise TypeError(f"no known answer of {plan!r}")
 
 
-def _fault_of(small: AnyPlan) -> str | None:
-    if isinstance(small, DensePlan):
-        return _fault_of_dense(small)
-    assert not isinstance(small, Plan)
-    return experts.fault_of(small)
+fault_of.register(RoutePlan, routing.fault_of_route)
+fault_of.register(CombinePlan, routing.fault_of_combine)
+fault_of.register(HeadsPlan, blocks.fault_of_rotation)
+fault_of.register(AddNormPlan, blocks.fault_of_add_norm)
+
+
+@fault_of.register(DensePlan)
+def _fault_of_decoded(plan: DensePlan) -> str | None:
+    faults = (_fault_of_dense(small) for small in miniatures(plan))
+    return next(filter(None, faults), None)
+
+
+@fault_of.register(GatherPlan)
+def _fault_of_experts(plan: GatherPlan) -> str | None:
+    return next(filter(None, map(experts.fault_of, miniatures(plan))), None)
 
 
 def fault_of_probe(probe: Probe) -> str | None:
@@ -50,44 +67,32 @@ def fault_of_probe(probe: Probe) -> str | None:
 
 def output_of_probe(probe: Probe) -> list[float]:
     """Returns the elements of a probe's output."""
-    size, dtype = probe.output
-    results = selection.active().kernel(probe.source, 0)(
-        inputs=(mx.zeros((kernels.IN_CONSTANT,)),),
-        template=kernels.template(dict(probe.template)),
-        grid=(probe.threadgroups * probe.threads, 1, 1),
-        threadgroup=(probe.threads, 1, 1),
-        output_shapes=((size,),),
-        output_dtypes=(getattr(mx, dtype),),
-    )
-    return cast(list[float], results[0].tolist())
+    run = launcher.run_alone(selection.active(), probe.launch)
+    return cast(list[float], run(mx.zeros((IN_CONSTANT,))).tolist())
 
 
-def fault_of_repack(to: str, bits: int, order: str) -> str | None:
-    """Returns what is wrong with a repack kernel; None if nothing is.
-
-    Args:
-        to: The layout of the result, "mlx" or "marlin".
-        bits: Bits of a code.
-        order: The order of k, "k32" or "k64".
-    """
-    size = 32 if order == "k32" else 64
-    form = {"bits": bits, "group_size": size}
+@fault_of.register(RepackPlan)
+def _fault_of_repack(plan: RepackPlan) -> str | None:
+    size = 32 if plan.order == "k32" else 64
+    form = {"bits": plan.bits, "group_size": size}
     n, k = 51, 17 * 64 + (size if size == 32 else 0)
     with mx.stream(mx.cpu):
-        shape = (2, n, k * bits // 8)
+        shape = (2, n, k * plan.bits // 8)
         drawn = mx.random.randint(0, 256, shape, mx.uint8, key=mx.random.key(0))
         rows = drawn.view(mx.uint32)
         tiles = tiles_of_rows(rows, n, k, **form)
         mx.eval(rows, tiles)
-    given, expected = (rows, tiles) if to == "marlin" else (tiles, rows)
-    moved = repack(to, n=n, k=k, **form)(given)
-    if mx.array_equal(moved, expected).item():
+    given, expected = (rows, tiles) if plan.to == "marlin" else (tiles, rows)
+    small = RepackPlan(to=plan.to, batch=(2,), n=n, k=k, **form)
+    if mx.array_equal(launcher.call(small)(given), expected).item():
         return None
     return "it moved codes to wrong positions"
 
 
-def _fault_of_products(plans: list[Plan]) -> str | None:
-    """Checks plans of one problem, which differ in the division of the work."""
+@fault_of.register(Plan)
+def _fault_of_products(plan: Plan) -> str | None:
+    """Checks small plans of one problem, which differ in the division of the work."""
+    plans = miniatures(plan)
     problem = plans[0].problem
     batch = (problem.batch,) if problem.batch > 1 else ()
     x = operands.activations(problem, (*batch, problem.m, problem.k))
@@ -96,22 +101,22 @@ def _fault_of_products(plans: list[Plan]) -> str | None:
     given = _as_arguments(problem, x, arrays)
     with mx.stream(mx.cpu):
         answer = reference.product(problem, x, weight, arrays)
-    for plan in plans:
-        run = launch.unrecorded_product(plan)
+    for small in plans:
+        run = launcher.unrecorded_product(small)
 
-        def result(x: mx.array, run: launch.Product = run) -> mx.array:
+        def result(x: mx.array, run: launcher.Product = run) -> mx.array:
             return _whole(run(x, *weight.stored, *given), problem)
 
         y = result(x)
         wrong = reference.difference(y, answer)
-        if wrong is None and plan is plans[0] and plan.reduction != "atomic":
+        if wrong is None and small is plans[0] and small.reduction != "atomic":
             wrong = _fault_of_nan(y, x, result)
         if wrong is not None:
             return wrong
     return None
 
 
-def _fault_of_nan(y: mx.array, x: mx.array, result: launch.Product) -> str | None:
+def _fault_of_nan(y: mx.array, x: mx.array, result: launcher.Product) -> str | None:
     """Checks that a NaN affects only its row, and that results are reproducible."""
     with mx.stream(mx.cpu):
         rows = x.reshape(-1, x.shape[-1])
@@ -132,9 +137,9 @@ def _fault_of_nan(y: mx.array, x: mx.array, result: launch.Product) -> str | Non
 def _fault_of_dense(plan: DensePlan) -> str | None:
     problem = plan.problem
     weight = operands.draw(problem)
-    blocks = launch.decoded_blocks(plan, *weight.stored)
     axis = 0 if plan.transposed else 1
-    decoded = mx.concatenate(blocks, axis=axis)
+    parts = launcher.decoded_blocks(plan)(*weight.stored)
+    decoded = mx.concatenate(parts, axis=axis)
     with mx.stream(mx.cpu):
         off = reference.rounding(weight.exact, problem.dtype)
         answer = Answer(weight.exact, off + mx.abs(weight.magnitude) * 2.0**-20)
@@ -168,7 +173,7 @@ def _drawn_epilogue_arrays(problem: Problem) -> EpilogueArrays:
 def _as_arguments(
     problem: Problem, x: mx.array, arrays: EpilogueArrays
 ) -> list[mx.array]:
-    """Returns the arguments of `launch.product` after the weight."""
+    """Returns the arguments of `launcher.product` after the weight."""
     if problem.epilogue == PLAIN and problem.norm is None:
         return []
     elementwise = (arrays.bias, arrays.multiply, arrays.residual)

@@ -42,7 +42,7 @@ class Operands:
     """A weight, or a batch of weights, with its exact values.
 
     Attributes:
-        stored: Codes, scales and biases as arguments of `launch.product`.
+        stored: Codes, scales and biases as arguments of `launcher.product`.
         exact: Weights [..., n, k] in float64.
         magnitude: Sum of the magnitudes of the terms of each weight, [..., n, k] in
             float64; evaluated when it is used.

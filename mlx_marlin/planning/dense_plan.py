@@ -1,6 +1,7 @@
 """Plans that decode a weight once and compute the product with `mx.matmul`."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH, step_k
@@ -31,6 +32,7 @@ class DensePlan:
             bounds the memory of decoded weights.
     """
 
+    backend: ClassVar[str] = ""
     problem: Problem
     transposed: bool = True
     chunk: int

@@ -9,6 +9,11 @@ class PlanningDevice(Hashable, Protocol):
     """Properties of all devices; a back end's type adds those of its cost model."""
 
     @property
+    def backend(self) -> str:
+        """The name of the back end that plans for it."""
+        ...
+
+    @property
     def name(self) -> str:
         """The name that the operating system reports."""
         ...

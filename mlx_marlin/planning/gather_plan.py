@@ -6,6 +6,7 @@ chose. Which rows chose an expert is known on the GPU only.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
@@ -77,8 +78,10 @@ class GatherPlan(ABC):
         gather: The problem.
         fragments_m: 8-row fragments of x that one simdgroup holds.
         simdgroups_k: Simdgroups that share a tile's k.
+        backend: Name of the back end that has its kernel.
     """
 
+    backend: ClassVar[str]
     gather: GatherProblem
     fragments_m: int
     simdgroups_k: int

@@ -16,6 +16,7 @@ same names. Every back end has its own subclass, which describes its threadgroup
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
@@ -47,8 +48,10 @@ class Plan(ABC):
             "workspace" (deterministic) or "atomic" (in order of arrival).
         buffers: Pipeline stages in threadgroup memory; 0 without staging.
         loaders: Simdgroups that only fill stages while the others multiply.
+        backend: Name of the back end that has its kernels.
     """
 
+    backend: ClassVar[str]
     problem: Problem
     kernel: Kernel
     tile: Tile

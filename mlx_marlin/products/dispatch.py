@@ -12,8 +12,8 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_marlin import decision_log, guard, state
-from mlx_marlin.backends import launch, planner, selection, tuned_results
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.backends import launcher, planner, selection, tuned_results
+from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.measurement import Result
@@ -191,7 +191,7 @@ def _prepare_not_transposed(
     if reason:
         return _by_stock(request, stock, reason)
     decision_log.ours(request, plan)
-    product = differentiable(launch.dense_product(plan), stock)
+    product = differentiable(launcher.dense_product(plan), stock)
     # MLX broadcasts plain products itself, without copies of x.
     return PreparedCall(product if problem.batch > 1 else as_called(product, request))
 
@@ -251,14 +251,14 @@ def _plan(problem: Problem, measured: Result | None) -> Plan:
 
 def _planned(plan: Plan) -> Product:
     problem = plan.problem
-    product = launch.product(plan)
+    product = launcher.product(plan)
     if problem.epilogue == PLAIN and problem.norm is None:
         return product
     return with_placeholders(product, problem.epilogue)
 
 
 def _decoded(plan: DensePlan) -> Product:
-    product = launch.dense_product(plan)
+    product = launcher.dense_product(plan)
     epilogue = plan.problem.epilogue
     return product if epilogue == PLAIN else with_epilogue(product, epilogue)
 
@@ -279,7 +279,7 @@ def _backward(problem: Problem) -> Product | None:
     if problem.epilogue != PLAIN or problem.norm is not None:
         return None
     plan = dense_plan(problem, transposed=False)
-    return None if guard.why_not(plan) else launch.dense_product(plan)
+    return None if guard.why_not(plan) else launcher.dense_product(plan)
 
 
 def _zeros(request: MatmulRequest) -> Run:

@@ -6,7 +6,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.products.request import MatmulRequest, Run
 

@@ -9,8 +9,8 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import selection
-from mlx_marlin.backends.repack_launch import repack
+from mlx_marlin.backends import launcher, selection
+from mlx_marlin.planning.block_plans import RepackPlan
 from mlx_marlin.weights import layout, tile_conversion
 
 CODES_AT_ONCE = 2**20
@@ -28,12 +28,12 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
         RuntimeError: If MLX's operations do not return the same codes.
     """
     form = {"bits": bits, "group_size": group_size}
-    if _by_kernel("marlin", **form):
-        tiles = repack("marlin", n=n, k=k, **form)(w)
+    plan = RepackPlan(to="marlin", batch=w.shape[:-2], n=n, k=k, **form)
+    if _by_kernel(plan):
+        tiles: mx.array = launcher.call(plan)(w)
         if _is_same(w, tiles, n, k, **form):
             return tiles
-        order = layout.order_of_group(group_size)
-        guard.condemn_repack("marlin", bits, order, f"wrong codes for {k}→{n}")
+        guard.condemn(plan, f"wrong codes for {k}→{n}")
     tiles = _tiles_in_pieces(w, n, k, **form)
     if not _is_same(w, tiles, n, k, **form):
         raise RuntimeError(
@@ -63,21 +63,22 @@ def _tiles_in_pieces(
 def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
     """Returns the codes of tiles as rows, as `tile_conversion.rows_of_tiles` does."""
     form = {"bits": bits, "group_size": group_size}
-    if _by_kernel("mlx", **form):
-        return repack("mlx", n=n, k=k, **form)(words)
+    plan = RepackPlan(to="mlx", batch=words.shape[:-3], n=n, k=k, **form)
+    if _by_kernel(plan):
+        rows: mx.array = launcher.call(plan)(words)
+        return rows
     return tile_conversion.rows_of_tiles(words, n, k, **form)
 
 
-def _by_kernel(to: str, bits: int, group_size: int) -> bool:
-    if not _on_gpu():
-        return False
-    return guard.repack_fault(to, bits, layout.order_of_group(group_size)) is None
+def _by_kernel(plan: RepackPlan) -> bool:
+    return _on_gpu() and guard.why_not(plan) is None
 
 
 def _on_gpu() -> bool:
     # On a CPU, MLX's operations are compiled code, whereas the emulator runs the
     # kernels one thread at a time.
-    if selection.backend() not in selection.ON_GPU or selection.active().repack is None:
+    backend = selection.backend()
+    if backend not in selection.ON_GPU or not selection.active().has_kernel(RepackPlan):
         return False
     here = mx.default_device() != mx.Device(mx.cpu)
     return here or selection.forced_backend() is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_marlin.backends import registry, selection
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.dequantizing import dequantize

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launch, planner, selection
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends.launcher import Product
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.device import PlanningDevice
@@ -274,7 +274,7 @@ def emulator_counters(
 
 
 def _product(arm: Arm, problem: Problem) -> Product:
-    return operands.stock_product(problem) if arm is None else launch.product(arm)
+    return operands.stock_product(problem) if arm is None else launcher.product(arm)
 
 
 def _best_right(

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import devices, launch, planner, selection
+from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.benchmarking import products
 from mlx_marlin.benchmarking.products import Measured
@@ -47,7 +47,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> tuner.Clock:
     monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(
-        launch, "product", lambda plan: operands.stock_product(plan.problem)
+        launcher, "product", lambda plan: operands.stock_product(plan.problem)
     )
     return tuner.clock(M3_MAX, seconds=0.001)
 
@@ -114,7 +114,7 @@ def test_on_a_gpu_every_arm_is_measured_on_all_weights(
     used = Counter[int]()
     stock = operands.stock_product
 
-    def counted(problem: Problem) -> launch.Product:
+    def counted(problem: Problem) -> launcher.Product:
         def product(x: mx.array, w: mx.array, *rest: mx.array) -> mx.array:
             used[id(w)] += 1
             return stock(problem)(x, w, *rest)
@@ -150,9 +150,9 @@ def test_both_clocks_are_used(
 def test_a_wrong_product_is_left_out_with_a_note(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = launch.product
+    right = launcher.product
     monkeypatch.setattr(
-        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
     measured = measure()

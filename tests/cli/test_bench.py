@@ -11,7 +11,7 @@ import mlx_lm
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import devices, launch, selection
+from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.benchmarking import generation, products, result_file
 from mlx_marlin.benchmarking.rows import (
     CLOCKS,
@@ -43,7 +43,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(
-        launch, "product", lambda plan: operands.stock_product(plan.problem)
+        launcher, "product", lambda plan: operands.stock_product(plan.problem)
     )
 
 
@@ -184,9 +184,9 @@ def test_an_interrupted_generation_keeps_the_streams_before_it(
 def test_a_wrong_product_fails_the_command(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = launch.product
+    right = launcher.product
     monkeypatch.setattr(
-        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
     assert main(["bench", "4x64x256"]) == 1

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.cli import demo, main
 from mlx_marlin.cli.demo import report
 from mlx_marlin.cli.demo.generation import (
@@ -248,9 +248,9 @@ def test_kernels_are_counted_while_they_are_compiled(
         state.reset()
         if label.startswith("mlx_marlin"):
             demo.compile_kernels(model, work)
-        counts.append(len(launch.plans_built()))
+        counts.append(len(launcher.plans_built()))
         outcome = measured(label, model, work)
-        counts.append(len(launch.plans_built()))
+        counts.append(len(launcher.plans_built()))
         return outcome
 
     monkeypatch.setattr(demo, "measure", measure)

@@ -13,7 +13,7 @@ import mlx_lm
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.cli import demo, main, models
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.tuning import layers
@@ -108,13 +108,13 @@ def test_the_reference_of_the_demo_is_stock_mlx(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A product of ours that is wrong must not be compared with itself."""
-    product = launch.product
+    product = launcher.product
 
     def wrong(plan: object) -> Callable:
         right = product(plan)
         return lambda *arrays: right(*arrays) * 1.5
 
-    monkeypatch.setattr(launch, "product", wrong)
+    monkeypatch.setattr(launcher, "product", wrong)
     fewer = partial(demo.held_out_tokens, windows=1, length=16)
     monkeypatch.setattr(demo, "held_out_tokens", fewer)
     options = ["demo", "--model", str(model), "--tokens", "2", "--batch", "1"]

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator, guard, state
-from mlx_marlin.backends import devices, launch, planner, selection, tuned_results
+from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
 from mlx_marlin.cli import main
 from mlx_marlin.planning import choice
 from mlx_marlin.tuning import counting, operands, tuner
@@ -58,7 +58,7 @@ def test_a_shape_is_tuned_kept_and_used(
     assert result.clock == "emulator counters"
     assert "us (emulator counters)" in capsys.readouterr().out
     after = mlx_marlin.quantized_matmul(x, *native)
-    assert launch.plans_built() == [result.plan]
+    assert launcher.plans_built() == [result.plan]
     assert mx.allclose(before, after, atol=1e-2).item()
 
 
@@ -69,9 +69,10 @@ def test_another_process_uses_what_was_kept(kept: Path, longest_first: None) -> 
 from pathlib import Path
 import mlx.core as mx
 from mlx_marlin import cache, quantized_matmul
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 cache.folder = lambda name: {{"tuned": Path({str(kept)!r})}}[name]
-launch.product = lambda plan: print(plan.explain()) or (lambda x, *_: mx.zeros((4, 64)))
+zeros = lambda x, *_: mx.zeros((4, 64))
+launcher.product = lambda plan: print(plan.explain()) or zeros
 w = mx.quantize(mx.zeros((64, 256), mx.float16), group_size=64, bits=4)
 quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
 """
@@ -99,13 +100,13 @@ def test_a_wrong_plan_is_told_and_not_kept(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    right = launch.product
+    right = launcher.product
 
-    def product(plan: Any) -> launch.Product:
+    def product(plan: Any) -> launcher.Product:
         run = right(plan)
         return (lambda *given: run(*given) * 2) if plan.is_split else run
 
-    monkeypatch.setattr(launch, "product", product)
+    monkeypatch.setattr(launcher, "product", product)
 
     assert main(["tune", "4x64x256"]) == 1
 
@@ -117,9 +118,9 @@ def test_a_wrong_plan_is_told_and_not_kept(
 def test_without_a_right_plan_nothing_is_kept(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = launch.product
+    right = launcher.product
     monkeypatch.setattr(
-        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
     assert main(["tune", "4x64x256"]) == 1
@@ -137,9 +138,9 @@ def test_plans_that_were_wrong_are_not_served_either(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    right = launch.product  # which the guard's check does not call
+    right = launcher.product  # which the guard's check does not call
     monkeypatch.setattr(
-        launch, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
     with pytest.warns(RuntimeWarning, match="wrong in tuning"):
@@ -171,7 +172,7 @@ def test_a_format_of_floats_is_tuned_kept_and_used(
     assert result.plan.problem.mode == mode
     state.reset()
     after = mlx_marlin.quantized_matmul(x, *native, mode=mode)
-    assert launch.plans_built() == [result.plan]
+    assert launcher.plans_built() == [result.plan]
     assert mx.allclose(before, after, rtol=1e-2, atol=1e-1).item()
 
 
@@ -208,7 +209,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     monkeypatch.setattr(operands, "cache_bytes", lambda device: 2**15)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
     monkeypatch.setattr(
-        launch, "product", lambda plan: operands.stock_product(plan.problem)
+        launcher, "product", lambda plan: operands.stock_product(plan.problem)
     )
 
     monkeypatch.setattr(choice, "WIDTH", 1000)  # names of plans stay in one line

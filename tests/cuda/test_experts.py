@@ -13,10 +13,9 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -272,13 +271,13 @@ def assert_near(y: mx.array, own: SwitchGLU, x: mx.array, chosen: mx.array) -> N
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
     """Lists the plans of experts' products."""
     plans: list[CudaGatherPlan] = []
-    own = experts_launch.gather_product
+    own = launcher.gather_product
 
     def listed(plan: CudaGatherPlan) -> Any:
         plans.append(plan)
         return own(plan)
 
-    monkeypatch.setattr(experts_launch, "gather_product", listed)
+    monkeypatch.setattr(launcher, "gather_product", listed)
     return plans
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launch, planner, tuned_results
+from mlx_marlin.backends import launcher, planner, tuned_results
 from mlx_marlin.backends.cuda import source
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
@@ -87,7 +87,7 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     expected = epilogues.finished(product, (), GATED)
     assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    gated = [plan.problem.epilogue.gated for plan in launch.plans_built()]
+    gated = [plan.problem.epilogue.gated for plan in launcher.plans_built()]
     assert any(gated) == (layout == "marlin" and 0 not in rows)
 
 
@@ -127,7 +127,7 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
 
     layer.gated(x)
 
-    assert launch.plans_built()[-1].problem.epilogue.gated
+    assert launcher.plans_built()[-1].problem.epilogue.gated
 
 
 def test_no_rows_have_half_the_columns(backend: Callable[[str | None], None]) -> None:
@@ -144,7 +144,7 @@ def assert_apart(layer: MarlinLinear, rows: int) -> None:
     half = layer.output_dims // 2
     gate, up = layer.parts(x, (half, half))
     assert mx.array_equal(y, nn.silu(gate) * up)
-    assert not any(plan.problem.epilogue.gated for plan in launch.plans_built())
+    assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
 
 
 @given(

@@ -14,7 +14,7 @@ import mlx_marlin
 from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import kernels, planner, registry
 from mlx_marlin.backends.base import Prepared
-from mlx_marlin.backends.cuda import arguments, detection
+from mlx_marlin.backends.cuda import detection
 from mlx_marlin.backends.cuda.compiling import (
     kernel_files,
     mlx_folder,
@@ -138,13 +138,12 @@ def test_a_kernel_that_reads_shapes_is_not_kept() -> None:
 def test_our_kernels_read_no_shapes_and_have_short_names(m: int) -> None:
     problem = problem_of(m=m, n=5120, k=17408, layout="marlin")
     plan = planner.make(problem, device=H200)
-    backend: Any = registry.of_plan(plan)
-    text = backend.product_source(plan)
+    (launch,) = registry.named(plan.backend).launches(plan)
     instance = KernelInstance(
-        source=text,
-        template=(*arguments.product_template(plan).items(),),
-        inputs=("float16",) * len(text.input_names),
-        outputs=("float16",) * len(text.output_names),
+        source=launch.source,
+        template=launch.template,
+        inputs=launch.dtypes,
+        outputs=("float16",) * len(launch.outputs),
     )
     assert "_shape" not in mlx_folder.kernel_name(instance, instance.text())
 

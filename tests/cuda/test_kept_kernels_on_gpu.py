@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import cache, state
-from mlx_marlin.backends import devices, launch, planner
+from mlx_marlin.backends import devices, launcher, planner
 from mlx_marlin.backends.cuda.compiling import mlx_folder, toolchain
 from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
 from mlx_marlin.backends.source import Source
@@ -93,7 +93,7 @@ def test_products_have_the_bits_of_mlxs_machine_code(
         monkeypatch.setattr(toolchain, "here", chain)
         state.reset()
         plan = planner.make(problem, device=devices.current())
-        product = launch.unrecorded_product(plan)
+        product = launcher.unrecorded_product(plan)
         results.append(product(x, words, scales, scales))
         mx.eval(results[-1])
     monkeypatch.undo()

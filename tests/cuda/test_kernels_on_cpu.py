@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import devices, launch, selection
+from mlx_marlin.backends import devices, selection
 from mlx_marlin.backends.cuda import handover, limits
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
@@ -23,7 +23,7 @@ from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
-from support import cuda_cases, epilogues, format_cases, oracles
+from support import cuda_cases, epilogues, format_cases, launches, oracles
 from support.cuda_cases import EPILOGUES, ROWS, WAYS, Case
 from support.cuda_on_cpu import (
     check,
@@ -247,7 +247,7 @@ def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)
     plan = dense_plan(plan_of(case).problem)
     arrays = format_cases.arguments(weight, case[3])
-    y, expected = exact(launch.dequantized(plan)(*arrays)), weight.decoded
+    y, expected = exact(launches.dequantized(plan)(*arrays)), weight.decoded
     rounding = oracles.ROUNDING[case[4]] * np.abs(expected)
     assert np.all(np.abs(y - expected) <= rounding + oracles.SMALLEST[case[4]])
 

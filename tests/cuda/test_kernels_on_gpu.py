@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import devices, launch
+from mlx_marlin.backends import devices, launcher
 from mlx_marlin.backends.cuda import pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack
-from support import cuda_cases, cuda_experts, epilogues, oracles
+from support import cuda_cases, cuda_experts, epilogues, launches, oracles
 from support.cuda_cases import (
     EPILOGUES,
     EPSILON,
@@ -74,14 +73,14 @@ WGMMA_TURNS = cycle((("float16", 13), ("bfloat16", 64), ("bfloat16", 24)))
 STAGED_TURNS = cycle((("float16", 13), ("bfloat16", 32), ("bfloat16", 7)))
 
 
-def product_of(case: Case, **more: Any) -> launch.Product:
+def product_of(case: Case, **more: Any) -> launcher.Product:
     """Returns what computes a case, if this device can."""
     plan = cuda_cases.plan_of(case, **more)
     here = devices.current()
     capability = here.capability if isinstance(here, CudaDevice) else None
     if plan.is_pipelined and capability != pipelined.CAPABILITY:
         pytest.skip(f"{plan.kernel} is Hopper's, and this is {capability}")
-    return launch.product(plan)
+    return launcher.product(plan)
 
 
 def same_bits(run: Callable[[], mx.array]) -> mx.array:
@@ -232,11 +231,9 @@ def test_experts(name: str) -> None:
 @on_gpu
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
-    case.check(experts_launch.route)
-    case.check_sum(experts_launch.combine)
-    same_bits(
-        lambda: experts_launch.route(case.logits, case.each, case.of_all, case.last)[1]
-    )
+    case.check(launches.route)
+    case.check_sum(launches.combine)
+    same_bits(lambda: launches.route(case.logits, case.each, case.of_all, case.last)[1])
 
 
 def whole_heads(y: Any) -> mx.array:

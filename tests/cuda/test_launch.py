@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, launch
+from mlx_marlin.backends import arguments, launcher
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.planning.epilogue import Epilogue
@@ -32,7 +32,7 @@ Choose = Callable[[str | None], None]
 def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None:
     plan = plan_of(**RING)
 
-    launch.product(plan)(*blanks(plan))
+    launcher.product(plan)(*blanks(plan))
 
     (built,), (call,) = recorder.built, recorder.called
     assert built["shared_memory"] == plan.threadgroup_bytes == 512 + 4 * 16 * 128 * 2
@@ -43,7 +43,7 @@ def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None
 def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     plan = plan_of(**WHOLE, layout="marlin")
 
-    y = launch.product(plan)(*blanks(plan))
+    y = launcher.product(plan)(*blanks(plan))
 
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     (built,), (call,) = recorder.built, recorder.called
@@ -73,7 +73,7 @@ def test_each_part_is_an_array_of_its_own(
     parts = 40, 6, N - 46
     plan = plan_of(**way, epilogue=Epilogue(parts=parts))
 
-    results = launch.product(plan)(*blanks(plan))
+    results = launcher.product(plan)(*blanks(plan))
 
     assert isinstance(results, tuple)
     assert [each.shape for each in results] == [(9, columns) for columns in parts]
@@ -101,7 +101,7 @@ def test_layers_that_share_x_are_a_kernels_outputs(recorder: Recorder) -> None:
 def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
     plan = plan_of(**WHOLE, epilogue=Epilogue(parts=(40, N - 40)))
 
-    launch.product(plan)(*blanks(plan))
+    launcher.product(plan)(*blanks(plan))
 
     assert (
         len(arguments.shape(plan))
@@ -115,7 +115,7 @@ def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
 def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> None:
     plan = plan_of(**SPLIT, epilogue=FUSED)
 
-    y = launch.product(plan)(*blanks(plan, arrays=7))
+    y = launcher.product(plan)(*blanks(plan, arrays=7))
 
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     product, reduce = recorder.called
@@ -137,7 +137,7 @@ def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
     def built(**options: Any) -> tuple[str, str, str]:
         recorder.built.clear()
         plan = plan_of(**options)
-        launch.product(plan)(*blanks(plan))
+        launcher.product(plan)(*blanks(plan))
         first = recorder.built[0]
         return first["name"], first["header"], first["source"]
 
@@ -152,7 +152,7 @@ def test_another_block_is_another_kernel_and_the_same_is_built_once(
     plans = [plan_of(**WHOLE | {"simdgroups_k": warps_k}) for warps_k in (2, 5, 2)]
 
     for plan in plans:
-        launch.product(plan)(*blanks(plan))
+        launcher.product(plan)(*blanks(plan))
 
     shared = [each["shared_memory"] for each in recorder.built]
     assert shared == [plan.threadgroup_bytes for plan in plans[:2]]
@@ -165,7 +165,7 @@ def test_without_cuda_a_kernel_is_an_error_when_it_runs(
         pytest.skip("there is a CUDA device here")
     backend("cuda")
     plan = plan_of(**WHOLE)
-    multiply = launch.product(plan)
+    multiply = launcher.product(plan)
 
     with pytest.raises(
         ValueError,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, planner
+from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
@@ -90,7 +90,7 @@ def test_arrays_may_begin_anywhere() -> None:
     x, *others, moved = map(cuda_cases.moved, arrays)
 
     with emulator.emulated(trace=True):  # no race, nothing outside
-        y = launch.product(cuda_on_cpu.plan_of(case, norm=EPSILON))(
+        y = launcher.product(cuda_on_cpu.plan_of(case, norm=EPSILON))(
             x, *others, x, x, x, moved
         )
 
@@ -123,7 +123,7 @@ def test_a_layer_takes_its_norm(
     expected = epilogues.finished(expected, (), GATED) if gated else expected
     assert (y.shape, y.dtype) == (expected.shape, mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    fused = any(plan.problem.norm for plan in launch.plans_built())
+    fused = any(plan.problem.norm for plan in launcher.plans_built())
     few = 0 < x.size // 128 <= 8 and len(rows) > 0
     assert fused == (few and not (bias and gated))
 
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_norm_and_product() -> None:
         return (y * y).sum()
 
     both = mx.grad(inside, argnums=(0, 1))(x, weight)
-    assert any(plan.problem.norm for plan in launch.plans_built())
+    assert any(plan.problem.norm for plan in launcher.plans_built())
     for ours, own in zip(both, mx.grad(apart, argnums=(0, 1))(x, weight), strict=True):
         assert oracles.error(ours, exact(own)) < 1e-3
 
@@ -204,7 +204,7 @@ def assert_apart(
     x = mx.random.normal((2, 128)).astype(mx.float16)
     norm.weight = norm.weight.astype(dtype)
     assert mx.array_equal(layer.normed(x, norm), layer(norm(x)))
-    assert not any(plan.problem.norm for plan in launch.plans_built())
+    assert not any(plan.problem.norm for plan in launcher.plans_built())
 
 
 def norm_module(cls: type[nn.RMSNorm] = nn.RMSNorm) -> nn.RMSNorm:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
@@ -172,7 +172,7 @@ def test_a_layer_rotates_its_heads(
     expected = epilogues.rotated(total, rotation, positions, freqs, *norms)
     assert y.dtype == mx.float16
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    built = [plan.problem for plan in launch.plans_built()]
+    built = [plan.problem for plan in launcher.plans_built()]
     assert built[-1].epilogue.rotation == rotation
     assert (built[-1].norm is not None) == (streams <= 8)
 
@@ -224,7 +224,7 @@ def test_gradients_are_those_of_mlxs_operations(
 
     given = x, layer["bias"], *norms
     ours = mx.grad(inside, argnums=[*range(len(given))])(*given)
-    assert launch.plans_built()[-1].problem.epilogue.rotation == rotation
+    assert launcher.plans_built()[-1].problem.epilogue.rotation == rotation
     expected = mx.grad(apart, argnums=[*range(len(given))])(*given)
     wide = mx.grad(apart, argnums=[*range(len(given))])(
         *(each.astype(mx.float32) for each in given)
@@ -276,4 +276,4 @@ def assert_none(
 ) -> None:
     arrays = *arrays_of(2, rotation), cuda_cases.norms_of(rotation, norms)
     assert layer.rotated(rows_of(2), norm_module(), rotation, (), *arrays) is None
-    assert not any(plan.problem.epilogue.rotation for plan in launch.plans_built())
+    assert not any(plan.problem.epilogue.rotation for plan in launcher.plans_built())

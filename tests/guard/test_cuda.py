@@ -13,7 +13,7 @@ from mlx_marlin import guard, state
 from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.guard import verdicts
-from mlx_marlin.guard.variants import miniatures
+from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of

@@ -7,13 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_marlin.guard.variants import miniatures
 
 from mlx_marlin import emulator, guard, state
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.guard import blocks, known_answers, routing
-from mlx_marlin.guard.variants import miniatures
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.planning.gather_plan import GatherProblem

@@ -10,7 +10,8 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator
-from mlx_marlin.backends import repack_launch
+from mlx_marlin.backends import launcher
+from mlx_marlin.planning.block_plans import RepackPlan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import repacking
 from mlx_marlin.weights import tile_conversion
@@ -27,17 +28,17 @@ def test_pack_reads_back_what_it_wrote(
 ) -> None:
     """A fault that the small known answer does not show loses no weight either."""
     monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
-    right = repack_launch.repack
+    right = launcher.call
     large: list[int] = []
 
-    def repack(to: str, *, n: int, **form: Any) -> Callable[[mx.array], mx.array]:
-        move = right(to, n=n, **form)
-        if n != N or to != "marlin":
+    def call(plan: RepackPlan) -> Callable[[mx.array], mx.array]:
+        move = right(plan)
+        if plan.n != N or plan.to != "marlin":
             return move
-        large.append(n)
+        large.append(plan.n)
         return lambda w: move(w) ^ 1
 
-    monkeypatch.setattr(repacking, "repack", repack)
+    monkeypatch.setattr(launcher, "call", call)
     _, w = operands()
     packed, messages = collected(lambda: mlx_marlin.pack(*w))
 

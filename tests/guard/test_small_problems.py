@@ -13,8 +13,9 @@ from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.source import instances
-from mlx_marlin.guard import experts, known_answers, operands, reference, routing
-from mlx_marlin.guard.variants import AnyPlan, miniatures, variants_of
+from mlx_marlin.guard import experts, known_answers, operands, reference
+from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
+from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -74,7 +75,7 @@ def assert_same_variants(plan: AnyPlan) -> AnyPlan:
     smaller = miniatures(plan)
     for small in smaller:
         assert small is not plan, plan.explain()
-        assert variants_of(small) == variants_of(plan)
+        assert instances_of(small) == instances_of(plan)
     return smaller[0]
 
 
@@ -349,8 +350,9 @@ def test_problems_keep_what_decides_their_kernels() -> None:
 def test_right_kernels_around_cudas_experts_pass(
     of_all: bool, last: bool, on_cpu: None
 ) -> None:
-    assert routing.fault_of_route(mx.bfloat16, 40, 4, of_all, last) is None
-    assert routing.fault_of_combine(mx.float16, 72, 4) is None
+    route = RoutePlan(1, "bfloat16", 40, 4, of_all, last)
+    for plan in (route, CombinePlan(1, "float16", 72, 4)):
+        assert known_answers.fault_of(plan) is None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -9,7 +9,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.problem import problem_of
@@ -104,7 +104,7 @@ def test_a_plan_of_tuning_is_checked_too(
     plan = dense_plan(problem_of(300, N, K, layout="marlin"))
     with pytest.warns(RuntimeWarning, match="marlin_dequantize failed"):
         assert guard.why_not(plan) is not None
-    assert launch.plans_built() == []
+    assert launcher.plans_built() == []
 
 
 def test_backends_that_need_no_check_have_none(

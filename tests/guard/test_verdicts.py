@@ -16,7 +16,8 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, emulator, guard, state
-from mlx_marlin.backends import planner, registry, source
+from mlx_marlin.backends import planner, registry, selection, source
+from mlx_marlin.backends.launch import Launch, Operand, Output, digest
 from mlx_marlin.guard import known_answers, verdicts
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
@@ -146,9 +147,19 @@ def test_where_nothing_can_be_written_each_process_checks(
 TEXT = source.Source(
     name="n", input_names=("x",), output_names=("z",), header="", source=""
 )
-VARIANT = guard.KernelVariant(
-    source=TEXT, template=(("A", 2),), dtypes=("float16", "float16")
+LAUNCH = Launch(
+    source=TEXT,
+    template=(("A", 2),),
+    inputs=(Operand(name="x", dtype="float16"), Operand(name="y", dtype="float16")),
+    grid=(1, 1, 1),
+    threadgroup=(1, 1, 1),
+    outputs=(Output("z", "float16", (1,), None),),
 )
+
+
+def with_dtypes(*dtypes: str) -> Launch:
+    inputs = (Operand(name=f"x{i}", dtype=each) for i, each in enumerate(dtypes))
+    return replace(LAUNCH, inputs=tuple(inputs))
 
 
 @pytest.mark.parametrize(
@@ -160,19 +171,19 @@ VARIANT = guard.KernelVariant(
     ids=str,
 )
 def test_another_kernel_text_has_no_verdict_yet(change: dict[str, Any]) -> None:
-    other = replace(VARIANT, source=replace(TEXT, **change))
-    assert guard.digest((other,)) != guard.digest((VARIANT,))
+    other = replace(LAUNCH, source=replace(TEXT, **change))
+    assert digest((other,)) != digest((LAUNCH,))
 
 
 def test_another_instance_of_a_kernel_has_no_verdict_yet() -> None:
     values = [((name, value),) for name in "AB" for value in (1, True, "1", 2)]
-    others = [replace(VARIANT, template=each) for each in ((), *values)]
+    others = [replace(LAUNCH, template=each) for each in ((), *values)]
     dtypes = product(DTYPE_BYTES, repeat=2)
-    others += [replace(VARIANT, dtypes=each) for each in dtypes]
-    digests = {guard.digest((each,)) for each in others}
+    others += [with_dtypes(*each) for each in dtypes]
+    digests = {digest((each,)) for each in others}
     assert len(digests) == len(others) - 1  # the variant itself is there twice
-    assert guard.digest((VARIANT,)) in digests
-    assert guard.digest((VARIANT, VARIANT)) not in digests
+    assert digest((LAUNCH,)) in digests
+    assert digest((LAUNCH, LAUNCH)) not in digests
 
 
 @pytest.mark.parametrize("how", ["checked", "condemned"])
@@ -184,7 +195,10 @@ def test_kernels_that_share_their_first_have_verdicts_of_their_own(
     problem = problem_of(9, N, K)
     plain = planner.make(problem, device=DEVICE, **split)
     biased = replace(plain, problem=replace(problem, epilogue=Epilogue(bias=True)))
-    assert guard.variants_of(plain)[0] == guard.variants_of(biased)[0]
+    first, other = (
+        registry.named("metal").launches(plan)[0].instance for plan in (plain, biased)
+    )
+    assert first == other
     faults = {plain: None, biased: "planted"}
     monkeypatch.setattr(known_answers, "fault_of", faults.__getitem__)
 

@@ -11,11 +11,11 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
 from mlx_marlin import state
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing import fusion
 from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
+from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -60,7 +60,7 @@ def cuda(
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
         return plain(PackedWeight(words=w, scales=scales, **sizes), mx.float32)
 
-    def dense_product(plan: DensePlan) -> launch.Product:
+    def dense_product(plan: DensePlan) -> launcher.Product:
         def run(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
             y = x.astype(mx.float32) @ decoded(plan.problem, w, scales)
             return y.astype(x.dtype)
@@ -68,7 +68,7 @@ def cuda(
         assert not plan.transposed
         return run
 
-    def product(plan: Plan) -> launch.Product:
+    def product(plan: Plan) -> launcher.Product:
         problem, epilogue = plan.problem, plan.problem.epilogue
 
         def wide(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
@@ -88,7 +88,7 @@ def cuda(
 
         return run
 
-    def of_experts(plan: CudaGatherPlan) -> launch.Product:
+    def of_experts(plan: CudaGatherPlan) -> launcher.Product:
         gathered.append(plan)
         problem = plan.problem
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
@@ -122,19 +122,22 @@ def cuda(
 
         return run
 
-    def route(logits: mx.array, *given: Any) -> tuple[mx.array, ...]:
-        choices.append(Routing(*given))
-        return tuple(map(mx.stop_gradient, choice_of_mlx(logits, *given)))
+    def call(plan: RoutePlan | CombinePlan) -> Callable[..., Any]:
+        if isinstance(plan, CombinePlan):
+            return lambda *given: mx.stop_gradient(stock_sum(*given))
+        how = plan.choices, plan.of_all, plan.last
 
-    def combine(*given: mx.array) -> mx.array:
-        return mx.stop_gradient(stock_sum(*given))
+        def route(logits: mx.array) -> tuple[mx.array, ...]:
+            choices.append(Routing(*how))
+            return tuple(map(mx.stop_gradient, choice_of_mlx(logits, *how)))
+
+        return route
 
     backend("cuda")
-    monkeypatch.setattr(experts_launch, "gather_product", of_experts)
-    monkeypatch.setattr(experts_launch, "route", route)
-    monkeypatch.setattr(experts_launch, "combine", combine)
-    monkeypatch.setattr(launch, "product", product)
-    monkeypatch.setattr(launch, "dense_product", dense_product)
+    monkeypatch.setattr(launcher, "gather_product", of_experts)
+    monkeypatch.setattr(launcher, "call", call)
+    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(launcher, "dense_product", dense_product)
     return plans
 
 

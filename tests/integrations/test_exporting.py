@@ -11,7 +11,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator
-from mlx_marlin.backends import devices, launch, planner, selection
+from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.integrations.export import streams
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
@@ -45,7 +45,7 @@ def written(file: Path, function: Any, *arrays: mx.array, chip: str = CHIP) -> P
     """Exports a function, and returns the last plan that its graph was made of."""
     with mlx_marlin.exporting(chip):
         mx.export_function(str(file), function, *arrays)
-        return launch.plans_built()[-1]
+        return launcher.plans_built()[-1]
 
 
 @pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, trim_prompt_cache
 
 import mlx_marlin
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
@@ -82,7 +82,7 @@ def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(
 
     assert len(tokens) == COUNT
     assert 0 < guessed < COUNT  # verified in batches, and not only those
-    problems = [plan.problem for plan in launch.plans_built()]
+    problems = [plan.problem for plan in launcher.plans_built()]
     rows = {problem.m for problem in problems if problem.invariant}
     assert {1, 1 + drafted} <= rows
     heads = {problem.batch for problem in problems if problem.invariant}

@@ -8,11 +8,15 @@ import mlx.nn as nn
 import pytest
 
 from mlx_marlin import guard
-from mlx_marlin.backends import selection
-from mlx_marlin.backends.blocks import launch
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.block_plans import (
+    AddNormPlan,
+    CombinePlan,
+    HeadsPlan,
+    RoutePlan,
+)
 from mlx_marlin.planning.gather_plan import GatherPlan
 from support.decoder_models import (
     ALL_CACHES,
@@ -30,9 +34,11 @@ pytestmark = pytest.mark.skipif(
     selection.backend() == "stock", reason="nothing here runs Metal kernels"
 )
 
-KERNELS = {
-    launch: ("rotate_heads", "add_norm"),
-    experts_launch: ("route", "combine"),
+NAMES = {
+    HeadsPlan: "rotate_heads",
+    AddNormPlan: "add_norm",
+    RoutePlan: "route",
+    CombinePlan: "combine",
 }
 
 
@@ -40,17 +46,13 @@ KERNELS = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The kernels that were launched."""
     found: set[str] = set()
+    own = launcher.call
 
-    def listed(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arrays: Any, **options: Any) -> Any:
-            found.add(name)
-            return run(*arrays, **options)
+    def listed(plan: Any) -> Callable[..., Any]:
+        found.add(NAMES[type(plan)])
+        return own(plan)
 
-        return call
-
-    for owner, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(owner, name, listed(name, getattr(owner, name)))
+    monkeypatch.setattr(launcher, "call", listed)
     return found
 
 
@@ -86,13 +88,13 @@ def test_packed_experts_gate_in_one_launch(
     family: str, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[GatherPlan] = []
-    own = experts_launch.gather_product
+    own = launcher.gather_product
 
     def listed(plan: GatherPlan) -> Callable[..., mx.array]:
         plans.append(plan)
         return own(plan)
 
-    monkeypatch.setattr(experts_launch, "gather_product", listed)
+    monkeypatch.setattr(launcher, "gather_product", listed)
     expected = decoded(tiny(family), one_stream)
 
     model = traced(tiny(family), layout="marlin", join=True, fuse=("experts",))

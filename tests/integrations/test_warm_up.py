@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_marlin
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.guard import known_answers, verdicts
 from support.models import tiny_llama
 
@@ -44,7 +44,7 @@ def test_no_kernel_is_checked_after_the_warm_up(checked: list[Any]) -> None:
     model = mlx_marlin.optimize(tiny_llama(tied=False), warm_up=(1, 3))
     known = len(checked)
     assert known > 0
-    assert {plan.problem.m for plan in launch.plans_built()} == {1, 3}
+    assert {plan.problem.m for plan in launcher.plans_built()} == {1, 3}
 
     for shape in ((1, 1), (3, 1), (1, 3)):
         tokens = mx.zeros(shape, mx.int32)
@@ -58,7 +58,7 @@ def test_other_modules_are_warmed_up_layer_by_layer(checked: list[Any]) -> None:
     modules = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 96))
     nn.quantize(modules)
     model = mlx_marlin.optimize(modules, layout="marlin", warm_up=[2])
-    assert {plan.problem.m for plan in launch.plans_built()} == {2}
+    assert {plan.problem.m for plan in launcher.plans_built()} == {2}
     known = len(checked)
     assert known > 0
     mx.eval(model(mx.zeros((2, 128))))

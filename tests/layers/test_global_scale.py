@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 from mlx_marlin import dequantize, optimize, quantize, restore
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
 from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
 from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
@@ -67,9 +67,9 @@ def test_a_product_has_the_global_scale(
     served: str, m: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[bool] = []
-    product = launch.product
+    product = launcher.product
     monkeypatch.setattr(
-        launch,
+        launcher,
         "product",
         lambda plan: launched.append(plan.problem.global_scale) or product(plan),
     )

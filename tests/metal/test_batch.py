@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import state
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
@@ -23,7 +23,7 @@ from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
 from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
-from support import drawn_arrays, epilogues, format_cases, oracles, strategies
+from support import drawn_arrays, epilogues, format_cases, launches, oracles, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
 from support.trace_mode import emulator_only
@@ -113,7 +113,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
     finish = drawn_arrays.finish_arrays(problem, seed=4)
     of_rows = () if not together.problem.epilogue.explain() else finish
 
-    y = launch.product(together)(
+    y = launcher.product(together)(
         x, *drawn_arrays.stored(problem, tuple(native)), *of_rows
     )
 
@@ -126,7 +126,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
         )
         own = [each if each.ndim == 1 else each[i] for each in of_rows]
         arguments = format_cases.arguments(one, problem.layout)
-        expected = launch.product(alone)(x[i], *arguments, *own)
+        expected = launcher.product(alone)(x[i], *arguments, *own)
         assert mx.array_equal(y[i], expected, equal_nan=True)
 
 
@@ -186,7 +186,7 @@ def test_arrays_may_start_anywhere_in_their_buffers(
     ]
     mx.eval(views)
 
-    y = launch.product(plan)(*views)
+    y = launcher.product(plan)(*views)
 
     assert mx.array_equal(y, run(plan, x, native))
 
@@ -203,7 +203,7 @@ def test_an_epilogue_finishes_every_product(plan: Plan) -> None:
     finish = drawn_arrays.finish_arrays(problem, seed=2)
     given_arrays = finish if problem.epilogue.explain() else ()
 
-    y = launch.product(plan)(x, *drawn_arrays.stored(problem, native), *given_arrays)
+    y = launcher.product(plan)(x, *drawn_arrays.stored(problem, native), *given_arrays)
 
     total = oracles.product(x, *native, group_size=problem.group_size)
     expected = epilogues.finished(total, finish, problem.epilogue)
@@ -232,7 +232,7 @@ def test_a_reduce_reads_the_slots_that_were_written_and_no_other(
                 partials[(split.slot, *part)] = values
                 expected[part] += values
 
-        y = launch.reduction(plan)(mx.array(partials))
+        y = launches.reduction(plan)(mx.array(partials))
 
         np.testing.assert_array_equal(
             np.array(y), expected.reshape(problem.result_shape)
@@ -281,7 +281,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(selection.ENVIRONMENT, "metal")
         state.reset()
-        mx.export_function(calls.append, launch.product(plan), *blanks)
+        mx.export_function(calls.append, launcher.product(plan), *blanks)
     state.reset()
 
     nodes = [each for each in calls if each.get("name") == "CustomKernel"]
@@ -308,7 +308,7 @@ def test_each_weight_is_read_once(m: int, layout: str) -> None:
     x, native = drawn_arrays.arrays(problem, seed=0)
     arguments = drawn_arrays.stored(problem, native)
 
-    counters = trace(launch.product(plan), x, *arguments)
+    counters = trace(launcher.product(plan), x, *arguments)
 
     read = counters[0].of("w")
     assert read.read_bytes == problem.code_bytes == 3 * 64 * 256 // 2

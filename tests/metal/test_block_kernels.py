@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
-from mlx_marlin.backends import selection
-from mlx_marlin.backends.blocks import launch
-from mlx_marlin.backends.experts import launch as experts_launch
-from mlx_marlin.backends.kernels import IN_CONSTANT
-from mlx_marlin.backends.source import Source
-from mlx_marlin.guard import blocks, routing
+from mlx_marlin import emulator, state
+from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends.launch import Launch
+from mlx_marlin.backends.shared_launches import IN_CONSTANT
+from mlx_marlin.guard import known_answers
+from mlx_marlin.planning.block_plans import (
+    AddNormPlan,
+    CombinePlan,
+    HeadsPlan,
+    RoutePlan,
+)
 from mlx_marlin.products.blocks import heads, sums
-from support import cuda_experts
+from support import cuda_experts, launches
 from support.block_kernels import Added, Rotated
 from support.grids import drawn
 from support.oracles import exact
@@ -87,28 +91,28 @@ def test_the_norm_is_that_of_the_rounded_sum() -> None:
 
 @pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
 def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
-    case.check(experts_launch.route)
-    case.check_sum(experts_launch.combine)
+    case.check(launches.route)
+    case.check_sum(launches.combine)
 
 
 @pytest.mark.parametrize("case", cuda_experts.SPECIAL_ROUTINGS, ids=str)
 def test_logits_that_are_no_numbers(case: cuda_experts.SpecialChoice) -> None:
-    case.check(experts_launch.route)
+    case.check(launches.route)
 
 
 def test_float32_logits_and_results() -> None:
     case = replace(cuda_experts.ROUTINGS[0], dtype="float32")
-    case.check(experts_launch.route)
+    case.check(launches.route)
     results, scores = mx.ones((2, 3, 1, 10)), mx.array([[0.5, 1, 2], [1, 1, 1]])
-    total = experts_launch.combine(results, scores, mx.ones((2, 10)))
+    total = launches.combine(results, scores, mx.ones((2, 10)))
     assert mx.array_equal(total, mx.array([[4.5], [4.0]]) + mx.zeros(10))
 
 
 CALLS: dict[str, Callable[[], object]] = {
     "rotate_heads": lambda: ROTATED.run(*ROTATED.arrays()),
     "add_norm": lambda: ADDED.run(*ADDED.arrays()),
-    "route": lambda: cuda_experts.ROUTINGS[1].check(experts_launch.route),
-    "combine": lambda: cuda_experts.ROUTINGS[1].check_sum(experts_launch.combine),
+    "route": lambda: cuda_experts.ROUTINGS[1].check(launches.route),
+    "combine": lambda: cuda_experts.ROUTINGS[1].check_sum(launches.combine),
 }
 
 
@@ -169,38 +173,43 @@ def test_a_nan_in_one_operand_is_in_its_sum(operand: int) -> None:
     given = [mx.ones((2, 3, 1, 10)), mx.ones((2, 3)), mx.ones((2, 10))]
     given[operand][(1, 2, 0, 4)[: given[operand].ndim]] = mx.nan
 
-    total = experts_launch.combine(*given)
+    total = launches.combine(*given)
 
     wrong = np.zeros((2, 10), bool)
     wrong[1, ((4,), slice(None), (2,))[operand]] = True
     np.testing.assert_array_equal(exact(total), np.where(wrong, np.nan, 4))
 
 
-@pytest.mark.parametrize("kernel", ["rotate_heads", "add_norm", "route", "combine"])
+PLANS = (
+    HeadsPlan(ROTATED.layout, "float16", 1, 2, True),
+    AddNormPlan(1, "float16", 1029, 1e-5),
+    RoutePlan(1, "float16", 20, 3),
+    CombinePlan(1, "float16", 40, 3),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: type(plan).__name__)
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_guard_finds_a_wrong_kernel(
-    kernel: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
+    plan: Any, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = experts_launch if kernel in ("route", "combine") else launch
-    run = getattr(owner, kernel)
+    own = launcher.call
 
-    def changed(*arrays: object, **options: object) -> object:
-        result = run(*arrays, **options)
-        if not wrong:
-            return result
-        if isinstance(result, mx.array):
-            return result * 1.1
-        return result[0], result[1] * 1.1
+    def changed(plan: Any) -> Callable[..., Any]:
+        run = own(plan)
 
-    monkeypatch.setattr(owner, kernel, changed)
-    half = mx.float16
-    checks = {
-        "rotate_heads": lambda: blocks.fault_of_rotation(ROTATED.layout, half, 2, True),
-        "add_norm": lambda: blocks.fault_of_add_norm(half, 1029, 1e-5),
-        "route": lambda: routing.fault_of_route(half, 20, 3, False, False),
-        "combine": lambda: routing.fault_of_combine(half, 40, 3),
-    }
-    fault = checks[kernel]()
+        def call(*arrays: mx.array) -> Any:
+            result = run(*arrays)
+            if not wrong:
+                return result
+            if isinstance(result, mx.array):
+                return result * 1.1
+            return result[0], result[1] * 1.1
+
+        return call
+
+    monkeypatch.setattr(launcher, "call", changed)
+    fault = known_answers.fault_of(plan)
     assert ("results are wrong" in str(fault)) if wrong else fault is None
 
 
@@ -208,11 +217,12 @@ class Launches:
     """Sizes of inputs, by the names of kernels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        state.reset()  # calls are remembered
         self.sizes: dict[str, list[dict[str, int]]] = {}
         own = type(selection.active()).kernel
 
-        def kernel(backend: Any, text: Source, shared_bytes: int) -> Any:
-            call = own(backend, text, shared_bytes)
+        def kernel(backend: Any, launch: Launch) -> Any:
+            call, text = own(backend, launch), launch.source
 
             def listed(**arguments: Any) -> Any:
                 sizes = [array.size for array in arguments["inputs"]]
@@ -227,24 +237,22 @@ class Launches:
 
 
 def test_few_logits_are_not_in_constant_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch)
+    seen = Launches(monkeypatch)
 
-    chosen, scores = experts_launch.route(mx.array([[1.0, 3, 2, 0]]), 2, True, False)
+    chosen, scores = launches.route(mx.array([[1.0, 3, 2, 0]]), 2, True, False)
 
     assert sorted(chosen.tolist()[0]) == [1, 2]
     assert mx.allclose(scores.sum(), mx.softmax(mx.array([1.0, 3, 2, 0]))[1:3].sum())
-    assert launches.sizes["route"][0]["logits"] >= IN_CONSTANT
+    assert seen.sizes["route"][0]["logits"] >= IN_CONSTANT
 
 
 def test_checks_cover_few_values_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(monkeypatch)
-    half = mx.float16
-
-    assert blocks.fault_of_rotation(ROTATED.layout, half, 2, per_stream=True) is None
-    assert routing.fault_of_combine(half, 40, 3) is None
+    seen = Launches(monkeypatch)
+    for plan in (PLANS[0], PLANS[3]):
+        assert known_answers.fault_of(plan) is None
 
     for kernel, name in (("rotate_heads", "positions"), ("combine", "scores")):
-        few = [sizes[name] < IN_CONSTANT for sizes in launches.sizes[kernel]]
+        few = [sizes[name] < IN_CONSTANT for sizes in seen.sizes[kernel]]
         assert sorted(few) == [False, True]
 
 

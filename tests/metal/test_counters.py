@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.emulator import Counters, emulated, trace
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -28,7 +28,7 @@ def counters(plan: Plan) -> Counters:
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=1)
     weight = drawn_arrays.weight_of(problem, seed=0)
     arguments = format_cases.arguments(weight, problem.layout)
-    product = launch.product(plan)
+    product = launcher.product(plan)
     return trace(lambda: mx.eval(product(x, *arguments)))[0]
 
 
@@ -258,7 +258,7 @@ def test_no_plan_races_or_strays(
     plan, x, native = case
 
     with emulated(seed=seed, workers=workers, trace=True):
-        mx.eval(launch.product(plan)(x, *stored(plan, native)))
+        mx.eval(launcher.product(plan)(x, *stored(plan, native)))
 
 
 @drawn(
@@ -297,7 +297,7 @@ def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> 
         for plan in strategies.one_of_each(asked, reduction=reduction):
             weight = stored(plan, native)
             with emulated(trace=True):
-                y = launch.product(plan)(x, *weight, *(finish if fused else ()))
+                y = launcher.product(plan)(x, *weight, *(finish if fused else ()))
                 mx.eval(y)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, devices, launch, planner
+from mlx_marlin.backends import arguments, devices, launcher, planner
 from mlx_marlin.backends.metal import dense
 from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -21,7 +21,7 @@ from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import repacking
-from support import drawn_arrays, format_cases, oracles, strategies
+from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.format_cases import Weight
 from support.grids import drawn
 from support.trace_mode import emulator_only
@@ -73,7 +73,7 @@ def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) ->
     x, weight = operands(plan, seed=seed)
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
-    y = launch.dense_product(plan)(x, *arguments)
+    y = launcher.dense_product(plan)(x, *arguments)
 
     assert y.dtype == x.dtype
     assert_close(y, x, weight, plan.transposed)
@@ -86,7 +86,7 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
     dtype = plan.problem.dtype
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
-    decoded = oracles.exact(launch.dequantized(plan)(*arguments))
+    decoded = oracles.exact(launches.dequantized(plan)(*arguments))
 
     scale, value, bias = map(np.abs, weight.parts)
     # A sum of two in float32, of which a zero point's is itself a product.
@@ -114,7 +114,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
         if record.get("name") == "CustomKernel":
             calls.append(record)
 
-    mx.export_function(collect, launch.dense_product(plan), *blanks(plan))
+    mx.export_function(collect, launcher.dense_product(plan), *blanks(plan))
 
     problem = plan.problem
     shapes = [call["outputs"][0][1] for call in calls]
@@ -137,13 +137,13 @@ def test_the_memory_for_decoded_weights_is_bounded(
     most = 48 * 64 * 2
     monkeypatch.setitem(dense_plan.__globals__, "MOST_TEMPORARY", most)
     made: list[DensePlan] = []
-    original = launch.dense_product
+    original = launcher.dense_product
 
-    def recording(plan: DensePlan) -> launch.Product:
+    def recording(plan: DensePlan) -> launcher.Product:
         made.append(plan)
         return original(plan)
 
-    monkeypatch.setattr(launch, "dense_product", recording)
+    monkeypatch.setattr(launcher, "dense_product", recording)
     weight = format_cases.any_weight("affine", 3, 64, 48, 192, dtype="float16", seed=1)
     x = format_cases.activations(5, 48, dtype="float16", seed=2)
     packed = mlx_marlin.pack(*weight.native, **weight.options)
@@ -237,11 +237,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DensePlan]:
     """Lists the plans that are built for decoded weights."""
     plans: list[DensePlan] = []
 
-    def product(plan: DensePlan) -> launch.Product:
+    def product(plan: DensePlan) -> launcher.Product:
         plans.append(plan)
         return lambda x, *_: mx.zeros((x.shape[0], plan.columns), x.dtype)
 
-    monkeypatch.setattr(launch, "dense_product", product)
+    monkeypatch.setattr(launcher, "dense_product", product)
     return plans
 
 
@@ -289,7 +289,7 @@ def test_who_forces_a_back_end_sees_our_kernels_run(
     assert mlx_marlin.why_not(x, *native) is None
 
     assert decoded == []
-    assert [each.problem.m for each in launch.plans_built()] == [2048]
+    assert [each.problem.m for each in launcher.plans_built()] == [2048]
 
 
 @pytest.mark.parametrize("transpose", [True, False])
@@ -306,7 +306,7 @@ def test_a_packed_weight_goes_both_ways_without_stock(
     if transpose:  # it is the gradient of x
         mx.grad(lambda x: mlx_marlin.quantized_matmul(x, packed).sum())(x)
     assert [each.transposed for each in decoded] == [False]
-    assert [each.problem.layout for each in launch.plans_built()] == (
+    assert [each.problem.layout for each in launcher.plans_built()] == (
         ["marlin"] * transpose
     )
 

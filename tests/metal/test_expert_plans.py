@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import planner
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
@@ -251,7 +250,7 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     weight = native if layout == "mlx" else stored
 
     counters = emulator.trace(
-        experts_launch.gather_product(plan), x, *weight, chosen, sources
+        launcher.gather_product(plan), x, *weight, chosen, sources
     )
 
     read = counters[0].of("w")
@@ -288,9 +287,7 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
     pairs = mx.array(FEW, mx.uint32), mx.arange(6, dtype=mx.uint32)
     weight = packed.words, packed.scales, packed.scales
 
-    counters = emulator.trace(experts_launch.gather_product(plan), x, *weight, *pairs)[
-        0
-    ]
+    counters = emulator.trace(launcher.gather_product(plan), x, *weight, *pairs)[0]
 
     read = counters.of("w")
     assert read.read_bytes == 3 * 64 * K // 2  # nobody chose one of four experts
@@ -308,9 +305,7 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
             names.append(record["name"])
 
     problem = Problem(m=64, n=40, k=K, layout="marlin")
-    product = experts_launch.gather_product(
-        planner.choose_gather(of_experts(problem, 4), M1)
-    )
+    product = launcher.gather_product(planner.choose_gather(of_experts(problem, 4), M1))
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
     scales = packed.scales.astype(mx.float16)

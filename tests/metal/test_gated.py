@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import devices, launch, planner, selection
+from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.guard import known_answers
-from mlx_marlin.guard.variants import miniatures, variants_of
+from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -45,7 +45,7 @@ def assert_gated(plan: Plan, seed: int) -> None:
     weight = drawn_arrays.weight_of(problem, seed=seed)
     arrays = format_cases.arguments(weight, problem.layout)
 
-    y = launch.product(plan)(x, *arrays)
+    y = launcher.product(plan)(x, *arrays)
 
     total = exact(x) @ weight.decoded.T
     expected = epilogues.finished(total, (), problem.epilogue)
@@ -119,7 +119,7 @@ def test_a_launch_reads_each_weight_once(m: int) -> None:
     x = format_cases.activations(m, 512, dtype="float16", seed=1)
     arrays = format_cases.arguments(weight, "marlin")
 
-    found = trace(lambda: mx.eval(launch.product(plan)(x, *arrays)))
+    found = trace(lambda: mx.eval(launcher.product(plan)(x, *arrays)))
 
     assert len(found) == 1
     words = found[0].of("w")
@@ -168,7 +168,7 @@ def test_the_guard_checks_the_same_instance(m: int, layout: str) -> None:
 
     for small in miniatures(plan):
         assert small.problem.bytes < 2**20
-        assert variants_of(small) == variants_of(plan)
+        assert instances_of(small) == instances_of(plan)
         assert small.problem.epilogue.gated
     if m < 40:
         assert known_answers.fault_of(plan) is None
@@ -266,7 +266,7 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     expected = epilogues.finished(oracles.product(x, *native, group_size=64), (), SILU)
     assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    gated = [plan.problem.epilogue.gated for plan in launch.plans_built()]
+    gated = [plan.problem.epilogue.gated for plan in launcher.plans_built()]
     assert any(gated) == (0 not in rows)
 
 
@@ -284,7 +284,7 @@ def test_where_kernels_have_no_gate_a_layer_multiplies_its_halves(how: str) -> N
     half = layer.output_dims // 2
     gate, up = layer.parts(x, (half, half))
     assert mx.array_equal(y, nn.silu(gate) * up)
-    assert not any(plan.problem.epilogue.gated for plan in launch.plans_built())
+    assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
 
 
 def test_stock_mlx_gates_by_operations(backend: Callable[[str | None], None]) -> None:

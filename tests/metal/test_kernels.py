@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import planner, selection
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
-from support import drawn_arrays, oracles, strategies
+from support import drawn_arrays, launches, oracles, strategies
 from support.drawn_arrays import run, stock
 from support.grids import drawn
 from support.ragged_problems import RAGGED, in_float32
@@ -231,6 +231,6 @@ def test_a_reduce_reads_the_slots_that_were_written_and_no_other(
                 partials[split.slot][part] = own
                 expected[part] += own
 
-        y = launch.reduction(plan)(mx.array(partials))
+        y = launches.reduction(plan)(mx.array(partials))
 
         np.testing.assert_array_equal(np.array(y), expected)

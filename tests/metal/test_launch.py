@@ -16,7 +16,7 @@ from mlx_marlin import emulator, state
 from mlx_marlin.backends import (
     arguments,
     kernels,
-    launch,
+    launcher,
     planner,
     selection,
 )
@@ -63,7 +63,7 @@ def kernel_calls(plan: Plan) -> list[Node]:
                 )
             )
 
-    mx.export_function(collect, launch.product(plan), *blanks(plan.problem))
+    mx.export_function(collect, launcher.product(plan), *blanks(plan.problem))
     return nodes
 
 
@@ -222,7 +222,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     whole = planner.make(problem, strategy="data_parallel")
 
     for plan in (split, whole, split):
-        y = launch.product(plan)(*blanks(problem))
+        y = launcher.product(plan)(*blanks(problem))
         assert (y.shape, y.dtype) == ((9, 40), mx.float16)
 
     names = [each["name"] for each in recorder.built]
@@ -230,7 +230,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     assert len(recorder.called) == 5
     assert {"header", "source", "input_names", "output_names"} < {*recorder.built[0]}
     state.reset()
-    launch.product(whole)
+    launcher.product(whole)
     assert len(recorder.built) == 3
 
 
@@ -246,7 +246,7 @@ def test_only_atomic_sums_begin_with_zeros(
         plan = planner.make(
             problem, strategy="split_k", k_parallel=2, reduction=reduction
         )
-        launch.product(plan)(*blanks(problem))
+        launcher.product(plan)(*blanks(problem))
 
     # Each product and its reduce; a kernel is built once.
     assert [each["atomic_outputs"] for each in recorder.built] == [False, False, True]
@@ -268,7 +268,7 @@ def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
     y = mlx_marlin.quantized_matmul(x.reshape(3, 3, 4096), *weights)
 
     assert y.shape == (3, 3, 64)
-    (plan,) = launch.plans_built()
+    (plan,) = launcher.plans_built()
     assert plan.problem.layout == layout
     assert len(recorder.called) == plan.dispatches
 
@@ -282,7 +282,7 @@ def test_the_emulators_factory_takes_the_same_calls(
     monkeypatch.setattr(mx.fast, "metal_kernel", None)
     problem = Problem(m=1, n=40, k=512)
 
-    launch.product(planner.make(problem))(*blanks(problem))
+    launcher.product(planner.make(problem))(*blanks(problem))
 
     assert [each["name"] for each in recorder.built] == ["marlin_gemv"]
 
@@ -296,7 +296,7 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     problem = Problem(m=1, n=1, k=32, group_size=32)
     x, w, scales, biases = blanks(problem)
 
-    launch.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
+    launcher.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
 
     _, w, scales, biases, shape, schedule = recorder.called[0]["inputs"]
     assert w.tolist() == [3] * 4 + [0] * 4
@@ -317,7 +317,7 @@ def test_so_are_few_scales_of_one_byte(
     )
     x, w, scales, _ = blanks(problem)
 
-    launch.product(planner.make(problem))(x, w, scales + 2, scales + 2)
+    launcher.product(planner.make(problem))(x, w, scales + 2, scales + 2)
 
     _, w, scales, biases, *_ = recorder.called[0]["inputs"]
     assert w.shape == (3, 16)
@@ -334,7 +334,7 @@ def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(
     problem = Problem(m=3, n=2, k=64, epilogue=Epilogue(bias=True, residual=True))
     *operands, bias, _, residual = blanks(problem)
 
-    launch.product(planner.make(problem))(
+    launcher.product(planner.make(problem))(
         *operands, bias + 1, mx.array(0.0), residual + 2
     )
 
@@ -349,9 +349,9 @@ def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
     plans = [planner.make(Problem(m=m, n=40, k=512)) for m in (9, 1, 9)]
 
     for plan in plans:
-        launch.product(plan)
+        launcher.product(plan)
 
-    assert launch.plans_built() == plans[:2]
+    assert launcher.plans_built() == plans[:2]
 
 
 @pytest.mark.parametrize("name", ["metal", "cuda", "emulator", "stock"])

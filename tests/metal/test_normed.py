@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import devices, launch, planner, selection
+from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.guard import known_answers
-from mlx_marlin.guard.variants import miniatures, variants_of
+from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -93,7 +93,7 @@ def test_rows_of_ones_are_exact(dtype: str, layout: str) -> None:
     )
     stored = drawn_arrays.stored(plan.problem, (native[0], *others))
 
-    y = launch.product(plan)(x, *stored, x, x, x, norm)
+    y = launcher.product(plan)(x, *stored, x, x, x, norm)
 
     codes = (np.array(native[0])[..., None] >> np.arange(0, 32, 4)) & 15
     weight = codes.reshape(192, K).astype(np.float64) - 8
@@ -176,7 +176,7 @@ def test_the_guard_checks_the_same_instance(epilogue: Epilogue) -> None:
 
     for small in miniatures(plan):
         assert small.problem.bytes < 2**20
-        assert variants_of(small) == variants_of(plan)
+        assert instances_of(small) == instances_of(plan)
         assert small.problem.norm == plan.problem.norm
     assert known_answers.fault_of(plan) is None
 
@@ -250,7 +250,7 @@ def test_a_layer_takes_its_norm(
     y = layer.normed(x, norm, gated=gated)
 
     assert mx.allclose(y, apart(layer, norm, x, gated), rtol=4e-3, atol=4e-3)
-    fused = any(plan.problem.norm for plan in launch.plans_built())
+    fused = any(plan.problem.norm for plan in launcher.plans_built())
     assert fused == (rows in ((1,), (2, 1)))
 
 

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.devices import current, named
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from support import drawn_arrays, orders, strategies
+from support import drawn_arrays, launches, orders, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
 from support.ragged_problems import RAGGED, in_float32
@@ -77,7 +76,7 @@ def test_partial_sums_are_added_in_ascending_k() -> None:
     assert size[0] == 7
     partials = random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)
 
-    y = launch.reduction(plan)(mx.array(partials.astype(np.float32)))
+    y = launches.reduction(plan)(mx.array(partials.astype(np.float32)))
 
     expected = np.zeros(size[1:], np.float32)
     for partial in partials.astype(np.float32):
@@ -133,13 +132,11 @@ def test_products_of_experts_are_added_in_ascending_k(dot_rows: int) -> None:
     weight = [mx.stack([each, each]) for each in orders.ones(problem)]
     chosen = mx.array([1, 0, 1, 1, 1], mx.uint32)
 
-    y = experts_launch.gather_product(plan)(
-        orders.one_in_each_trip(problem), *weight, chosen
-    )
+    y = launcher.gather_product(plan)(orders.one_in_each_trip(problem), *weight, chosen)
 
     alone = planner.make(problem, strategy="data_parallel", simdgroups_k=4)
     orders.assert_promised(y.squeeze(1), alone)
 
 
 def test_experts_are_added_in_their_order_and_then_to_the_residual() -> None:
-    orders.check_sum_of_experts(experts_launch.combine)
+    orders.check_sum_of_experts(launches.combine)

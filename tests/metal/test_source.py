@@ -10,8 +10,8 @@ from mlx_marlin.backends import arguments, source
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.source import compaction
+from mlx_marlin.backends.shared_launches import REDUCE_ROWS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
-from mlx_marlin.planning.launches import REDUCE_ROWS
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
 from mlx_marlin.weights.formats import CODES, GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mutants.catalogue import CUDA_MUTANTS
@@ -25,7 +24,7 @@ from mutants.cuda import (
 )
 from mutants.detectors import REPORTS, TIME_LIMIT
 from mutants.mutant import Detector, Mutant
-from support import cuda_experts, cuda_on_cpu
+from support import cuda_experts, cuda_on_cpu, launches
 from support.cuda_cases import (
     GATED_WAYS,
     HEAD_EPSILON,
@@ -168,11 +167,11 @@ CASES |= {
     gather.ADDED_UP: cuda_experts.ROUTINGS[1],
 }
 CHECKS |= {
-    gather.CHOSEN: lambda choice: choice.check(experts_launch.route),
-    gather.CHOSEN_OF_ALL: lambda choice: choice.check(experts_launch.route),
-    gather.CHOSEN_FEW: lambda choice: choice.check(experts_launch.route),
-    gather.CHOSEN_SPECIAL: lambda choice: choice.check(experts_launch.route),
-    gather.ADDED_UP: lambda choice: choice.check_sum(experts_launch.combine),
+    gather.CHOSEN: lambda choice: choice.check(launches.route),
+    gather.CHOSEN_OF_ALL: lambda choice: choice.check(launches.route),
+    gather.CHOSEN_FEW: lambda choice: choice.check(launches.route),
+    gather.CHOSEN_SPECIAL: lambda choice: choice.check(launches.route),
+    gather.ADDED_UP: lambda choice: choice.check_sum(launches.combine),
 }
 
 

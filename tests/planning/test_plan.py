@@ -12,12 +12,6 @@ from hypothesis import strategies as st
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.launches import (
-    REDUCE_ROWS,
-    REDUCE_THREADGROUP,
-    reduce_threadgroup,
-    reduce_threads,
-)
 from mlx_marlin.planning.plan import Plan, Tile
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
@@ -422,14 +416,4 @@ def test_a_decoded_weight_explains_itself_in_a_line() -> None:
     )
     assert DensePlan(problem=problem, chunk=2048).explain() == (
         "decoded once to float16 (16.0 MiB in 2 chunks), mx.matmul"
-    )
-
-
-@given(plans())
-def test_a_reduce_thread_adds_rows_of_one_column(plan: Plan) -> None:
-    problem = plan.problem
-    per_column = -(-problem.m // REDUCE_ROWS)
-    assert reduce_threads(problem) == problem.batch * per_column * problem.n
-    assert reduce_threadgroup(problem) == min(
-        reduce_threads(problem), REDUCE_THREADGROUP
     )

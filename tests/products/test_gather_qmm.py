@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import planner, selection
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
@@ -77,7 +76,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
     for seed in range(3):
         with emulator.emulated(seed=seed, trace=True):
-            mx.eval(experts_launch.gather_product(plan)(x, *native, *pairs))
+            mx.eval(launcher.gather_product(plan)(x, *native, *pairs))
 
 
 @pytest.mark.usefixtures("kernels")

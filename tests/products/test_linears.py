@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.emulator import emulated
 from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.planning.problem import Problem
@@ -83,7 +83,7 @@ def test_every_strategy_stores_every_part(problem: Problem) -> None:
     for reduction in ("workspace", "atomic"):
         for plan in strategies.one_of_each(asked, reduction=reduction):
             with emulated(trace=True):
-                y = epilogues.whole(launch.product(plan)(x, *weight, *finish))
+                y = epilogues.whole(launcher.product(plan)(x, *weight, *finish))
                 mx.eval(y)
             off = np.abs(oracles.exact(y) - expected)
             assert np.all(off <= epilogues.allowed(plan, x, native, finish))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.emulator import trace
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.plan import Plan
@@ -282,7 +282,7 @@ def test_weights_are_decoded_in_chunks_of_all(chunk: int) -> None:
     )
     plan = DensePlan(problem=problem, transposed=False, chunk=chunk)
 
-    y = launch.dense_product(plan)(x, packed.words, packed.scales, packed.scales)
+    y = launcher.dense_product(plan)(x, packed.words, packed.scales, packed.scales)
 
     assert len(plan.chunks) == -(-192 // chunk)
     # 24 rows of padding of each weight are decoded with it.
@@ -297,9 +297,9 @@ def test_rows_that_all_weights_share_are_not_repeated(
 ) -> None:
     packed, decoded = packed_weights(2, 3)
     x = activations(4, 1, 1, 5, N)
-    original, multiplied = launch.dense_product, []
+    original, multiplied = launcher.dense_product, []
 
-    def watched(plan: DensePlan) -> launch.Product:
+    def watched(plan: DensePlan) -> launcher.Product:
         product = original(plan)
 
         def run(x: mx.array, *weight: mx.array) -> mx.array:
@@ -308,7 +308,7 @@ def test_rows_that_all_weights_share_are_not_repeated(
 
         return run
 
-    monkeypatch.setattr(launch, "dense_product", watched)
+    monkeypatch.setattr(launcher, "dense_product", watched)
     y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
 
     assert [each.shape for each in multiplied] == [x.shape]

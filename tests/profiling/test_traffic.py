@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import devices, launch, planner
+from mlx_marlin.backends import devices, launcher, planner
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.profiling.traffic import OperandBytes, Traffic
@@ -84,7 +84,7 @@ def test_plans_request_what_the_emulator_counts(
     inputs = operands.operands(problem, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", emulator.EmulatorWarning)
-        launches = emulator.trace(launch.product(plan), inputs.x, *inputs.weights[0])
+        launches = emulator.trace(launcher.product(plan), inputs.x, *inputs.weights[0])
 
     found, first = Traffic.of(plan), launches[0]
 

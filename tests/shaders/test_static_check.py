@@ -9,11 +9,10 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import kernels
-from mlx_marlin.backends.blocks import launch as block_launch
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.formats import CODES, FORMATS
+from support import launches
 from support.shader_variants import (
     EPILOGUES,
     Variant,
@@ -91,27 +90,27 @@ def rotations() -> None:
         layout = Heads(heads=4, kv_heads=2, features=66, columns=528, norm=norm)
         norms = () if norm is None else (mx.ones(66, dtype), mx.ones(66, dtype))
         qkv = mx.zeros((9, 2, 528), dtype)
-        block_launch.rotate_heads(layout, qkv, mx.array(first), mx.ones(33), norms)
+        launches.rotate_heads(layout, qkv, mx.array(first), mx.ones(33), norms)
 
 
 def sums() -> None:
     """A row of one simdgroup, and of several."""
     for dtype, n in product(DTYPES, (40, 4099)):
         x = mx.zeros((2, n), dtype)
-        block_launch.add_norm(x, x, x[0], 1e-5)
+        launches.add_norm(x, x, x[0], 1e-5)
 
 
 def choices() -> None:
     """Few scores are in constant memory, others in device memory."""
     for dtype, of_all, last in product(DTYPES, (False, True), (False, True)):
-        experts_launch.route(mx.zeros((2, 70), dtype), 5, of_all, last)
+        launches.route(mx.zeros((2, 70), dtype), 5, of_all, last)
 
 
 def sums_of_experts() -> None:
     """Likewise."""
     for dtype, rows in product(DTYPES, (1, 4)):
         x, scores = mx.zeros((rows, 40), dtype), mx.ones((rows, 3))
-        experts_launch.combine(mx.zeros((rows, 3, 1, 40), dtype), scores, x)
+        launches.combine(mx.zeros((rows, 3, 1, 40), dtype), scores, x)
 
 
 @pytest.mark.parametrize("calls", [rotations, sums, choices, sums_of_experts])

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends.blocks import launch
 from mlx_marlin.planning.epilogue import Heads
+from support import launches
 from support.oracles import ROUNDING, SMALLEST, Floats, exact
 
 OF_SUMS = 2.0**-20
@@ -71,7 +71,7 @@ class Rotated:
         return (*given, *(() if self.norm is None else norms))
 
     def run(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
-        both = launch.rotate_heads(self.layout, *arrays[:3], arrays[3:])
+        both = launches.rotate_heads(self.layout, *arrays[:3], arrays[3:])
         mx.eval(both)
         return both
 
@@ -127,7 +127,7 @@ class Added:
         return (*rows, drawn(3, self.dtype, self.n))
 
     def run(self, *arrays: mx.array) -> tuple[mx.array, mx.array]:
-        both = launch.add_norm(*arrays, self.epsilon)
+        both = launches.add_norm(*arrays, self.epsilon)
         mx.eval(both)
         return both
 

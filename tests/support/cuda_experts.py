@@ -7,8 +7,8 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.experts import launch as experts_launch
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import Routing
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -129,7 +129,7 @@ class Call:
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
         given = [place(self.x), *arrays, *map(place, (*self.biases, experts, *rows))]
-        product = experts_launch.gather_product(self.plan)
+        product = launcher.gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
     def stored(self, weight: Weight) -> tuple[mx.array, mx.array, mx.array]:

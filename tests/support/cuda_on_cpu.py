@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin import cache, emulator
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import metal_kernel
@@ -163,7 +163,7 @@ def _smaller(way: dict[str, Any]) -> Iterator[dict[str, int]]:
 
 def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
     arrays = format_cases.arguments(weight, plan.problem.layout)
-    return launch.product(plan)(x, *arrays, *finish)
+    return launcher.product(plan)(x, *arrays, *finish)
 
 
 def check(case: Case) -> None:
@@ -229,7 +229,7 @@ def check_moved(case: Case, names: Collection[str]) -> None:
         cuda_cases.moved(each) if name in names else each
         for name, each in zip(OPERANDS, arrays, strict=True)
     ]
-    y = launch.product(plan_of(case))(*given)
+    y = launcher.product(plan_of(case))(*given)
     cuda_cases.assert_right(y, x, weight.decoded, case[4])
 
 
@@ -253,7 +253,7 @@ def check_batch(case: Case) -> None:
     plan = plan_of(case, batch=3)
     # What is split is finished by the reduce.
     assert plan.needs_second_pass == plan.is_split
-    y = launch.product(plan)(x, *arrays)
+    y = launcher.product(plan)(x, *arrays)
     for i, (weight, own) in enumerate(drawn):
         cuda_cases.assert_right(y[i], own, weight.decoded, case[4])
 
@@ -269,5 +269,5 @@ def check_decoded(case: Case, transposed: bool) -> None:
     assert len(plan.chunks) > 1
     matrix = weight.decoded if transposed else weight.decoded.T
     x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
-    y = launch.dense_product(plan)(x, *format_cases.arguments(weight, case[3]))
+    y = launcher.dense_product(plan)(x, *format_cases.arguments(weight, case[3]))
     cuda_cases.assert_right(y, x, matrix, case[4])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -113,7 +113,7 @@ def run(
         *finish: Operands of an epilogue; ignored if the plan has none.
     """
     operands = finish if plan.problem.epilogue != PLAIN else ()
-    y = launch.product(plan)(x, *stored(plan.problem, native), *operands)
+    y = launcher.product(plan)(x, *stored(plan.problem, native), *operands)
     mx.eval(y)
     return y
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
@@ -410,7 +410,7 @@ VARIANTS = covering(every_variant(), lambda each: {*each.facts})
 
 def run(plan: Plan, x: mx.array, weight: Weight) -> mx.array:
     """Runs a plan on a weight, packed first if the plan wants it so."""
-    y = launch.product(plan)(x, *arguments(weight, plan.problem.layout))
+    y = launcher.product(plan)(x, *arguments(weight, plan.problem.layout))
     mx.eval(y)
     return y
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, planner, selection
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.device import DEFAULT
@@ -91,7 +91,7 @@ def test_the_emulator_counts_the_same_every_time(
     split = [median for arm, median in medians.items() if arm.is_split]
     plan = next(arm for arm in medians if arm.is_split)
     inputs = operands.operands(SMALL, 1)
-    independent = clock.measure_independent({plan: launch.product(plan)}, inputs)
+    independent = clock.measure_independent({plan: launcher.product(plan)}, inputs)
     assert medians[plan] - independent[plan].median == pytest.approx(
         2 * cost.level_seconds(DEFAULT)
     )

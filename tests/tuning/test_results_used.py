@@ -9,7 +9,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import devices, launch, planner, tuned_results
+from mlx_marlin.backends import devices, launcher, planner, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -171,7 +171,7 @@ def test_who_forces_a_back_end_gets_our_best_plan(
     backend("metal")
 
     assert mlx_marlin.why_not(X, *NATIVE) is None
-    assert launch.plans_built() == [result.plan]
+    assert launcher.plans_built() == [result.plan]
 
 
 def test_importing_the_package_reads_nothing() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import selection
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
-from support import drawn_arrays, format_cases, oracles, strategies
+from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.format_cases import Variant, Weight
 from support.format_oracle import assert_close
 from support.trace_mode import emulator_only
@@ -184,7 +184,7 @@ def check_decoding(variant: Variant) -> None:
     weight = exact_in_float32(variant.weight(45, k, seed=7))
     plan = dense_plan(variant.problem(1, 45, k))
 
-    w = launch.dequantized(plan)(*format_cases.arguments(weight, variant.layout))
+    w = launches.dequantized(plan)(*format_cases.arguments(weight, variant.layout))
 
     expected = format_cases.rounded(weight.decoded, variant.dtype)
     np.testing.assert_array_equal(oracles.exact(w), expected)

@@ -11,11 +11,10 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator
-from mlx_marlin.backends import launch
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
-from support import drawn_arrays, format_cases, oracles
+from support import drawn_arrays, format_cases, launches, oracles
 from support.format_cases import Variant, Weight
 from support.trace_mode import emulator_only
 
@@ -105,7 +104,7 @@ def test_plain_numbers_are_those_of_mlx(layout: str) -> None:
     weight = weight_of(variant)
     plan: DensePlan = dense_plan(with_scale(variant.problem(1, N, K)))
 
-    w = launch.dequantized(plan)(*format_cases.arguments(weight, layout))
+    w = launches.dequantized(plan)(*format_cases.arguments(weight, layout))
 
     expected = mx.dequantize(*weight.native, mode="nvfp4", global_scale=SCALE)
     assert expected.dtype == mx.float32

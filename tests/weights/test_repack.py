@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import repack_launch
 from mlx_marlin.backends.metal import arguments
+from mlx_marlin.planning.block_plans import REPACK_THREADS
 from mlx_marlin.products import repacking
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.repacking import to_rows, to_tiles
 from mlx_marlin.weights import layout
 from mlx_marlin.weights.formats import WIDTHS, planes_of
 from mlx_marlin.weights.packed_weight import PackedWeight
-from support import format_cases, strategies
+from support import format_cases, launches, strategies
 from support.format_cases import GROUPED, Integers
 from support.grids import drawn
 from support.trace_mode import emulator_only
@@ -92,10 +92,10 @@ def test_every_code_goes_to_its_place_and_comes_back(
     rows = any_words(*batch, n, width, seed=seed, offset=offset)
 
     with emulator.emulated(seed=order, trace=True):
-        tiles = repack_launch.repack("marlin", **form)(rows)
+        tiles = launches.repack("marlin", **form)(rows)
         stored = any_words(offset, seed=0).tolist() + tiles.flatten().tolist()
         moved = mx.array(stored, mx.uint32)[offset:].reshape(tiles.shape)
-        back = repack_launch.repack("mlx", **form)(moved)
+        back = launches.repack("mlx", **form)(moved)
 
     assert mx.array_equal(back, rows)
     codes = format_cases.read_codes(rows.reshape(-1, width), bits)
@@ -115,7 +115,7 @@ def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
 
     tiles = to_tiles(rows, **form)
 
-    by_kernel = repack_launch.repack("marlin", **form)(rows)
+    by_kernel = launches.repack("marlin", **form)(rows)
     assert (tiles.shape, tiles.dtype) == (by_kernel.shape, by_kernel.dtype)
     assert mx.array_equal(tiles, by_kernel)
     back = to_rows(tiles, **form)
@@ -135,9 +135,7 @@ def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
     around[:n, : k * bits // 32] = rows
     whole = {**form, "n": padded_n, "k": padded_k}
 
-    back = repack_launch.repack("mlx", **form)(
-        repack_launch.repack("marlin", **whole)(around)
-    )
+    back = launches.repack("mlx", **form)(launches.repack("marlin", **whole)(around))
 
     assert mx.array_equal(back, rows)
 
@@ -203,7 +201,7 @@ def test_each_word_is_read_and_written_once_in_whole_lines(
     rows = any_words(64, 64 * bits, seed=3)
     words = rows if to == "marlin" else to_tiles(rows, **form)
 
-    move = repack_launch.repack(to, **form)
+    move = launches.repack(to, **form)
     found = emulator.trace(lambda: mx.eval(move(words)))[0]
 
     for memory, done in (("w", "read_bytes"), ("out", "written_bytes")):
@@ -221,9 +219,7 @@ def test_what_is_not_there_is_not_read() -> None:
     form = {"n": 33, "k": 2080, "bits": 4, "group_size": 32}
     rows = any_words(33, 260, seed=4)
 
-    found = emulator.trace(
-        lambda: mx.eval(repack_launch.repack("marlin", **form)(rows))
-    )[0]
+    found = emulator.trace(lambda: mx.eval(launches.repack("marlin", **form)(rows)))[0]
 
     assert found.of("w").read_bytes == rows.nbytes
     assert found.of("out").written_bytes == 2 * 33 * 1024
@@ -274,7 +270,7 @@ def test_packing_and_unpacking_are_one_dispatch_on_metal(
     order = layout.order_of_group(weight["group_size"])
     template = ", ".join(map(str, arguments.repack_template(bits, order).values()))
     of_threadgroup = arguments.repack_tiles(bits)
-    threads = repack_launch.REPACK_THREADS * -(-k // (64 * of_threadgroup))
+    threads = REPACK_THREADS * -(-k // (64 * of_threadgroup))
     for call, name, made in zip(calls, ("pack", "unpack"), (tiles, rows), strict=True):
         text = call["arguments"][1]
         assert f"marlin_{name}" in call["arguments"][0]
@@ -283,7 +279,7 @@ def test_packing_and_unpacking_are_one_dispatch_on_metal(
         assert space_of("shape", text) == "constant"
         grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
         assert [*grid] == [threads, -(-n // 32), int(np.prod(batch))]
-        assert [*threadgroup] == [repack_launch.REPACK_THREADS, 1, 1]
+        assert [*threadgroup] == [REPACK_THREADS, 1, 1]
         assert [each[1:] for each in call["outputs"]] == [(made.shape, mx.uint32)]
 
 

@@ -15,14 +15,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.backends import launch, selection, source
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher, selection, source
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
-from support import format_cases, planted_text
+from support import format_cases, launches, planted_text
 from support.format_cases import Variant
 
 pytestmark = pytest.mark.skipif(
@@ -163,10 +162,10 @@ def test_plain_numbers_keep_their_bits(
     plan = dense_plan(of_layout.problem(1, N, K))
     arrays = format_cases.arguments(of_layout.weight(N, K, seed=1), layout)
 
-    expected = launch.dequantized(plan)(*arrays)
+    expected = launches.dequantized(plan)(*arrays)
 
     flushing()
-    assert same_bits(launch.dequantized(plan)(*arrays), expected)
+    assert same_bits(launches.dequantized(plan)(*arrays), expected)
 
 
 def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None:
@@ -185,7 +184,7 @@ def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None
     pairs = mx.array([0, 1, 1, 1, 1, 1], mx.uint32), mx.arange(6, dtype=mx.uint32)
     arrays = (activations(6, of_one.dtype), words, scales, scales, *pairs)
 
-    expected = experts_launch.gather_product(plan)(*arrays)
+    expected = launcher.gather_product(plan)(*arrays)
 
     flushing()
-    assert same_bits(experts_launch.gather_product(plan)(*arrays), expected)
+    assert same_bits(launcher.gather_product(plan)(*arrays), expected)

@@ -2,7 +2,6 @@
 
 from mlx_marlin.backends.arguments import (
     GATES,
-    TemplateValue,
     epilogue_template,
     float_bits,
     parts,
@@ -12,6 +11,7 @@ from mlx_marlin.backends.arguments import (
 )
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.planning.problem import Problem
 
 

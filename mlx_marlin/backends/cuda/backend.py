@@ -3,21 +3,15 @@
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from mlx_marlin.backends.arguments import TemplateValue
 from mlx_marlin.backends.base import KernelCall, Prepared
-from mlx_marlin.backends.cuda import (
-    arguments,
-    handover,
-    limits,
-    search,
-    source,
-)
+from mlx_marlin.backends.cuda import handover, launches, limits, search
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
-from mlx_marlin.backends.cuda.experts.kernels import CudaGather, CudaRouting
+from mlx_marlin.backends.cuda.experts.kernels import CudaGather
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.cuda.residency import residency
-from mlx_marlin.backends.source import Source
+from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
@@ -36,7 +30,6 @@ class CudaBackend:
     """Implements `Backend` for CUDA."""
 
     name = "cuda"
-    device_type = CudaDevice
     device_noun = "a CUDA device"
     default_device = DEFAULT
     kernels = limits.OF_CUDA
@@ -54,9 +47,10 @@ class CudaBackend:
         tunes_models=False,
     )
     gather = CudaGather()
-    routing = CudaRouting()
-    blocks = None
-    repack = None
+
+    def has_kernel(self, kind: type) -> bool:
+        """Returns whether it launches plans of a type."""
+        return kind in launches.BY_TYPE
 
     def unsupported_device(self, device: CudaDevice) -> str | None:
         """Returns why no kernel runs on a device, or None."""
@@ -155,54 +149,37 @@ class CudaBackend:
         """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES
 
-    def probes(self, plan: CudaPlan) -> tuple[()]:
+    def probes(self, plan: Any) -> tuple[()]:
         """Returns nothing: the kernels depend on no unit whose layout may change."""
         return ()
 
     def alternative(self, plan: CudaPlan, device: CudaDevice) -> None:
         """Returns None: stock MLX serves what a kernel cannot."""
 
-    def product_source(self, plan: CudaPlan) -> Source:
-        """Returns the text of a plan's first kernel."""
-        return source.of_product(plan)
+    def launches(self, plan: Any) -> tuple[Launch, ...]:
+        """Returns the launches that compute a plan, in order."""
+        return launches.of(plan)
 
-    def reduce_source(self, plan: CudaPlan) -> Source:
-        """Returns the text of the kernel that adds the splits of a plan."""
-        return source.of_reduce(plan)
-
-    def decode_source(self, problem: Problem) -> Source:
-        """Returns the text of the kernel that decodes a block of a weight."""
-        return source.of_dense(problem)
-
-    def product_template(self, plan: CudaPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of a plan's first kernel."""
-        return arguments.product_template(plan)
-
-    def reduce_template(self, plan: CudaPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the kernel that adds a plan's splits."""
-        return arguments.reduce_template(plan)
-
-    def numbers(self, plan: CudaPlan) -> dict[str, tuple[int, ...]]:
-        """Returns the integers that the kernels read, all in one array."""
-        return {"numbers": arguments.numbers(plan)}
-
-    def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
+    def kernel(self, launch: Launch) -> KernelCall:
         """Returns a call that launches a kernel; the first call builds it."""
         from mlx_marlin.backends import kernels
 
-        return kernels.lazily(source, shared_bytes, _prepare)
+        return kernels.lazily(launch, _prepare)
 
 
-def _prepare(
-    text: Source,
-    template: tuple[tuple[str, TemplateValue], ...],
-    inputs: tuple[str, ...],
-    outputs: tuple[str, ...],
-) -> Prepared:
-    """Prepares a kernel with template arguments and dtypes."""
+BACKEND = CudaBackend()
+
+
+def _prepare(launch: Launch) -> Prepared:
+    """Prepares the kernel of a launch."""
     from mlx_marlin.backends.cuda.compiling import preparation
     from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
 
     return preparation.prepare(
-        KernelInstance(source=text, template=template, inputs=inputs, outputs=outputs)
+        KernelInstance(
+            source=launch.source,
+            template=launch.template,
+            inputs=launch.dtypes,
+            outputs=tuple(output.dtype for output in launch.outputs),
+        )
     )

@@ -6,6 +6,7 @@
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 ARCHITECTURE = re.compile(r"sm_\d{2,}")
 """MLX's notation of a compute capability: "sm_90" is 9.0."""
@@ -28,6 +29,7 @@ class CudaDevice:
         arch: Compute capability, such as "sm_90".
     """
 
+    backend: ClassVar[str] = "cuda"
     name: str
     variant: str
     multiprocessors: int

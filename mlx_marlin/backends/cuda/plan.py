@@ -1,6 +1,7 @@
 """Plans of the CUDA kernels and their validity."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.limits import OF_CUDA
@@ -17,6 +18,8 @@ class CudaPlan(Plan):
     memory) or "wgmma" (64x16 by 16x64, x in shared memory). A tile is `simdgroups_n`
     packed tiles wide, each with `simdgroups_k` warps. Stages hold only x.
     """
+
+    backend: ClassVar[str] = "cuda"
 
     @property
     def is_pipelined(self) -> bool:

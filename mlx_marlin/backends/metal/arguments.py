@@ -3,13 +3,14 @@
 from mlx_marlin.backends import arguments as shared_arguments
 from mlx_marlin.backends.arguments import (
     GATES,
-    TemplateValue,
     epilogue_template,
     float_bits,
     weight_template,
 )
+from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.block_plans import AddNormPlan, HeadsPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
 from mlx_marlin.weights.layout import bit_permutation
@@ -124,6 +125,28 @@ def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
         "HIGH_ROW": high[0],
         "HIGH_K": high[1],
     }
+
+
+def heads_template(plan: HeadsPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the kernel that rotates heads."""
+    heads = plan.heads
+    return {
+        "HEADS": heads.heads,
+        "KV_HEADS": heads.kv_heads,
+        "FEATURES": heads.features,
+        "COLUMNS": heads.columns,
+        "TOKENS": plan.tokens,
+        "PER_STREAM": plan.per_stream,
+        "NORM": heads.norm is not None,
+        "EPSILON": float_bits(heads.norm or 0.0),
+        "FACTOR": float_bits(heads.factor),
+    }
+
+
+def norm_template(plan: AddNormPlan) -> dict[str, TemplateValue]:
+    """Returns the template arguments of the kernel that adds and normalizes rows."""
+    epsilon = float_bits(plan.epsilon)
+    return {"N": plan.n, "THREADS": plan.threadgroup, "EPSILON": epsilon}
 
 
 def _row_and_k(

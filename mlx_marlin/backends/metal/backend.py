@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_marlin.backends.arguments import TemplateValue, parts, schedule
 from mlx_marlin.backends.base import KernelCall, Probe
-from mlx_marlin.backends.metal import arguments, choice, cost, source, tensor_probe
+from mlx_marlin.backends.launch import Launch
+from mlx_marlin.backends.metal import choice, cost, launches, tensor_probe
 from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
-from mlx_marlin.backends.metal.experts.kernels import MetalGather, MetalRouting
+from mlx_marlin.backends.metal.experts.kernels import MetalGather
 from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.metal.stock.handover import (
@@ -23,7 +23,6 @@ from mlx_marlin.backends.metal.stock.handover import (
 )
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
-from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
@@ -42,40 +41,20 @@ CACHE_BYTES = 64 * 2**20
 chips."""
 
 
-class MetalRepack:
-    """Implements `Repack` for Metal."""
-
-    def source(self, to: str) -> Source:
-        """Returns the text of the kernel that moves codes to the layout `to`."""
-        return source.repack_source(to)
-
-    def template(self, bits: int, order: str) -> dict[str, TemplateValue]:
-        """Returns the template arguments of either kernel."""
-        return arguments.repack_template(bits, order)
-
-
-class MetalBlockKernels:
-    """Implements `BlockKernels` for Metal."""
-
-    def source(self, kernel: str) -> Source:
-        """Returns the text of the kernel "rotate_heads" or "add_norm"."""
-        return source.block_source(kernel)
-
-
 class MetalBackend:
     """Implements `Backend` for Metal."""
 
     name = "metal"
-    device_type = Device
     device_noun = "an Apple chip"
     default_device = DEFAULT
     kernels = KERNELS
     plan_type = MetalPlan
     traits = Traits(pads_small_inputs=True)
     gather = MetalGather()
-    routing = MetalRouting()
-    blocks = MetalBlockKernels()
-    repack = MetalRepack()
+
+    def has_kernel(self, kind: type) -> bool:
+        """Returns whether it launches plans of a type."""
+        return kind in launches.BY_TYPE
 
     def unsupported_device(self, device: Device) -> None:
         """Returns None: the kernels run on every Apple GPU."""
@@ -216,9 +195,10 @@ class MetalBackend:
         """Returns a number of bytes of weights that no cache of a device can hold."""
         return CACHE_BYTES * (2 if device.tier == "ultra" else 1)
 
-    def probes(self, plan: MetalPlan) -> Sequence[Probe]:
+    def probes(self, plan: Any) -> Sequence[Probe]:
         """Returns the checks of tensor operations, if a plan's kernel has them."""
-        return tensor_probe.probes(plan)
+        is_product = isinstance(plan, MetalPlan)
+        return tensor_probe.probes(plan) if is_product else ()
 
     def alternative(self, plan: MetalPlan, device: Device) -> Plan | None:
         """Returns the best plan without tensor operations for one with them."""
@@ -227,36 +207,15 @@ class MetalBackend:
         overrides = PlanOverrides(kernel=default_kernel(plan.problem))
         return choice.best(plan.problem, device, overrides)
 
-    def product_source(self, plan: MetalPlan) -> Source:
-        """Returns the text of a plan's first kernel."""
-        return source.of_product(plan)
+    def launches(self, plan: Any) -> tuple[Launch, ...]:
+        """Returns the launches that compute a plan, in order."""
+        return launches.of(plan)
 
-    def reduce_source(self, plan: MetalPlan) -> Source:
-        """Returns the text of the kernel that adds the splits of a plan."""
-        return source.of_reduce(plan)
-
-    def decode_source(self, problem: Problem) -> Source:
-        """Returns the text of the kernel that decodes a block of a weight."""
-        return source.dequantize_source()
-
-    def product_template(self, plan: MetalPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of a plan's first kernel."""
-        return arguments.product_template(plan)
-
-    def reduce_template(self, plan: MetalPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the kernel that adds a plan's splits."""
-        return arguments.reduce_template(plan)
-
-    def numbers(self, plan: MetalPlan) -> dict[str, tuple[int, ...]]:
-        """Returns the integers that the kernels read, by the names of their arrays."""
-        return {
-            "shape": arguments.shape(plan),
-            "schedule": schedule(plan),
-            "parts": parts(plan),
-        }
-
-    def kernel(self, source: Source, shared_bytes: int) -> KernelCall:
+    def kernel(self, launch: Launch) -> KernelCall:
         """Returns a call that launches a kernel, whose text declares its memory."""
         from mlx_marlin.backends import kernels
 
-        return kernels.kernel(source)
+        return kernels.kernel(launch.source)
+
+
+BACKEND = MetalBackend()

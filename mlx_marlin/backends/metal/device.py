@@ -7,7 +7,7 @@ functions, because they would take a third of this package's import time.
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 SIZE_LETTERS = {"base": "g", "pro": "s", "max": "s", "ultra": "d"}
 """Last letter of an architecture's name, by tier; Pro and Max share one."""
@@ -61,6 +61,7 @@ class Device:
         has_tensor_system: Whether macOS has Metal's tensor operations, as from 26.2 on.
     """
 
+    backend: ClassVar[str] = "metal"
     name: str
     variant: str
     generation: str

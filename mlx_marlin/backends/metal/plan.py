@@ -1,6 +1,7 @@
 """Plans of the Metal kernels and their validity."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
@@ -47,6 +48,8 @@ class MetalPlan(Plan):
         subtract: Whether the offset of codes is subtracted in the fragment, which is
             exact and takes a few more issue slots.
     """
+
+    backend: ClassVar[str] = "metal"
 
     simdgroups_m: int = 1
     subtract: bool = False

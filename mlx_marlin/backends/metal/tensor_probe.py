@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 
 from mlx_marlin.backends.base import Probe
+from mlx_marlin.backends.launch import Launch, Output, TemplateValue, inputs_of
 from mlx_marlin.backends.metal import source
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
@@ -36,13 +37,10 @@ def probes(plan: MetalPlan) -> Sequence[Probe]:
 def layout_probe(dtype: str) -> Probe:
     """Returns the probe that asks operands for the indices of their elements."""
     values = sum(1 + 3 * count for count in ELEMENTS.values())
+    template = (("T", dtype),)
+    output = Output("out", "int32", (SIMD_WIDTH * values,), None)
     return Probe(
-        source=source.probe_source("tensor_layout"),
-        template=(("T", dtype),),
-        threadgroups=1,
-        threads=SIMD_WIDTH,
-        output=(SIMD_WIDTH * values, "int32"),
-        fault=layout_fault,
+        launch=_launch("tensor_layout", template, 1, output), fault=layout_fault
     )
 
 
@@ -101,13 +99,28 @@ def _layout(name: str, lane: int, transposed: bool) -> list[int]:
 
 
 def _product_probe(dtype: str, add: bool) -> Probe:
+    template = (("ADD", add), ("T", dtype))
+    output = Output("out", "float32", (DEPTH * ROWS * COLUMNS,), None)
     return Probe(
-        source=source.probe_source("tensor_probe"),
-        template=(("ADD", add), ("T", dtype)),
-        threadgroups=DEPTH,
-        threads=SIMD_WIDTH,
-        output=(DEPTH * ROWS * COLUMNS, "float32"),
+        launch=_launch("tensor_probe", template, DEPTH, output),
         fault=partial(_product_fault, add),
+    )
+
+
+def _launch(
+    name: str,
+    template: tuple[tuple[str, TemplateValue], ...],
+    threadgroups: int,
+    output: Output,
+) -> Launch:
+    text = source.probe_source(name)
+    return Launch(
+        source=text,
+        template=template,
+        inputs=inputs_of(text, {"unused": "float32"}),
+        grid=(threadgroups * SIMD_WIDTH, 1, 1),
+        threadgroup=(SIMD_WIDTH, 1, 1),
+        outputs=(output,),
     )
 
 

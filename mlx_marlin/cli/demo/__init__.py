@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin import state
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.cli import models
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     scores = {outcome.label: outcome.perplexity for outcome in outcomes}
     print(report.perplexities(scores, work.text))
     if args.plans:
-        print(report.plans(launch.plans_built()))
+        print(report.plans(launcher.plans_built()))
     errors = report.errors(ours.perplexity, stock.perplexity)
     pairs = [*zip(ours.generations, stock.generations, strict=True)]
     for pair in pairs:

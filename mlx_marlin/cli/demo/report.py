@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.backends import launch, selection
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.cli.demo.generation import Generation, compare_tokens
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.dtypes import dtype_name
@@ -121,7 +121,7 @@ def result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> st
     verdict = "FAILED" if is_wrong else "passed"
     return (
         f"\nresult: {verdict}: {counts[0]} of {counts[1]} texts equal stock MLX's, "
-        f"{len(launch.plans_built())} plans (--plans lists them)"
+        f"{len(launcher.plans_built())} plans (--plans lists them)"
     )
 
 
@@ -141,7 +141,7 @@ def errors(ours: float, stock: float) -> list[str]:
         )
     # Stock MLX serves a model in float32 if the back end has no kernels for it.
     lacks_float32 = "float32" not in selection.traits().dtypes
-    none_ran = lacks_float32 and not launch.plans_built()
+    none_ran = lacks_float32 and not launcher.plans_built()
     is_stock = selection.backend() == "stock" and selection.forced_backend() != "stock"
     if is_stock or none_ran:
         found.append("none of our kernels ran: stock MLX served every product")

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import launch, planner, registry, selection, tuned_results
-from mlx_marlin.backends.launch import Product
+from mlx_marlin.backends import launcher, planner, registry, selection, tuned_results
+from mlx_marlin.backends.launcher import Product
 from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
 from mlx_marlin.planning.device import PlanningDevice
@@ -92,7 +92,7 @@ def _with_progress(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _product(arm: Arm, problem: Problem) -> Product:
-    return operands.stock_product(problem) if arm is None else launch.product(arm)
+    return operands.stock_product(problem) if arm is None else launcher.product(arm)
 
 
 def _profile(
@@ -122,7 +122,7 @@ def _counts(plan: Plan) -> Counts | None:
     """
     problem = plan.problem
     runs = selection.backend() == "emulator"
-    runs = runs and registry.of_plan(plan) is selection.active()
+    runs = runs and selection.of_plan(plan) is selection.active()
     makes = problem.group_size in problem.format.group_sizes
     if not (runs and makes and problem.flops // 2 <= MOST_COUNTED):
         return None
@@ -130,7 +130,7 @@ def _counts(plan: Plan) -> Counts | None:
     with warnings.catch_warnings():
         # Where tiles are split, another kernel completes the output.
         warnings.simplefilter("ignore", emulator.EmulatorWarning)
-        launches = emulator.trace(launch.product(plan), inputs.x, *inputs.weights[0])
+        launches = emulator.trace(launcher.product(plan), inputs.x, *inputs.weights[0])
     memories = [
         memory
         for counters in launches

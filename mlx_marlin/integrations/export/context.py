@@ -48,7 +48,7 @@ def _target(device: object) -> PlanningDevice:
     Raises:
         ValueError: If it is not one of the first back end's.
     """
-    backend = registry.BACKENDS[0]
+    backend = registry.named(registry.FIRST)
     expected = f"expected {backend.device_noun}, such as 'M3 Max'"
     if not isinstance(device, str):
         raise ValueError(f"device={device!r}: {expected}")

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.integrations.layer_structure import EXPERTS, HEADS, structure_of
+from mlx_marlin.planning.block_plans import RoutePlan
 from mlx_marlin.products import eligibility
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -31,7 +32,7 @@ def is_packed_faster() -> bool:
 
 def is_routing_fused() -> bool:
     """Returns whether kernels choose experts here and add their results."""
-    return selection.active().routing is not None and are_kernels_active()
+    return selection.active().has_kernel(RoutePlan) and are_kernels_active()
 
 
 def is_tracing_faster() -> bool:

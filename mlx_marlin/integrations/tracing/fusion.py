@@ -32,6 +32,7 @@ from mlx_marlin.integrations.tracing.block_spec import (
 )
 from mlx_marlin.integrations.tracing.fused_rope import heads_of, rotated_heads
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.block_plans import HeadsPlan
 from mlx_marlin.products.autodiff import without_vjp
 from mlx_marlin.products.blocks import heads as heads_products
 from mlx_marlin.products.blocks.sums import added_and_normed
@@ -113,7 +114,7 @@ def _rotated_heads(
     Returns None if there is none. An invariant layer has the bits of calls with many
     rows, which are not traced.
     """
-    if selection.active().blocks is None:
+    if not selection.active().has_kernel(HeadsPlan):
         return None
     counts = spec.heads, spec.kv_heads
     found = heads_of(modules, *counts, sum(spec.qkv))

@@ -1,12 +1,13 @@
 """Routing of a mixture of experts: the choice, the scores, and the weighted sum."""
 
 from dataclasses import dataclass
+from math import prod
 
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import selection
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher, selection
+from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
 
@@ -31,13 +32,13 @@ class Routing:
 
 def has_kernel(logits: mx.array, routing: Routing) -> bool:
     """Returns whether the routing kernel supports these logits and this rule."""
-    kernels, experts = selection.active().routing, logits.shape[-1]
-    if kernels is None or logits.size == 0:
+    if logits.size == 0:
         return False
-    if not kernels.supports(experts, routing.choices, dtype_name(logits.dtype)):
+    plan = _plan(logits, routing)
+    if not selection.active().has_kernel(RoutePlan) or not plan.is_possible:
         return False
-    how = routing.choices, routing.of_all, routing.last
-    return guard.route_fault(logits.dtype, experts, *how) is None
+    known = plan.dtype in selection.traits().dtypes
+    return known and guard.remembered_fault(plan) is None
 
 
 def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.array]:
@@ -50,11 +51,19 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
     Returns:
         Indices, uint32 [..., choices], and scores in float32 [..., choices].
     """
-    how = routing.choices, routing.of_all, routing.last
+    run = launcher.call(_plan(logits, routing))
     if are_without_vjp():
-        return experts_launch.route(logits, *how)
-    experts, _ = experts_launch.route(mx.stop_gradient(logits), *how)
+        experts, scores = run(logits)
+        return experts, scores
+    experts, _ = run(mx.stop_gradient(logits))
     return experts, scores_of(logits, experts, routing)
+
+
+def _plan(logits: mx.array, routing: Routing) -> RoutePlan:
+    *rows, experts = logits.shape
+    dtype = dtype_name(logits.dtype)
+    how = routing.choices, routing.of_all, routing.last
+    return RoutePlan(prod(rows), dtype, experts, *how)
 
 
 def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array:
@@ -70,9 +79,12 @@ def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.
         The sums [..., n], rounded once, in the dtype of `results`.
     """
     *_, choices, _, n = results.shape
-    if guard.combine_fault(results.dtype, n, choices):
+    rows = residual.size // n
+    plan = CombinePlan(rows, dtype_name(results.dtype), n, choices)
+    if guard.remembered_fault(plan):
         return stock_sum(results, scores, residual)
-    return differentiable(experts_launch.combine, stock_sum)(results, scores, residual)
+    call = differentiable(launcher.call(plan), stock_sum)
+    return call(results, scores, residual)
 
 
 def scores_of(logits: mx.array, experts: mx.array, routing: Routing) -> mx.array:

@@ -5,12 +5,14 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends.blocks import launch
+from mlx_marlin.backends import launcher
+from mlx_marlin.planning.block_plans import HeadsPlan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.blocks.support import has_kernels
+from mlx_marlin.products.blocks.support import has_kernel
 from mlx_marlin.products.reference import epilogue
 from mlx_marlin.products.reference.epilogue import check_frequencies
+from mlx_marlin.weights.dtypes import dtype_name
 
 MIN_FEATURES, MAX_FEATURES = 16, 512
 """Features of a head. MLX passes fewer than 8 frequencies in the `constant` address
@@ -41,18 +43,15 @@ def rotated(
         ValueError: If an array does not fit the heads.
     """
     _check(heads, qkv, freqs, norms)
-    if not has_kernels(qkv) or not _fit(heads, qkv, positions, norms):
-        return None
+    streams, tokens, _ = qkv.shape
     per_stream = positions.size > 1
-    if guard.rotation_fault(heads, qkv.dtype, qkv.shape[1], per_stream):
+    plan = HeadsPlan(heads, dtype_name(qkv.dtype), streams, tokens, per_stream)
+    if not has_kernel(plan, qkv) or not _fit(heads, qkv, positions, norms):
         return None
-
-    def kernel(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-        qkv, positions, freqs, *norms = arrays
-        return launch.rotate_heads(heads, qkv, positions, freqs, norms)
-
-    call = differentiable(kernel, partial(_by_mlx, heads))  # type: ignore[arg-type]
-    q, k = call(qkv, positions, freqs, *norms)
+    if guard.remembered_fault(plan):
+        return None
+    call = differentiable(launcher.call(plan), partial(_by_mlx, heads))  # type: ignore[arg-type]
+    q, k = call(qkv, positions.reshape(-1), freqs, *norms)
     return q, k
 
 

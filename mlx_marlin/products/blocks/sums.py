@@ -5,11 +5,12 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends.blocks import launch
-from mlx_marlin.backends.kernels import IN_CONSTANT
-from mlx_marlin.planning.launches import most_normed
+from mlx_marlin.backends import launcher
+from mlx_marlin.backends.shared_launches import IN_CONSTANT
+from mlx_marlin.planning.block_plans import MOST_NORMED, AddNormPlan
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.blocks.support import has_kernels
+from mlx_marlin.products.blocks.support import has_kernel
+from mlx_marlin.weights.dtypes import dtype_name
 
 
 def added_and_normed(
@@ -28,17 +29,17 @@ def added_and_normed(
     Returns:
         The sum and its norm; None if the back end has no kernel for them.
     """
-    if not x.ndim or not has_kernels(x) or x.shape != y.shape:
+    if not x.size or not x.ndim or x.shape != y.shape:
         return None
     n, dtype = x.shape[-1], x.dtype
-    if not IN_CONSTANT <= n <= most_normed() or weight.shape != (n,):
+    if not IN_CONSTANT <= n <= MOST_NORMED or weight.shape != (n,):
         return None
-    if {y.dtype, weight.dtype} != {dtype}:
+    plan = AddNormPlan(x.size // n, dtype_name(dtype), n, epsilon)
+    if {y.dtype, weight.dtype} != {dtype} or not has_kernel(plan, x):
         return None
-    if guard.add_norm_fault(dtype, n, epsilon):
+    if guard.remembered_fault(plan):
         return None
-    kernel = partial(launch.add_norm, epsilon=epsilon)
-    call = differentiable(kernel, partial(_by_mlx, epsilon=epsilon))  # type: ignore[arg-type]
+    call = differentiable(launcher.call(plan), partial(_by_mlx, epsilon=epsilon))  # type: ignore[arg-type]
     total, normed = call(x, y, weight)
     return total, normed
 

@@ -5,8 +5,7 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import decision_log, guard, state
-from mlx_marlin.backends import planner, selection
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.autodiff import differentiable
@@ -144,7 +143,7 @@ def gather_problem(request: GatherRequest, gate: str | None = None) -> GatherPro
 
 def _single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
     stock = stock_product(request, plan.pairs_per_row)
-    product = differentiable(experts_launch.gather_product(plan), stock)
+    product = differentiable(launcher.gather_product(plan), stock)
 
     def consecutive(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
         experts = mx.broadcast_to(rhs, request.pairs).astype(mx.uint32)
@@ -162,7 +161,7 @@ def _single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
 
 def _gated_call(request: GatherRequest, plan: GatherPlan, gate: str) -> Run:
     stock = stock_gated(request, plan.pairs_per_row, gate)
-    product = differentiable(experts_launch.gather_product(plan), stock)
+    product = differentiable(launcher.gather_product(plan), stock)
 
     def run(
         x: mx.array,

@@ -267,7 +267,7 @@ CLANG_19 = shutil.which("clang-19")
 COMPUTE = """
 import mlx.core as mx
 from mlx_marlin import emulator, quantized_matmul
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.emulator.compiling import compiler
 x = mx.random.normal((4, 256))
 native = mx.quantize(mx.random.normal((64, 256)))
@@ -279,7 +279,7 @@ emulator.check(
     calls=[dict(inputs=[x], output_shapes=[x.shape], output_dtypes=[x.dtype],
                 grid=(1024, 1, 1), threadgroup=(32, 1, 1))],
 )
-print(len(launch.plans_built()), compiler.find().clang[0])
+print(len(launcher.plans_built()), compiler.find().clang[0])
 """
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from mlx_marlin.backends.experts import launch as experts_launch
-from support import cuda_experts, orders
+from support import cuda_experts, launches, orders
 from support.block_kernels import Added, Rotated
 from support.cuda_experts import Choice
 
@@ -40,8 +39,8 @@ class ChosenCase:
 
 
 def _choose_and_add(choice: Choice) -> None:
-    choice.check(experts_launch.route)
-    choice.check_sum(experts_launch.combine)
+    choice.check(launches.route)
+    choice.check_sum(launches.combine)
 
 
 BLOCK_CASES = {
@@ -62,14 +61,10 @@ BLOCK_CASES = {
     ADDED: Added(rows=3, n=1029, dtype="float16", epsilon=0.5),
     CHOSEN: ChosenCase(lambda: _choose_and_add(cuda_experts.ROUTINGS[1])),
     CHOSEN_FLOAT: ChosenCase(
-        lambda: replace(cuda_experts.ROUTINGS[0], dtype="float32").check(
-            experts_launch.route
-        )
+        lambda: replace(cuda_experts.ROUTINGS[0], dtype="float32").check(launches.route)
     ),
-    ADDED_IN_ORDER: ChosenCase(
-        lambda: orders.check_sum_of_experts(experts_launch.combine)
-    ),
+    ADDED_IN_ORDER: ChosenCase(lambda: orders.check_sum_of_experts(launches.combine)),
     CHOSEN_SPECIAL: ChosenCase(
-        lambda: cuda_experts.SPECIAL_ROUTINGS[0].check(experts_launch.route)
+        lambda: cuda_experts.SPECIAL_ROUTINGS[0].check(launches.route)
     ),
 }

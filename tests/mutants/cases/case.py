@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
@@ -64,7 +64,7 @@ class Case:
         mx.eval(y)
         return y
 
-    def _product(self) -> launch.Product:
+    def _product(self) -> launcher.Product:
         if isinstance(self.plan, DensePlan):
-            return launch.dense_product(self.plan)
-        return launch.product(self.plan)
+            return launcher.dense_product(self.plan)
+        return launcher.product(self.plan)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin import emulator
-from mlx_marlin.backends.experts import launch as experts_launch
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
@@ -74,7 +74,7 @@ class GatherCase:
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The products [pairs, n]."""
-        y = experts_launch.gather_product(self.plan)(*arrays).squeeze(1)
+        y = launcher.gather_product(self.plan)(*arrays).squeeze(1)
         mx.eval(y)
         return y
 

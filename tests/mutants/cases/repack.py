@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import repack_launch
 from mlx_marlin.products.repacking import to_tiles
-from support import drawn_arrays
+from support import drawn_arrays, launches
 
 PACK_THREE = "to tiles, two weights of 3 bits, groups of 64"
 PACK_ONE = "to tiles, codes of 1 bit, groups of 32, k tail"
@@ -58,7 +57,7 @@ class RepackCase:
 
     def run(self, words: mx.array) -> mx.array:
         """The codes in the other layout, by the kernel."""
-        move = repack_launch.repack(
+        move = launches.repack(
             self.to, n=self.n, k=self.k, bits=self.bits, group_size=self.group_size
         )
         made = move(words)

@@ -6,7 +6,7 @@ differs from MLX's in one character, MLX does not find the kernel and compiles i
 
 from dataclasses import dataclass
 
-from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.source import Source
 
 NAMESPACE = "mlx::core::cu::"

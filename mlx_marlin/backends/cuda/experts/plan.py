@@ -7,6 +7,7 @@ of the others end immediately.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.gather_plan import GatherPlan
@@ -25,6 +26,8 @@ class CudaGatherPlan(GatherPlan):
     Attributes:
         simdgroups_n: Packed tiles side by side in a block.
     """
+
+    backend: ClassVar[str] = "cuda"
 
     simdgroups_n: int
 

@@ -1,36 +1,14 @@
 """The Metal back end's plans and kernel for experts' products."""
 
-from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import search
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
-from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.gather_plan import GatherProblem
-from mlx_marlin.planning.work.tiles import SIMD_WIDTH
-from mlx_marlin.weights.formats import DTYPE_BYTES
-
-MAX_EXPERTS = 1024
-"""Limit of the experts of a row: a lane keeps every 32nd logit in a register."""
-
-
-class MetalRouting:
-    """Implements `Routing` for Metal."""
-
-    def supports(self, experts: int, choices: int, dtype: str) -> bool:
-        """Returns whether the kernel can choose `choices` of `experts` experts."""
-        known = dtype in DTYPE_BYTES and experts <= MAX_EXPERTS
-        return known and choices <= min(SIMD_WIDTH, experts)
-
-    def source(self, kernel: str) -> Source:
-        """Returns the text of the kernel "route" or "combine"."""
-        return source.routing_source(kernel)
 
 
 class MetalGather:
     """Implements `Gather` for Metal."""
 
-    plan_type = MetalGatherPlan
     fuses_epilogues = True
     is_invariant = True
 
@@ -56,11 +34,3 @@ class MetalGather:
     def seconds(self, gather: GatherProblem, device: Device) -> tuple[float, float]:
         """Returns the predicted times of stock MLX and of the kernel."""
         return search.gather_seconds(gather, device)
-
-    def source(self, plan: MetalGatherPlan) -> Source:
-        """Returns the text of the kernel."""
-        return source.gather_source(plan.gather.is_fused)
-
-    def template(self, plan: MetalGatherPlan) -> dict[str, TemplateValue]:
-        """Returns the template arguments of the kernel."""
-        return arguments.gather_template(plan)

@@ -10,6 +10,7 @@ that one row chose needs no 8x8 matrices.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
@@ -38,6 +39,8 @@ class MetalGatherPlan(GatherPlan):
 
     With a gate, `simdgroups_k` counts those of both weights of an expert.
     """
+
+    backend: ClassVar[str] = "metal"
 
     simdgroups_m: int
     dot_rows: int

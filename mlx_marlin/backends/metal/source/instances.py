@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
+from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.backends.metal.candidates import (
     MAX_SIMDGROUPS_M,
@@ -54,7 +55,7 @@ class Variant:
 
     plan: MetalPlan
     name: str
-    template: tuple[tuple[str, arguments.TemplateValue], ...]
+    template: tuple[tuple[str, TemplateValue], ...]
 
 
 def variants(

@@ -1,19 +1,17 @@
-"""Kernel variants of a plan, and small problems that run the same variants.
+"""Small plans that run the same kernel instances as a plan.
 
-A variant is what the GPU's compiler sees: the text of a kernel, its template arguments
-and the dtypes of its inputs. Two plans with equal variants run the same machine code,
-so a result for the small problem also holds for the large one.
+An instance (`Launch.instance`) is what the GPU's compiler sees. Two plans with equal
+instances run the same machine code, so a result for the small one also holds for the
+large one.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial, singledispatch
+from typing import TypeVar, cast
 
-from mlx_marlin.backends import arguments, registry, selection
-from mlx_marlin.backends.arguments import TemplateValue
-from mlx_marlin.backends.source import Source
+from mlx_marlin.backends import selection
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherPlan
@@ -24,6 +22,7 @@ from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
 
 AnyPlan = Plan | DensePlan | GatherPlan
+P = TypeVar("P", bound=AnyPlan)
 
 RAGGED_COLUMNS = 19
 """Columns of the last tile: more than two fragments of 8, fewer than four."""
@@ -32,86 +31,36 @@ FEW_PAIRS = 10
 """Number of pairs if a threadgroup computes a pair: then there are more experts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelVariant:
-    """One kernel as the GPU's compiler sees it.
+def miniatures(plan: P) -> tuple[P, ...]:
+    """Returns small plans with the same kernel instances.
 
-    Attributes:
-        source: Its text, name and buffers.
-        template: Its template arguments.
-        dtypes: Dtypes of the activations and of the scales.
-    """
-
-    source: Source
-    template: tuple[tuple[str, TemplateValue], ...]
-    dtypes: tuple[str, str]
-
-
-def variants_of(plan: AnyPlan) -> tuple[KernelVariant, ...]:
-    """Returns the variants that a plan launches, in the order of its dispatches."""
-    dtypes = plan.problem.dtype, plan.problem.scale_dtype
-
-    def variant(text: Source, template: dict[str, TemplateValue]) -> KernelVariant:
-        return KernelVariant(source=text, template=(*template.items(),), dtypes=dtypes)
-
-    if isinstance(plan, DensePlan):
-        text = selection.active().decode_source(plan.problem)
-        return (variant(text, arguments.weight_template(plan.problem)),)
-    backend = registry.of_plan(plan)
-    if isinstance(plan, GatherPlan):
-        gather = backend.gather
-        return (variant(gather.source(plan), gather.template(plan)),)
-    product = backend.product_template(plan)
-    found = [variant(backend.product_source(plan), product)]
-    if plan.needs_second_pass:
-        reduce = backend.reduce_template(plan)
-        found.append(variant(backend.reduce_source(plan), reduce))
-    return tuple(found)
-
-
-def digest(variants: tuple[KernelVariant, ...]) -> str:
-    """Returns a digest of variants, which changes with any character of their text."""
-    whole = hashlib.sha256()
-    for variant in variants:
-        whole.update(_text_digest(variant.source))
-        # bool before int: True and 1 are different template arguments.
-        template = [(name, repr(value)) for name, value in variant.template]
-        whole.update(repr((template, variant.dtypes)).encode())
-    return whole.hexdigest()[:32]
-
-
-@lru_cache(256)
-def _text_digest(text: Source) -> bytes:
-    fields = text.name, text.input_names, text.output_names, text.atomic
-    return hashlib.sha256(repr((fields, text.header, text.source)).encode()).digest()
-
-
-def miniatures(plan: AnyPlan) -> tuple[AnyPlan, ...]:
-    """Returns small plans with the same variants.
-
-    Their m, n and k are ragged if the variant allows it, and k has several groups. If a
-    variant serves several strategies, there is a plan for every strategy.
+    Their m, n and k are ragged if the instance allows it, and k has several groups. If
+    an instance serves several strategies, there is a plan for every strategy.
 
     Args:
         plan: The plan to check.
 
     Returns:
-        At least one plan; `plan` itself if no smaller one has the same variants.
+        At least one plan; `plan` itself if no smaller one has the same instances.
     """
-    wanted = variants_of(plan)
-    found = [small for small in _smaller(plan) if variants_of(small) == wanted]
-    return tuple(found) or (plan,)
+    wanted = instances_of(plan)
+    found = [small for small in _smaller(plan) if instances_of(small) == wanted]
+    return cast(tuple[P, ...], tuple(found)) or (plan,)
 
 
+def instances_of(plan: AnyPlan) -> list[tuple[object, ...]]:
+    """Returns the kernel instances of a plan's launches."""
+    launches = selection.of_plan(plan).launches(plan)
+    return [launch.instance for launch in launches]
+
+
+@singledispatch
 def _smaller(plan: AnyPlan) -> Iterator[AnyPlan]:
-    if isinstance(plan, DensePlan):
-        yield from _small_dense(plan)
-    elif isinstance(plan, GatherPlan):
-        yield from _small_gather(plan)
-    else:
-        yield from _small_products(plan)
+    """Yields smaller plans, the one that tests most first."""
+    raise TypeError(f"no smaller plan of {plan!r}")
 
 
+@_smaller.register(Plan)
 def _small_products(plan: Plan) -> Iterator[Plan]:
     problem = _small_problem(plan)
     tile = plan.tile
@@ -173,7 +122,7 @@ def _least_k(plan: Plan) -> int:
 
 
 def _small_k(problem: Problem, least: int) -> tuple[int, int]:
-    """Returns a group size for the same variant, and a k of at least two groups.
+    """Returns a group size for the same instance, and a k of at least two groups.
 
     K-quants get at least two super-blocks.
     """
@@ -199,7 +148,7 @@ def _small_epilogue(epilogue: Epilogue, n: int) -> Epilogue:
 
 
 def _small_work(plan: Plan, tiles: int, k_tiles: int, m_tiles: int) -> Iterator[Work]:
-    """Yields work for the variant, the one that tests most of it first."""
+    """Yields work for the instance, the one that tests most of it first."""
     strategy = plan.work.strategy
     if strategy == "data_parallel":
         yield data_parallel(tiles, k_tiles)
@@ -241,6 +190,7 @@ def _split_work(tiles: int, k_tiles: int) -> Iterator[Work]:
     )
 
 
+@_smaller.register(DensePlan)
 def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
     problem = plan.problem
     group_size, k = _small_k(problem, 3 * TILE_K)
@@ -251,6 +201,7 @@ def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
     yield DensePlan(problem=small, transposed=False, chunk=TILE_K)
 
 
+@_smaller.register(GatherPlan)
 def _small_gather(plan: GatherPlan) -> Iterator[GatherPlan]:
     """Yields a plan in which one expert has more pairs than a tile has rows."""
     per_row = plan.pairs_per_row or 1

@@ -1,1 +1,0 @@
-"""Kernels of a decoder block that are no products."""

@@ -1,0 +1,309 @@
+"""Puts launches into MLX's graph: the only module that does. It decides nothing."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_marlin import state
+from mlx_marlin.backends import kernels, selection
+from mlx_marlin.backends.base import Backend
+from mlx_marlin.backends.launch import Launch, Operand, Output
+from mlx_marlin.backends.source import (
+    EPILOGUE_OPERANDS,
+    EXPERT_BIASES,
+    HEAD_NORMS,
+    NORM,
+    OPERANDS,
+    ROTATION,
+    SECOND,
+)
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.gather_plan import GatherPlan
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights import dtypes
+
+REMEMBERED = 4096
+"""Plans that `plans_built` lists at most."""
+
+Product = Callable[..., mx.array]
+"""Takes x [..., k] of m rows, codes, scales and biases, and returns y [..., n].
+
+If the problem has an epilogue, bias [n], multiplier [..., n] and residual [..., n]
+follow; absent operands may be any placeholder array. If it has a rotation, the
+positions of the rows (int32) and the freqs of `mx.fast.rope`, float32 [features / 2],
+follow, and the weights [features] of the norms of q and k if heads are normalized; y
+then is [m, heads, 1, features].
+
+For a batch of products x is [batch, m, k] and y [batch, m, n]; the batch is the first
+dimension of the weight's arrays. If the epilogue has parts, the result is a tuple of
+arrays [..., columns], although it is annotated as one array."""
+Run = Callable[..., Any]
+"""From arrays to the output of a launch, or to a tuple of several outputs."""
+Shapes = Callable[[Sequence[mx.array]], list[tuple[int, ...]]]
+
+_built: deque[Plan] = state.register(deque(maxlen=REMEMBERED))
+
+
+def plans_built() -> list[Plan]:
+    """Returns the plans that were prepared last, oldest first, without duplicates."""
+    return list(dict.fromkeys(list(_built)))
+
+
+def product(plan: Plan) -> Product:
+    """Builds the call that runs a plan.
+
+    Returns:
+        A function from x [..., k] in the problem's dtype, codes, scales and biases in
+        the problem's layout to y [..., n] in the problem's dtype. Packed scales contain
+        the biases: the argument is not read, unless it is a global scale, float32 [2].
+        If the problem has an epilogue or a norm, bias, multiplier and residual follow,
+        in the problem's dtype; absent operands are not read. After them come the
+        positions and freqs of a rotation, both weights of its norms if it has them,
+        and the norm's weight [k].
+        If the epilogue has parts, the function returns a tuple of results [...,
+        columns], or with a rotation [m, heads, 1, features].
+    """
+    _built.append(plan)
+    return unrecorded_product(plan)
+
+
+def unrecorded_product(plan: Plan) -> Product:
+    """Builds the same call as `product` without listing the plan in `plans_built`."""
+    problem, rotation = plan.problem, plan.problem.epilogue.rotation
+    normed = HEAD_NORMS if rotation is not None and rotation.norm is not None else ()
+    rotated = (*ROTATION, *normed) if rotation is not None else ()
+    names = (*OPERANDS, *EPILOGUE_OPERANDS, *rotated, *NORM)
+    run = _sequence(plan, names)
+    if not problem.epilogue.parts:
+        return run
+    return lambda *arrays: _in_parts(run(*arrays), problem)
+
+
+def gather_product(plan: GatherPlan) -> Product:
+    """Builds the call that multiplies rows by the experts that they chose.
+
+    Returns:
+        A function from x [..., k] in the problem's dtype, codes, scales and biases
+        [experts, n, ...] to y [..., 1, n] in the problem's dtype. After the biases it
+        takes, in this order:
+
+        - codes and scales of the second weights, if the problem has a gate;
+        - the bias [experts, n] of each weight, if the problem has biases;
+        - the expert of each pair, uint32 [...], whose shape y begins with;
+        - the row of x of each pair (uint32), if the plan has no `pairs_per_row`.
+    """
+    gather = plan.gather
+    second = SECOND if gather.gate else ()
+    biases = EXPERT_BIASES[: gather.weights] if gather.bias else ()
+    sources = () if plan.pairs_per_row else ("sources",)
+    names = (*OPERANDS, *second, *biases, "experts", *sources)
+    return _sequence(plan, names)
+
+
+def decoded_blocks(plan: DensePlan) -> Callable[..., list[mx.array]]:
+    """Builds the call that decodes a weight block by block.
+
+    Returns:
+        A function from codes, scales and biases to the blocks that `plan.chunks`
+        lists, in the problem's dtype.
+    """
+    backend = selection.of_plan(plan)
+    decoders = [
+        _step(backend, launch, OPERANDS[1:]) for launch in backend.launches(plan)
+    ]
+    return lambda *weight: [decode(*weight) for decode in decoders]
+
+
+def dense_product(plan: DensePlan) -> Product:
+    """Builds the call that decodes a weight and multiplies it with MLX's own product.
+
+    Returns:
+        A function as `product` builds it, without an epilogue's arrays. If the problem
+        is a batch, x and the weights are broadcast.
+    """
+    decode, problem = decoded_blocks(plan), plan.problem
+
+    def multiply(
+        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        parts = []
+        for weight in decode(w, scales, biases):
+            if problem.batch > 1:
+                whole = weight.reshape(*w.shape[:-3], plan.padded_n, -1)
+                weight = whole[..., : problem.n, :]
+            parts.append(x @ (weight.T if plan.transposed else weight))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    return multiply
+
+
+@state.cache(256)
+def call(plan: Any) -> Run:
+    """Returns the call of a plan with one launch that is no product; cached.
+
+    Args:
+        plan: A plan of `planning.block_plans`.
+
+    Returns:
+        A function of the arrays that the kernel reads, in the order of its buffers.
+    """
+    backend = selection.of_plan(plan)
+    (launch,) = backend.launches(plan)
+    return run_alone(backend, launch)
+
+
+def run_alone(backend: Backend, launch: Launch) -> Run:
+    """Builds the call of a launch from the arrays that it reads, in their order."""
+    constant = dict(launch.integers)
+    names = [each.name for each in launch.inputs if each.name not in constant]
+    names = [*dict.fromkeys(names)]  # one array may stand in for others
+    return _step(backend, launch, names)
+
+
+def _sequence(plan: Plan | GatherPlan, arguments: Sequence[str]) -> Run:
+    """Builds the call of a plan's launches, one after the other.
+
+    Args:
+        plan: The plan; its second launch reads what the first one writes.
+        arguments: Names of the arrays that the call takes, in order.
+
+    Returns:
+        A function to the output of the last launch, or to a tuple of its outputs.
+    """
+    backend = selection.of_plan(plan)
+    first, *others = backend.launches(plan)
+    multiply = _step(backend, first, arguments)
+    if not others:
+        return multiply
+    (second,), (partials,) = others, first.outputs
+    reduce = _step(backend, second, (*arguments[:1], partials.name, *arguments[4:]))
+    return lambda x, w, scales, biases, *operands: reduce(
+        x, multiply(x, w, scales, biases), *operands
+    )
+
+
+def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
+    """Builds the call of one launch from arrays with these names."""
+    kernel = backend.kernel(launch)
+    # They are never padded: kernels for Metal declare them in `constant`.
+    constants = tuple(mx.array(each, mx.int32) for _, each in launch.integers)
+    names = (*(name for name, _ in launch.integers), *arguments)
+    pick = _picker([names.index(operand.name) for operand in launch.inputs])
+    prepare = _preparation(launch.inputs, arguments)
+    shapes = _shapes(launch.outputs, arguments)
+    template = kernels.template(launch.template)
+    grid, threadgroup = launch.grid, launch.threadgroup
+    output_dtypes = [dtypes.dtype(output.dtype) for output in launch.outputs]
+    start = {} if launch.start is None else {"init_value": launch.start}
+
+    def step(*arrays: mx.array) -> Any:
+        results = kernel(
+            inputs=pick((*constants, *(prepare(arrays) if prepare else arrays))),
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=shapes(arrays),
+            output_dtypes=output_dtypes,
+            **start,
+        )
+        return results[0] if len(results) == 1 else tuple(results)
+
+    if prepare or start or not _is_plain(launch.outputs, arguments):
+        return step
+    (n,) = launch.outputs[0].shape
+
+    def plain(*arrays: mx.array) -> mx.array:
+        # Serves most calls. Steps of the general function cost the host up to 1 us.
+        return kernel(
+            inputs=pick((*constants, *arrays)),
+            template=template,
+            grid=grid,
+            threadgroup=threadgroup,
+            output_shapes=[(*arrays[0].shape[:-1], n)],
+            output_dtypes=output_dtypes,
+        )[0]
+
+    return plain
+
+
+def _is_plain(outputs: Sequence[Output], arguments: Sequence[str]) -> bool:
+    """Returns whether the only output is [..., n] for a first argument [..., k]."""
+    (first, *others) = outputs
+    return not others and first.leading == (arguments[0], 1) and len(first.shape) == 1
+
+
+def _picker(order: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    if len(order) == 1:
+        (only,) = order
+        return lambda arrays: (arrays[only],)
+    return itemgetter(*order)
+
+
+def _shapes(outputs: Sequence[Output], arguments: Sequence[str]) -> Shapes:
+    """Returns what computes the shapes of outputs from the arguments of a call."""
+    if all(output.leading is None for output in outputs):
+        whole = [output.shape for output in outputs]
+        return lambda _: whole
+    leading = [
+        (arguments.index(output.leading[0]), output.leading[1], output.shape)
+        for output in outputs
+        if output.leading is not None
+    ]
+
+    def shapes(arrays: Sequence[mx.array]) -> list[tuple[int, ...]]:
+        found = ((arrays[i].shape, drop, shape) for i, drop, shape in leading)
+        return [(*axes[: len(axes) - drop], *shape) for axes, drop, shape in found]
+
+    return shapes
+
+
+def _preparation(
+    inputs: Sequence[Operand], arguments: Sequence[str]
+) -> Callable[[Sequence[mx.array]], list[mx.array]] | None:
+    """Returns what pads or reinterprets the arguments of a call; None if nothing."""
+    pads = selection.traits().pads_small_inputs
+    read = {operand.name: operand for operand in inputs}
+    small = [i for i, name in enumerate(arguments) if name in read and pads]
+    small = [i for i in small if read[arguments[i]].may_be_small]
+    viewed = [
+        (i, dtypes.dtype(read[name].dtype))
+        for i, name in enumerate(arguments)
+        if name in read and read[name].reinterpreted
+    ]
+    if not small and not viewed:
+        return None
+
+    def prepare(arrays: Sequence[mx.array]) -> list[mx.array]:
+        given = [*arrays]
+        for i, dtype in viewed:
+            given[i] = given[i].view(dtype)
+        for i in small:
+            given[i] = kernels.readable(given[i])
+        return given
+
+    return prepare
+
+
+def _in_parts(results: mx.array | tuple[mx.array, ...], problem: Problem) -> mx.array:
+    """Returns a tuple of the results of an epilogue with parts.
+
+    If a kernel wrote the parts into one array, they are slices of it without a copy.
+    """
+    if isinstance(results, tuple):
+        return cast(mx.array, results)
+    parts = problem.epilogue.parts
+    flat, rows = results.flatten(), results.shape[:-1]
+    ends = [math.prod(rows) * end for end in accumulate(parts)]
+    return cast(
+        mx.array,
+        tuple(
+            flat[end - math.prod(rows) * columns : end].reshape(*rows, columns)
+            for end, columns in zip(ends, parts, strict=True)
+        ),
+    )

@@ -1,0 +1,120 @@
+"""Whether a plan's kernels may be used on this machine."""
+
+import os
+from functools import partial
+from typing import Protocol
+
+from mlx_marlin import state
+from mlx_marlin.backends import kernels, selection, source
+from mlx_marlin.backends.launch import Launch
+from mlx_marlin.guard import checks, known_answers, verdicts
+from mlx_marlin.guard.verdicts import Verdict
+
+ENVIRONMENT = "MLX_MARLIN_GUARD"
+
+
+class Launchable(Protocol):
+    """A plan of any kind."""
+
+    @property
+    def backend(self) -> str:
+        """The back end that has its kernels; empty for the active one."""
+        ...
+
+    def explain(self) -> str:
+        """Returns a one-line description."""
+        ...
+
+
+def is_on() -> bool:
+    """Returns whether kernels are checked before they are used.
+
+    They are not if the device is missing, where graphs can be built and exported but
+    not run.
+
+    Raises:
+        ValueError: If `MLX_MARLIN_GUARD` is neither 0 nor 1.
+    """
+    setting = os.environ.get(ENVIRONMENT, "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"{ENVIRONMENT}={setting!r}, expected 0, 1 or nothing")
+    backend = selection.backend()
+    if kernels.are_deferred():
+        return False  # nothing is evaluated, and decisions are dropped afterwards
+    if setting == "0" or backend == "stock" or selection.missing() is not None:
+        return False
+    return setting == "1" or backend in selection.ON_GPU
+
+
+def why_not(plan: Launchable) -> str | None:
+    """Returns why a plan's kernels must not be used on this machine; None if they may.
+
+    The first call for some launches compiles and checks their kernels.
+    """
+    return checks.reason(verdict_of(plan)) if is_on() else None
+
+
+@state.cache(maxsize=256)
+def remembered_fault(plan: Launchable) -> str | None:
+    """Returns what `why_not` does, and remembers it: for calls that build a graph."""
+    return why_not(plan)
+
+
+def known_fault(plan: Launchable) -> str | None:
+    """Returns what an earlier check found wrong with a plan's kernels, or None.
+
+    Unlike `why_not`, it runs nothing: kernels that nobody has checked have no fault.
+    """
+    if not is_on():
+        return None
+    backend = selection.of_plan(plan)
+    probes = ((probe.launch,) for probe in backend.probes(plan))
+    for launches in (*probes, backend.launches(plan)):
+        known = checks.known(launches)
+        reason = None if known is None else checks.reason(known)
+        if reason is not None:
+            return reason
+    return None
+
+
+def verdict_of(plan: Launchable) -> Verdict:
+    """Returns the verdict on a plan's kernels; the first call for them checks them.
+
+    It is the one on a probe that a kernel depends on, if that failed.
+    """
+    for probe in selection.of_plan(plan).probes(plan):
+        check = partial(known_answers.fault_of_probe, probe)
+        verdict = checks.verdict((probe.launch,), plan.explain(), check)
+        if verdict.failure is not None:
+            return verdict
+    check = partial(known_answers.fault_of, plan)
+    return checks.verdict(_launches(plan), plan.explain(), check)
+
+
+def condemn(plan: Launchable, fault: str) -> None:
+    """Records that a plan's kernels gave a wrong result, and warns.
+
+    Args:
+        plan: The plan whose result was wrong.
+        fault: What was wrong.
+    """
+    if is_on():
+        checks.record_failure(_launches(plan), plan.explain(), fault)
+
+
+def verdicts_so_far() -> list[Verdict]:
+    """Returns the verdicts on this machine's disk and of this process, sorted.
+
+    Verdicts on kernels that only other versions of this package have are omitted.
+    """
+    stored = verdicts.stored(verdicts.machine_folder(selection.backend()))
+    current = source.digest_of_shaders()
+    found = (stored | checks.verdicts_so_far()).values()
+    return sorted(
+        (verdict for verdict in found if verdict.shaders == current),
+        key=lambda verdict: (verdict.kernels, verdict.example),
+    )
+
+
+def _launches(plan: Launchable) -> tuple[Launch, ...]:
+    return selection.of_plan(plan).launches(plan)

@@ -1,0 +1,205 @@
+"""Plans of kernels that are no products: routing, heads, sums and layouts.
+
+Each has one kernel without alternatives; its fields are what the launch depends on.
+"""
+
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import ClassVar
+
+from mlx_marlin.planning.epilogue import Heads
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.weights import layout
+
+MAX_EXPERTS = 1024
+"""Limit of the experts of a row: a lane keeps every 32nd logit in a register."""
+MAX_COMBINE_THREADS = 128
+"""Limit of the threads of a block: a few short rows then fill many multiprocessors."""
+NORM_THREADGROUP = 1024
+"""Limit of the threads that add and normalize a row, as in MLX's RMSNorm."""
+NORM_SIDE = 4
+"""Consecutive values of such a thread; `SIDE` in `shaders/lib/add_norm.metal` must be
+the same."""
+NORM_TURNS = 4
+"""Limit of the times that a thread takes `NORM_SIDE` values, which it keeps in
+registers."""
+MOST_NORMED = NORM_THREADGROUP * NORM_SIDE * NORM_TURNS
+"""Limit of the values of a row that is added and normalized."""
+REPACK_THREADS = 256
+"""Threads of a threadgroup, which moves some tiles of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """The choice of experts from the logits of rows.
+
+    Attributes:
+        rows: Rows of logits.
+        dtype: Dtype of the logits.
+        experts: Logits of a row.
+        choices: Experts of a row.
+        of_all: Whether scores are the softmax over all experts, not over the chosen.
+        last: Whether the last of equal logits are chosen, not the first.
+    """
+
+    backend: ClassVar[str] = ""
+    rows: int
+    dtype: str
+    experts: int
+    choices: int
+    of_all: bool = False
+    last: bool = False
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a simdgroup can choose so many of so many experts."""
+        lanes = min(SIMD_WIDTH, self.experts)
+        return self.experts <= MAX_EXPERTS and self.choices <= lanes
+
+    @property
+    def threads(self) -> int:
+        """Threads of the grid: a simdgroup for each row."""
+        return self.rows * SIMD_WIDTH
+
+    def explain(self) -> str:
+        """Returns a description of the plan."""
+        return f"{self.choices} of {self.experts} experts"
+
+
+@dataclass(frozen=True, slots=True)
+class CombinePlan:
+    """The sum of a residual and the results of a row's experts times their scores.
+
+    Attributes:
+        rows: Rows of the residual.
+        dtype: Dtype of the results.
+        n: Columns of a result.
+        choices: Results of a row.
+    """
+
+    backend: ClassVar[str] = ""
+    rows: int
+    dtype: str
+    n: int
+    choices: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of the grid: one for each element of the sums."""
+        return self.rows * self.n
+
+    @property
+    def threadgroup(self) -> int:
+        """Threads of a threadgroup; all of them are full."""
+        return gcd(self.threads, MAX_COMBINE_THREADS)
+
+    def explain(self) -> str:
+        """Returns a description of the plan."""
+        return f"{self.choices} results of {self.n} columns"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsPlan:
+    """Norms and rotary embeddings of the heads of q and k.
+
+    Attributes:
+        heads: The heads.
+        dtype: Their dtype.
+        streams: Streams, each with its own tokens.
+        tokens: New tokens of a stream.
+        per_stream: Whether each stream has its own position.
+    """
+
+    backend: ClassVar[str] = ""
+    heads: Heads
+    dtype: str
+    streams: int
+    tokens: int
+    per_stream: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of the grid: a simdgroup for each head of each token."""
+        heads = self.heads.heads + self.heads.kv_heads
+        return self.streams * self.tokens * heads * SIMD_WIDTH
+
+    def explain(self) -> str:
+        """Returns a description of the plan."""
+        heads = self.heads
+        return f"{self.tokens} tokens, {heads.heads} + {heads.kv_heads} heads"
+
+
+@dataclass(frozen=True, slots=True)
+class AddNormPlan:
+    """The sum of two rows and its RMSNorm.
+
+    Attributes:
+        rows: Rows that are added.
+        dtype: Their dtype.
+        n: Values of a row, at most `MOST_NORMED`.
+        epsilon: Epsilon of the norm.
+    """
+
+    backend: ClassVar[str] = ""
+    rows: int
+    dtype: str
+    n: int
+    epsilon: float
+
+    @property
+    def threadgroup(self) -> int:
+        """Threads that add and normalize a row."""
+        simdgroups = -(-self.n // (NORM_SIDE * SIMD_WIDTH))
+        return min(simdgroups * SIMD_WIDTH, NORM_THREADGROUP)
+
+    def explain(self) -> str:
+        """Returns a description of the plan."""
+        return f"rows of {self.n} values"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepackPlan:
+    """The conversion of codes between MLX's layout and packed tiles.
+
+    Attributes:
+        to: The layout of the result, "mlx" or "marlin".
+        batch: Leading dimensions of the weights.
+        n: Rows of a weight.
+        k: Columns of a weight.
+        bits: Bits of a code.
+        group_size: Weights along k that share a scale.
+    """
+
+    backend: ClassVar[str] = ""
+    to: str
+    batch: tuple[int, ...] = ()
+    n: int
+    k: int
+    bits: int
+    group_size: int
+
+    @property
+    def order(self) -> str:
+        """The order of k in a tile, "k32" or "k64"."""
+        return layout.order_of_group(self.group_size)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Packed tiles of a weight along n and k."""
+        return -(-self.n // layout.TILE_N), -(-self.k // layout.TILE_K)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        if self.to == "marlin":
+            return (*self.batch, *self.tiles, layout.tile_words(self.bits))
+        return (*self.batch, self.n, self.k * self.bits // 32)
+
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return prod(self.batch)
+
+    def explain(self) -> str:
+        """Returns a description of the plan."""
+        return f"{self.bits}-bit codes, order {self.order}"
