@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import devices, selection
-from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
+from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 
 FILE = Path(__file__).parent / "data" / "recorded_bits.json"
 CHIPS = (("Apple M1", "applegpu_g13g"), ("Apple M3 Max", "applegpu_g15s"))

@@ -180,7 +180,7 @@ def speed(problem: Problem, device: Device) -> float:
     ours = (
         planner.predict(served, device).seconds
         if isinstance(served, Plan)
-        else backend.dense_seconds(problem, device)
+        else backend.seconds(served, device)
     )
     return float(backend.stock_seconds(problem, device) / ours)
 

@@ -46,6 +46,7 @@ class Host:
     arch: str = "host"
     cores: int = 1
     backend: str = "numpy"
+    unsupported: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +76,6 @@ class HostGatherPlan(GatherPlan):
         return f"{self.problem.m} pairs over {self.experts} experts"
 
 
-class NumPyGather:
-    """Implements `Gather`."""
-
-    fuses_epilogues, is_invariant = False, True
-
-    def unsupported(self, gather: GatherProblem, device: Host) -> str | None:
-        return NumPy().unsupported(gather.problem, device)
-
-    def choose(self, gather: GatherProblem, device: Host) -> HostGatherPlan:
-        return HostGatherPlan(gather=gather, fragments_m=1, simdgroups_k=1)
-
-    def handover(self, gather: GatherProblem, device: Host) -> None:
-        return None
-
-
 def of_host(name: str, *inputs: str) -> Source:
     names = ("x", "w", "scales", "biases", *inputs, "shape")
     texts = {"header": "", "source": "x @ w.T"}
@@ -99,16 +85,20 @@ def of_host(name: str, *inputs: str) -> Source:
 class NumPy:
     """Implements `Backend`; what never launches here is left out."""
 
-    name, default_device = "numpy", Host()
-    device_noun, kernels, plan_type = "a CPU", ("dot",), HostPlan
-    traits, gather = Traits(), NumPyGather()
+    name = "numpy"
+    traits = Traits(
+        device_noun="a CPU",
+        default_device=Host(),
+        kernels=("dot",),
+        plan_type=HostPlan,
+        launches=frozenset({HostPlan, HostGatherPlan}),
+        fuses_experts=False,
+        keeps_experts_bits=True,
+    )
 
     def __init__(self) -> None:
         self.factor = 1.0
         self.launched: list[Sequence[int]] = []
-
-    def unsupported_device(self, device: Host) -> None:
-        return None
 
     def probes(self, plan: HostPlan) -> tuple[()]:
         return ()
@@ -117,8 +107,9 @@ class NumPy:
         return None
 
     def unsupported(
-        self, problem: Problem, device: Host, transpose: bool = True
+        self, problem: Any, device: Host, transpose: bool = True
     ) -> str | None:
+        problem = getattr(problem, "problem", problem)
         plain = problem.layout == "mlx" and problem.epilogue == PLAIN and transpose
         known = plain and (problem.mode, problem.bits) == ("affine", 4)
         return None if known else "NumPy takes plain products of affine 4-bit weights"
@@ -139,19 +130,20 @@ class NumPy:
         loads = {"memory": memory, "issue": 0.0, "loads": 0.0, "dispatch": 0.0}
         return Prediction(**loads, busy=1.0, fill=1.0)
 
+    def choose_gather(self, gather: GatherProblem, device: Host) -> HostGatherPlan:
+        return HostGatherPlan(gather=gather, fragments_m=1, simdgroups_k=1)
+
     def predict_stock(self, problem: Problem, device: Host) -> None:
         return None
 
     def handover(
-        self, problem: Problem, device: Host, ours: Callable[[], Prediction]
+        self, problem: Any, device: Host, ours: Callable[[], Prediction]
     ) -> str | None:
-        return "NumPy is slow with many rows" if problem.m > 64 else None
+        many = isinstance(problem, Problem) and problem.m > 64
+        return "NumPy is slow with many rows" if many else None
 
     def system_build(self) -> str:
         return np.__version__
-
-    def has_kernel(self, kind: type) -> bool:
-        return False
 
     def launches(self, plan: Any) -> tuple[Launch, ...]:
         template = {"GROUP": plan.problem.group_size}

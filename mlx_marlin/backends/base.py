@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from mlx_marlin.backends.experts.interface import Gather
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
@@ -21,6 +21,9 @@ from mlx_marlin.planning.search import Limit, Option
 
 if TYPE_CHECKING:
     import mlx.core as mx
+
+
+AnyProblem = Problem | GatherProblem
 
 
 class KernelCall(Protocol):
@@ -73,44 +76,42 @@ class Backend(Protocol):
 
     Attributes:
         name: The value of `MLX_MARLIN_BACKEND` that selects it.
-        device_noun: What one of its devices is called in messages, with an article.
-        default_device: The device to plan for if this machine's is not known.
-        kernels: The names that its plans may have for the first kernel.
-        plan_type: The type of its plans of products.
         traits: What other code has to know about it.
-        gather: Its plans and kernel for experts' products.
     """
 
     @property
     def name(self) -> str: ...  # noqa: D102
     @property
-    def device_noun(self) -> str: ...  # noqa: D102
-    @property
-    def default_device(self) -> Any: ...  # noqa: D102
-    @property
-    def kernels(self) -> tuple[str, ...]: ...  # noqa: D102
-    @property
-    def plan_type(self) -> type[Plan]: ...  # noqa: D102
-    @property
     def traits(self) -> Traits: ...  # noqa: D102
-    @property
-    def gather(self) -> Gather: ...  # noqa: D102
 
-    def has_kernel(self, kind: type) -> bool:
-        """Returns whether it launches plans of a type, such as `RoutePlan`."""
+    def find_device(self, name: str, cores: int | None) -> Any:
+        """Returns a device by its name.
+
+        Args:
+            name: A name with or without the maker, such as "M3 Max".
+            cores: Number of cores; None for the largest variant.
+
+        Raises:
+            UnknownDeviceError: If another back end may know the name.
+            ValueError: If no back end can.
+        """
         ...
 
-    def unsupported_device(self, device: Any) -> str | None:
-        """Returns why none of its kernels runs on a device, or None."""
+    def detect_device(self) -> Any | None:
+        """Returns this machine's device, or None if the back end has none here."""
+        ...
+
+    def system_build(self) -> str:
+        """Returns the version of what the compiler of its kernels comes with."""
         ...
 
     def unsupported(
-        self, problem: Problem, device: Any, transpose: bool = True
+        self, problem: AnyProblem, device: Any, transpose: bool = True
     ) -> str | None:
         """Returns why its kernels cannot compute a problem on a device, or None.
 
         Args:
-            problem: The product to compute.
+            problem: The product to compute, or experts' products.
             device: A device of this back end.
             transpose: Whether the product is x @ w.T.
         """
@@ -126,8 +127,23 @@ class Backend(Protocol):
         """
         ...
 
+    def experiments(self, problem: Problem, device: Any) -> Sequence[Plan]:
+        """Returns plans for a tuner to try in addition to the candidates."""
+        ...
+
+    def choose_gather(self, gather: GatherProblem, device: Any) -> GatherPlan:
+        """Returns the plan for experts' products."""
+        ...
+
     def predict(self, plan: Any, device: Any) -> Prediction:
-        """Returns the time that the cost model predicts for a plan."""
+        """Returns the times that the cost model predicts for a plan of a product."""
+        ...
+
+    def seconds(self, plan: Any, device: Any) -> float | None:
+        """Returns the predicted time of a plan that decodes first or is of experts.
+
+        None if there is no model of it.
+        """
         ...
 
     def residency(self, plan: Any, device: Any) -> Residency:
@@ -135,74 +151,29 @@ class Backend(Protocol):
         ...
 
     def predict_stock(self, problem: Problem, device: Any) -> StockPrediction | None:
-        """Returns the predicted time of stock MLX, or None if there is no model."""
+        """Returns the predicted times of stock MLX, or None if there is no model."""
         ...
 
-    def stock_seconds(self, problem: Problem, device: Any) -> float | None:
-        """Returns the predicted time of stock MLX for a product and its epilogue."""
+    def stock_seconds(self, problem: AnyProblem, device: Any) -> float | None:
+        """Returns the predicted time of stock MLX with norm and epilogue, or None."""
         ...
 
     def handover(
-        self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
+        self, problem: AnyProblem, device: Any, predicted: Callable[[], Prediction]
     ) -> str | None:
-        """Returns why stock MLX should serve a product for speed, or None."""
+        """Returns why stock MLX should serve a problem for speed, or None.
+
+        Args:
+            problem: The product to compute, or experts' products.
+            device: A device of this back end.
+            predicted: Returns the prediction of the best plan of a product.
+        """
         ...
 
     def decode_once(
         self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
     ) -> DensePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
-        ...
-
-    def dense_seconds(self, problem: Problem, device: Any) -> float | None:
-        """Returns the predicted time of decoding a weight and multiplying by it.
-
-        None if there is no model of it.
-        """
-        ...
-
-    def experiments(self, problem: Problem, device: Any) -> Sequence[Plan]:
-        """Returns plans for a tuner to try in addition to the candidates."""
-        ...
-
-    def knows_device(self, name: str) -> bool:
-        """Returns whether a name means a device of this back end."""
-        ...
-
-    def find_device(self, name: str, cores: int | None) -> Any:
-        """Returns a device by its name.
-
-        Args:
-            name: A name with or without the maker, such as "M3 Max".
-            cores: Number of cores; None for the largest variant.
-
-        Raises:
-            ValueError: If the name is not known.
-        """
-        ...
-
-    def detect_device(self) -> Any | None:
-        """Returns this machine's device, or None if the back end has none here."""
-        ...
-
-    def as_in_mlx(self, device: Any) -> Any:
-        """Returns a device as the environment variables of MLX change it.
-
-        Raises:
-            ValueError: If such a variable has no valid value.
-        """
-        ...
-
-    def with_cores(self, device: Any, cores: int) -> Any:
-        """Returns a device with another number of cores."""
-        ...
-
-    def system_build(self) -> str:
-        """Returns the version of what the compiler of its kernels comes with."""
-        ...
-
-    def cache_bytes(self, device: Any) -> int:
-        """Returns a number of bytes of weights that no cache of a device can hold."""
         ...
 
     def probes(self, plan: Any) -> Sequence[Probe]:

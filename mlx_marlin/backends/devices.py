@@ -5,7 +5,7 @@ import re
 
 from mlx_marlin import state
 from mlx_marlin.backends import registry
-from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.device import PlanningDevice, UnknownDeviceError
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
 """Names the device to plan for: "Apple M3 Max", "Apple M3 Max, 30 cores" or "NVIDIA
@@ -27,8 +27,7 @@ def current() -> PlanningDevice:
     """
     wish = os.environ.get(ENVIRONMENT)
     device = _named_by_environment(wish) if wish else _detected()
-    found: PlanningDevice = registry.of_device(device).as_in_mlx(device)
-    return found
+    return device.in_mlx()
 
 
 def named(name: str, cores: int | None = None) -> PlanningDevice:
@@ -41,11 +40,24 @@ def named(name: str, cores: int | None = None) -> PlanningDevice:
     Raises:
         ValueError: If no back end knows the name.
     """
-    knowing = (backend for backend in registry.every() if backend.knows_device(name))
-    # The error of the first one lists known names.
-    backend = next(knowing, registry.named(registry.FIRST))
-    found: PlanningDevice = backend.find_device(name, cores)
-    return found
+    errors = []
+    for backend in registry.every():
+        try:
+            found: PlanningDevice = backend.find_device(name, cores)
+        except UnknownDeviceError as error:
+            errors.append(error)
+        else:
+            return found
+    raise ValueError(str(errors[0]))
+
+
+def is_known(device: PlanningDevice) -> bool:
+    """Returns whether a table has a device of this name."""
+    try:
+        named(device.name)
+    except ValueError:
+        return False
+    return True
 
 
 def parse(text: str) -> PlanningDevice:
@@ -77,5 +89,5 @@ def _detected() -> PlanningDevice:
         device: PlanningDevice | None = backend.detect_device()
         if device is not None:
             return device
-    default: PlanningDevice = registry.named(registry.FIRST).default_device
+    default: PlanningDevice = registry.named(registry.FIRST).traits.default_device
     return default

@@ -34,7 +34,7 @@ __all__ = [
     "stock_reason",
 ]
 
-DEFAULT_DEVICE: PlanningDevice = registry.named(registry.FIRST).default_device
+DEFAULT_DEVICE: PlanningDevice = registry.named(registry.FIRST).traits.default_device
 
 
 @lru_cache(maxsize=4096)
@@ -90,7 +90,7 @@ def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
         gather: The products to compute.
         device: The chip to plan for.
     """
-    return registry.of_device(device).gather.choose(gather, device)
+    return registry.of_device(device).choose_gather(gather, device)
 
 
 def gather_handover(gather: GatherProblem, device: PlanningDevice) -> str | None:
@@ -100,7 +100,8 @@ def gather_handover(gather: GatherProblem, device: PlanningDevice) -> str | None
         gather: The products to compute.
         device: The chip to plan for.
     """
-    return registry.of_device(device).gather.handover(gather, device)
+    backend = registry.of_device(device)
+    return backend.handover(gather, device, partial(_no_prediction, gather))
 
 
 def serve(problem: Problem, device: PlanningDevice) -> Plan | DensePlan | str:
@@ -252,3 +253,7 @@ def plan(
 
 def _of_chosen(problem: Problem, device: PlanningDevice) -> Prediction:
     return predict(choose(problem, device), device)
+
+
+def _no_prediction(gather: GatherProblem) -> Prediction:
+    raise TypeError(f"there is no prediction of one product: {gather}")

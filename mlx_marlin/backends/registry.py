@@ -38,7 +38,7 @@ def of_device(device: PlanningDevice) -> Backend:
 
 def kernels() -> tuple[str, ...]:
     """Returns the names that a plan may have for its first kernel."""
-    return tuple(name for backend in every() for name in backend.kernels)
+    return tuple(name for backend in every() for name in backend.traits.kernels)
 
 
 def plan_type(kernel: str) -> type[Plan]:
@@ -48,6 +48,6 @@ def plan_type(kernel: str) -> type[Plan]:
         ValueError: If no back end has it.
     """
     for backend in every():
-        if kernel in backend.kernels:
-            return backend.plan_type
+        if kernel in backend.traits.kernels:
+            return backend.traits.plan_type
     raise ValueError(f"kernel={kernel!r} is not one of {', '.join(kernels())}")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
 
@@ -10,6 +12,11 @@ class Traits:
     """What the code outside a back end has to know about it and its GPU.
 
     Attributes:
+        device_noun: What one of its devices is called in messages, with an article.
+        default_device: The device to plan for if this machine's is not known.
+        kernels: The names that its plans of products may have for the first kernel.
+        plan_type: The type of its plans of products.
+        launches: The types of plans that it launches.
         default_layout: The layout that `optimize` gives weights: "mlx", or "marlin"
             where packed products are faster.
         dtypes: Dtypes of the activations that its kernels multiply.
@@ -30,10 +37,19 @@ class Traits:
             several at a time.
         fusions: The fusions of a traced decoder block that are on by default
             (`integrations.fusions`).
+        fuses_experts: Whether the kernel of experts' products adds a bias, and gates
+            the product with one weight by that with another one.
+        keeps_experts_bits: Whether that kernel can keep the bits of a row independent
+            of the other rows.
         tunes_models: Whether `mlx-marlin tune MODEL` compares the options of
             `optimize`, and `optimize` uses the result.
     """
 
+    device_noun: str
+    default_device: PlanningDevice
+    kernels: tuple[str, ...]
+    plan_type: type[Plan]
+    launches: frozenset[type]
     default_layout: str = "mlx"
     dtypes: tuple[str, ...] = (*DTYPE_BYTES,)
     replays_graphs: bool = False
@@ -44,4 +60,6 @@ class Traits:
     stock_attends_by_capacity: bool = False
     compiles_ahead: bool = False
     fusions: frozenset[str] = frozenset({"residual"})
+    fuses_experts: bool = True
+    keeps_experts_bits: bool = False
     tunes_models: bool = True

@@ -152,7 +152,7 @@ def kernels() -> str:
     for path in sorted(path for path in root.rglob("*") if path.suffix in TEXTS):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes() + b"\0")
-    plans = (backend.plan_type for backend in registry.every())
+    plans = (backend.traits.plan_type for backend in registry.every())
     for type_ in (Problem, Epilogue, *plans, Tile, Work, Result):
         names = [field.name for field in fields(type_)]
         digest.update(f"{type_.__name__} {names}".encode())

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
+class UnknownDeviceError(ValueError):
+    """No device of a back end has a name; another back end may know it."""
+
+
 class PlanningDevice(Hashable, Protocol):
     """Properties of all devices; a back end's type adds those of its cost model."""
 
@@ -51,6 +55,28 @@ class PlanningDevice(Hashable, Protocol):
     @property
     def figures(self) -> str:
         """The main figures of the device as text."""
+        ...
+
+    @property
+    def unsupported(self) -> str | None:
+        """Why none of our kernels runs on it, or None."""
+        ...
+
+    @property
+    def cache_bytes(self) -> int:
+        """A number of bytes of weights that no cache of it can hold."""
+        ...
+
+    def with_cores(self, cores: int) -> "PlanningDevice":
+        """Returns the device with another number of cores."""
+        ...
+
+    def in_mlx(self) -> "PlanningDevice":
+        """Returns the device as the environment variables of MLX change it.
+
+        Raises:
+            ValueError: If such a variable has no valid value.
+        """
         ...
 
 

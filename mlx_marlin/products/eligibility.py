@@ -62,7 +62,7 @@ def unsupported(problem: Problem, transpose: bool = True) -> str | None:
 
 def unsupported_device() -> str | None:
     """Returns why no kernel runs on this device, or None."""
-    return selection.active().unsupported_device(target())
+    return target().unsupported
 
 
 def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
@@ -103,8 +103,8 @@ def target() -> PlanningDevice:
     wish = os.environ.get(devices.ENVIRONMENT)
     if wish:
         raise ValueError(
-            f"{devices.ENVIRONMENT}={wish!r}: expected {backend.device_noun}, because "
-            f"our kernels run on {selection.backend()}"
+            f"{devices.ENVIRONMENT}={wish!r}: expected {backend.traits.device_noun}, "
+            f"because our kernels run on {selection.backend()}"
         )
-    default: PlanningDevice = backend.default_device
+    default: PlanningDevice = backend.traits.default_device
     return default

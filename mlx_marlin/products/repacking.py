@@ -78,7 +78,7 @@ def _on_gpu() -> bool:
     # On a CPU, MLX's operations are compiled code, whereas the emulator runs the
     # kernels one thread at a time.
     backend = selection.backend()
-    if backend not in selection.ON_GPU or not selection.active().has_kernel(RepackPlan):
+    if backend not in selection.ON_GPU or RepackPlan not in selection.traits().launches:
         return False
     here = mx.default_device() != mx.Device(mx.cpu)
     return here or selection.forced_backend() is not None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_marlin.backends import registry
+from mlx_marlin.backends import devices, registry
 from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -96,7 +96,7 @@ class Profile:
         if self.origin == "predicted":
             cause = CAUSE_OF_PREDICTION
         exceeded = " and ".join(excess[roof] for roof in roofs)
-        known = registry.of_device(self.device).knows_device(self.device.name)
+        known = devices.is_known(self.device)
         stand_in = "" if known else STAND_IN
         return f"{exceeded}; likely cause: {cause}{stand_in}"
 

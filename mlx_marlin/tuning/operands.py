@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin.backends import registry, selection
+from mlx_marlin.backends import selection
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
@@ -42,7 +42,7 @@ class Operands:
 
 def cache_bytes(device: PlanningDevice) -> int:
     """Returns the bytes of weights that exceed the caches of a device."""
-    return registry.of_device(device).cache_bytes(device)
+    return device.cache_bytes
 
 
 def weight_count(problem: Problem, device: PlanningDevice) -> int:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import arguments, launcher, source
-from mlx_marlin.backends.cuda.experts.kernels import MAX_EXPERTS
 from mlx_marlin.integrations.tracing import routing
 from mlx_marlin.integrations.tracing.routing import (
     Routing,
@@ -20,6 +19,7 @@ from mlx_marlin.integrations.tracing.routing import (
     has_kernel,
     weighted_sum,
 )
+from mlx_marlin.planning.block_plans import MAX_EXPERTS
 from mlx_marlin.planning.epilogue import ACTIVATIONS
 from mlx_marlin.planning.gather_plan import GATES
 from mlx_marlin.products import autodiff

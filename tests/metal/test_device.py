@@ -10,8 +10,7 @@ import pytest
 
 from mlx_marlin.backends import devices
 from mlx_marlin.backends.metal import detection, device
-from mlx_marlin.backends.metal.backend import ARCHITECTURE_ENVIRONMENT
-from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT, DEFAULT, Device
 from support.processes import HANG_SECONDS
 
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]

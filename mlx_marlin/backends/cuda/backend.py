@@ -5,36 +5,35 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlx_marlin.backends.base import KernelCall, Prepared
+from mlx_marlin.backends.base import AnyProblem, KernelCall, Prepared
 from mlx_marlin.backends.cuda import handover, launches, limits, search
-from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
-from mlx_marlin.backends.cuda.experts.kernels import CudaGather
+from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
+from mlx_marlin.backends.cuda.experts import search as experts
+from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.cuda.residency import residency
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 
-CACHE_BYTES = 128 * 2**20
-"""No second-level cache of an NVIDIA GPU is larger: a B200 has 126 MB, an H100 or H200
-50 MB (NVIDIA's architecture papers)."""
-
 
 class CudaBackend:
     """Implements `Backend` for CUDA."""
 
     name = "cuda"
-    device_noun = "a CUDA device"
-    default_device = DEFAULT
-    kernels = limits.OF_CUDA
-    plan_type = CudaPlan
     traits = Traits(
+        device_noun="a CUDA device",
+        default_device=DEFAULT,
+        kernels=limits.OF_CUDA,
+        plan_type=CudaPlan,
+        launches=frozenset(launches.BY_TYPE),
         default_layout="marlin",
         dtypes=limits.DTYPES,
         replays_graphs=True,
@@ -46,23 +45,16 @@ class CudaBackend:
         fusions=frozenset({"residual", "gate", "norm", "rope", "experts"}),
         tunes_models=False,
     )
-    gather = CudaGather()
-
-    def has_kernel(self, kind: type) -> bool:
-        """Returns whether it launches plans of a type."""
-        return kind in launches.BY_TYPE
-
-    def unsupported_device(self, device: CudaDevice) -> str | None:
-        """Returns why no kernel runs on a device, or None."""
-        return limits.too_old(device)
 
     def unsupported(
-        self, problem: Problem, device: CudaDevice, transpose: bool = True
+        self, problem: AnyProblem, device: CudaDevice, transpose: bool = True
     ) -> str | None:
         """Returns why the kernels cannot compute a problem on a device, or None."""
+        if isinstance(problem, GatherProblem):
+            return experts.gather_unsupported(problem, device)
         if not transpose and problem.batch > 1:
             return "our CUDA kernels multiply a batch by transposed weights only"
-        return limits.too_old(device) or limits.why_not(problem)
+        return device.unsupported or limits.why_not(problem)
 
     def options(
         self,
@@ -78,6 +70,12 @@ class CudaBackend:
         """
         return search.options(problem, device, overrides)
 
+    def choose_gather(
+        self, gather: GatherProblem, device: CudaDevice
+    ) -> CudaGatherPlan:
+        """Returns the plan for experts' products."""
+        return experts.choose_gather(gather, device)
+
     def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
         return search.predict(plan, device)
@@ -86,16 +84,24 @@ class CudaBackend:
         """Returns how many blocks of a plan are resident on a multiprocessor."""
         return residency(plan, device)
 
+    def seconds(self, plan: Any, device: CudaDevice) -> None:
+        """Returns None: there is no model of these plans."""
+
     def predict_stock(self, problem: Problem, device: CudaDevice) -> None:
         """Returns None: there is no model of stock MLX on CUDA."""
 
-    def stock_seconds(self, problem: Problem, device: CudaDevice) -> None:
+    def stock_seconds(self, problem: AnyProblem, device: CudaDevice) -> None:
         """Returns None: there is no model of stock MLX on CUDA."""
 
     def handover(
-        self, problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
+        self,
+        problem: AnyProblem,
+        device: CudaDevice,
+        predicted: Callable[[], Prediction],
     ) -> str | None:
-        """Returns why stock MLX should serve a product for speed, or None."""
+        """Returns why stock MLX should serve a problem for speed, or None."""
+        if isinstance(problem, GatherProblem):
+            return None  # stock MLX is not faster
         return handover.handover(problem, device)
 
     def decode_once(
@@ -104,16 +110,9 @@ class CudaBackend:
         """Returns the plan that decodes the weight first, if it is faster."""
         return handover.dense(problem)
 
-    def dense_seconds(self, problem: Problem, device: CudaDevice) -> None:
-        """Returns None: there is no model of MLX's product with plain weights."""
-
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
         """Returns no plans: all kernels are among the candidates."""
         return []
-
-    def knows_device(self, name: str) -> bool:
-        """Returns whether a name is that of an NVIDIA GPU."""
-        return name.lower().startswith("nvidia") or key(name) in gpus()
 
     def find_device(self, name: str, cores: int | None) -> CudaDevice:
         """Returns a GPU by its name.
@@ -131,23 +130,11 @@ class CudaBackend:
 
         return detection.here()
 
-    def as_in_mlx(self, device: CudaDevice) -> CudaDevice:
-        """Returns the same device: no variable of MLX changes it."""
-        return device
-
-    def with_cores(self, device: CudaDevice, cores: int) -> CudaDevice:
-        """Returns a device with another number of multiprocessors."""
-        return device.with_multiprocessors(cores)
-
     def system_build(self) -> str:
         """Returns the system's kernel release and the version of the CUDA driver."""
         from mlx_marlin.backends.cuda import detection
 
         return f"{platform.release()}, driver {detection.driver_version()}"
-
-    def cache_bytes(self, device: CudaDevice) -> int:
-        """Returns a number of bytes of weights that no cache of a device can hold."""
-        return CACHE_BYTES
 
     def probes(self, plan: Any) -> tuple[()]:
         """Returns nothing: the kernels depend on no unit whose layout may change."""

@@ -49,7 +49,7 @@ def here() -> CudaDevice | None:
     count = _attribute(driver, MULTIPROCESSORS)
     shared = _attribute(driver, SHARED_BYTES) or device.shared_bytes
     if known and count not in (0, known.multiprocessors):
-        device = known.with_multiprocessors(count)
+        device = known.with_cores(count)
     return replace(
         device,
         multiprocessors=count or device.multiprocessors,

@@ -8,10 +8,20 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
+from mlx_marlin.planning.device import UnknownDeviceError
+
 ARCHITECTURE = re.compile(r"sm_\d{2,}")
 """MLX's notation of a compute capability: "sm_90" is 9.0."""
 MOST_MULTIPROCESSORS = 1024
 """Upper bound of a plausible number of multiprocessors."""
+
+
+CAPABILITY = (8, 0)
+"""Lowest compute capability with these products for bfloat16 (NVIDIA, PTX ISA,
+mma.m16n8k16)."""
+CACHE_BYTES = 128 * 2**20
+"""No second-level cache of an NVIDIA GPU is larger: a B200 has 126 MB, an H100 or H200
+50 MB (NVIDIA's architecture papers)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +98,37 @@ class CudaDevice:
         known = gpus().get(key(name))
         if known is None:
             names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus().values()))
-            raise ValueError(f"device {name!r} is not one of: {names}")
+            # Only this back end can know a name with the maker's.
+            is_own = name.lower().startswith("nvidia")
+            error = ValueError if is_own else UnknownDeviceError
+            raise error(f"device {name!r} is not one of: {names}")
         if multiprocessors in (None, known.multiprocessors):
             return known
-        return known.with_multiprocessors(multiprocessors or 0)
+        return known.with_cores(multiprocessors or 0)
 
-    def with_multiprocessors(self, count: int) -> "CudaDevice":
+    @property
+    def unsupported(self) -> str | None:
+        """Why none of our kernels runs on the device, or None."""
+        if self.capability >= CAPABILITY:
+            return None
+        needed = ".".join(map(str, CAPABILITY))
+        return (
+            f"our CUDA kernels need compute capability {needed}, {self.name} has less"
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        """A number of bytes of weights that no cache can hold."""
+        return CACHE_BYTES
+
+    def with_cores(self, cores: int) -> "CudaDevice":
         """Returns the same device with another number of multiprocessors."""
-        variant = f"{self.name} with {count} multiprocessors"
-        return replace(self, multiprocessors=count, variant=variant)
+        variant = f"{self.name} with {cores} multiprocessors"
+        return replace(self, multiprocessors=cores, variant=variant)
+
+    def in_mlx(self) -> "CudaDevice":
+        """Returns the device itself: no variable of MLX changes it."""
+        return self
 
 
 DEFAULT = CudaDevice(

@@ -5,7 +5,6 @@ bfloat16 values per register. A tile is `simdgroups_n` packed tiles wide, each w
 `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 """
 
-from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Kernel
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
@@ -23,9 +22,6 @@ MOST_SIMDGROUPS = 28
 SHARED_LIMIT = 227 * 1024
 """Largest shared memory of a block in bytes (NVIDIA, CUDA C++ Programming Guide,
 compute capability 9.0). The search applies the limit of the device."""
-CAPABILITY = (8, 0)
-"""Lowest compute capability with these products for bfloat16 (NVIDIA, PTX ISA,
-mma.m16n8k16)."""
 NORMED_BYTES = 76 * 1024
 """Bytes of shared memory for the weight of an RMSNorm and the normalized rows: 8 of
 4096 values. The sums of warps need memory too, and the rest caches scales (a guess).
@@ -35,14 +31,6 @@ NORMED_PADDING = 16
 (shaders/cuda/rows.cuh)."""
 DTYPES = ("float16", "bfloat16")
 """Dtypes of activations that fragments hold without conversion."""
-
-
-def too_old(device: CudaDevice) -> str | None:
-    """Returns why the kernels do not run on a device; None if they do."""
-    if device.capability >= CAPABILITY:
-        return None
-    needed = ".".join(map(str, CAPABILITY))
-    return f"our CUDA kernels need compute capability {needed}, {device.name} has less"
 
 
 def why_not(problem: Problem) -> str | None:

@@ -1,19 +1,19 @@
 """The Metal back end: plans and kernels for Apple GPUs and for the emulator."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_marlin.backends.base import KernelCall, Probe
+from mlx_marlin.backends.base import AnyProblem, KernelCall, Probe
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.metal import choice, cost, launches, tensor_probe
 from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.cost.residency import residency
 from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
-from mlx_marlin.backends.metal.device import DEFAULT, Device, chips, key
-from mlx_marlin.backends.metal.experts.kernels import MetalGather
+from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.experts import search as experts
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.metal.stock.handover import (
@@ -27,6 +27,7 @@ from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
@@ -34,35 +35,27 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Limit, Option
 from mlx_marlin.weights.formats import TILE_N
 
-ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
-"""MLX's variable: the GPU architecture that it chooses its kernels for."""
-CACHE_BYTES = 64 * 2**20
-"""Assumed size of a chip's last cache, which Apple does not state. An Ultra has two
-chips."""
-
 
 class MetalBackend:
     """Implements `Backend` for Metal."""
 
     name = "metal"
-    device_noun = "an Apple chip"
-    default_device = DEFAULT
-    kernels = KERNELS
-    plan_type = MetalPlan
-    traits = Traits(pads_small_inputs=True)
-    gather = MetalGather()
-
-    def has_kernel(self, kind: type) -> bool:
-        """Returns whether it launches plans of a type."""
-        return kind in launches.BY_TYPE
-
-    def unsupported_device(self, device: Device) -> None:
-        """Returns None: the kernels run on every Apple GPU."""
+    traits = Traits(
+        device_noun="an Apple chip",
+        default_device=DEFAULT,
+        kernels=KERNELS,
+        plan_type=MetalPlan,
+        launches=frozenset(launches.BY_TYPE),
+        pads_small_inputs=True,
+        keeps_experts_bits=True,
+    )
 
     def unsupported(
-        self, problem: Problem, device: Device, transpose: bool = True
+        self, problem: AnyProblem, device: Device, transpose: bool = True
     ) -> str | None:
         """Returns why the kernels cannot compute a problem, or None."""
+        if isinstance(problem, GatherProblem):
+            return experts.gather_unsupported(problem)
         if problem.epilogue.gated and problem.invariant:
             return "our Metal kernels gate no products that are invariant"
         if problem.epilogue.gated and splits_packed_tile(problem):
@@ -91,6 +84,10 @@ class MetalBackend:
         """
         return choice.options(problem, device, overrides, limit)
 
+    def choose_gather(self, gather: GatherProblem, device: Device) -> MetalGatherPlan:
+        """Returns the plan for experts' products."""
+        return experts.choose_gather(gather, device)
+
     def predict(self, plan: MetalPlan, device: Device) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
         return cost.predict(plan, device)
@@ -99,22 +96,32 @@ class MetalBackend:
         """Returns how many threadgroups of a plan are resident on a core."""
         return residency(plan, device)
 
+    def seconds(self, plan: DensePlan | MetalGatherPlan, device: Device) -> float:
+        """Returns the predicted time of a plan that decodes first or is of experts."""
+        if isinstance(plan, DensePlan):
+            return dense_seconds(plan.problem, device)
+        return experts.gather_seconds(plan.gather, device)[1]
+
     def predict_stock(self, problem: Problem, device: Device) -> StockPrediction:
         """Returns the time that the model predicts for stock MLX."""
         return stock_prediction(problem, device)
 
-    def stock_seconds(self, problem: Problem, device: Device) -> float:
-        """Returns the predicted time of stock MLX for a product and its epilogue."""
+    def stock_seconds(self, problem: AnyProblem, device: Device) -> float:
+        """Returns the predicted time of stock MLX with norm and epilogue."""
+        if isinstance(problem, GatherProblem):
+            return experts.gather_seconds(problem, device)[0]
         return stock_seconds(problem, device)
 
     def handover(
-        self, problem: Problem, device: Device, predicted: Callable[[], Prediction]
+        self, problem: AnyProblem, device: Device, predicted: Callable[[], Prediction]
     ) -> str | None:
-        """Returns why stock MLX should serve a product for speed, or None.
+        """Returns why stock MLX should serve a problem for speed, or None.
 
         A packed weight stays with these kernels, but operations that its product fuses
         may be predicted to be faster apart.
         """
+        if isinstance(problem, GatherProblem):
+            return experts.gather_handover(problem, device)
         normed = problem.norm is not None
         if problem.layout == "marlin" and (problem.epilogue.gated or normed):
             rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
@@ -136,10 +143,6 @@ class MetalBackend:
             others = min(others, stock_seconds(problem, device)) / margin
         return dense_if_faster(problem, device, others)
 
-    def dense_seconds(self, problem: Problem, device: Device) -> float:
-        """Returns the predicted time of decoding a weight and multiplying by it."""
-        return dense_seconds(problem, device)
-
     def experiments(self, problem: Problem, device: Device) -> list[Plan]:
         """Returns plans of `gemm_staged`, which is never among the candidates.
 
@@ -148,15 +151,11 @@ class MetalBackend:
         """
         return choice.experiments(problem, device)
 
-    def knows_device(self, name: str) -> bool:
-        """Returns whether a name is that of an Apple chip."""
-        return key(name) in chips()
-
     def find_device(self, name: str, cores: int | None) -> Device:
         """Returns a chip by its name.
 
         Raises:
-            ValueError: If the name is not known.
+            UnknownDeviceError: If the name is not known.
         """
         return Device.named(name, cores)
 
@@ -168,32 +167,11 @@ class MetalBackend:
 
         return detection.here()
 
-    def as_in_mlx(self, device: Device) -> Device:
-        """Returns a chip with the architecture that MLX_METAL_GPU_ARCH names, if any.
-
-        Raises:
-            ValueError: If the variable does not name an architecture.
-        """
-        arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
-        try:
-            return replace(device, arch=arch) if arch else device
-        except ValueError as error:
-            raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
-
-    def with_cores(self, device: Device, cores: int) -> Device:
-        """Returns a chip with another number of GPU cores."""
-        variant = f"{device.name} with {cores} GPU cores"
-        return replace(device, cores=cores, variant=variant)
-
     def system_build(self) -> str:
         """Returns the build of macOS, or another system's kernel release."""
         from mlx_marlin.backends.metal import detection
 
         return detection.os_build()
-
-    def cache_bytes(self, device: Device) -> int:
-        """Returns a number of bytes of weights that no cache of a device can hold."""
-        return CACHE_BYTES * (2 if device.tier == "ultra" else 1)
 
     def probes(self, plan: Any) -> Sequence[Probe]:
         """Returns the checks of tensor operations, if a plan's kernel has them."""

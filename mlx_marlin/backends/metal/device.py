@@ -4,10 +4,13 @@
 functions, because they would take a third of this package's import time.
 """
 
+import os
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
+
+from mlx_marlin.planning.device import UnknownDeviceError
 
 SIZE_LETTERS = {"base": "g", "pro": "s", "max": "s", "ultra": "d"}
 """Last letter of an architecture's name, by tier; Pro and Max share one."""
@@ -42,6 +45,13 @@ class Core:
     max_threads: int
     tensor_flops_per_clock: int
     is_known: bool
+
+
+ARCHITECTURE_ENVIRONMENT = "MLX_METAL_GPU_ARCH"
+"""MLX's variable: the GPU architecture that it chooses its kernels for."""
+CACHE_BYTES = 64 * 2**20
+"""Assumed size of a chip's last cache, which Apple does not state. An Ultra has two
+chips."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +101,32 @@ class Device:
         return (
             f"{self.cores} cores, {self.bandwidth_gbs:g} GB/s, {self.clock_ghz:g} GHz"
         )
+
+    @property
+    def unsupported(self) -> None:
+        """None: our kernels run on every Apple GPU."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """A number of bytes of weights that no cache can hold."""
+        return CACHE_BYTES * (2 if self.tier == "ultra" else 1)
+
+    def with_cores(self, cores: int) -> "Device":
+        """Returns the same chip with another number of GPU cores."""
+        variant = f"{self.name} with {cores} GPU cores"
+        return replace(self, cores=cores, variant=variant)
+
+    def in_mlx(self) -> "Device":
+        """Returns the chip with the architecture that MLX_METAL_GPU_ARCH names, if any.
+
+        Raises:
+            ValueError: If the variable does not name an architecture.
+        """
+        arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
+        try:
+            return replace(self, arch=arch) if arch else self
+        except ValueError as error:
+            raise ValueError(f"{ARCHITECTURE_ENVIRONMENT}: {error}") from None
 
     @property
     def arch_gen(self) -> int:
@@ -157,11 +193,11 @@ class Device:
                 the largest variant with this core count. Default: the largest variant.
 
         Raises:
-            ValueError: If the table does not have the chip.
+            UnknownDeviceError: If the table does not have the chip.
         """
         variants = chips().get(key(name)) or _of_architecture(name)
         if not variants:
-            raise ValueError(_unknown(name))
+            raise UnknownDeviceError(_unknown(name))
         if cores is None:
             return variants[-1]
         for device in variants:

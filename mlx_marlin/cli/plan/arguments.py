@@ -114,7 +114,7 @@ def device(name: str | None, cores: int | None) -> PlanningDevice:
     here = devices.current()
     if cores is None:
         return here
-    changed: PlanningDevice = registry.of_device(here).with_cores(here, cores)
+    changed: PlanningDevice = here.with_cores(cores)
     return changed
 
 

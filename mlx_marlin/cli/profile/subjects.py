@@ -74,7 +74,7 @@ def _wanted(
     """Yields products, each with the name of what is to compute it."""
     kernels: Iterable[str] = [args.kernel or FASTEST]
     if args.all_kernels:
-        kernels = registry.of_device(device).kernels
+        kernels = registry.of_device(device).traits.kernels
     for problem in _problems(args, device):
         yield from ((problem, kernel) for kernel in kernels)
         if args.compare:

@@ -49,7 +49,7 @@ def _target(device: object) -> PlanningDevice:
         ValueError: If it is not one of the first back end's.
     """
     backend = registry.named(registry.FIRST)
-    expected = f"expected {backend.device_noun}, such as 'M3 Max'"
+    expected = f"expected {backend.traits.device_noun}, such as 'M3 Max'"
     if not isinstance(device, str):
         raise ValueError(f"device={device!r}: {expected}")
     try:

@@ -32,7 +32,7 @@ def is_packed_faster() -> bool:
 
 def is_routing_fused() -> bool:
     """Returns whether kernels choose experts here and add their results."""
-    return selection.active().has_kernel(RoutePlan) and are_kernels_active()
+    return RoutePlan in selection.traits().launches and are_kernels_active()
 
 
 def is_tracing_faster() -> bool:
@@ -92,7 +92,7 @@ def has_expert_kernels(layer: Any, traits: Traits) -> bool:
 
 def supports_experts(invariant: bool) -> bool:
     """Returns whether experts can be converted, and be invariant if requested."""
-    if invariant and not selection.active().gather.is_invariant:
+    if invariant and not selection.traits().keeps_experts_bits:
         return False
     # Layers in MLX's layout can be converted anywhere: stock MLX reads them too.
     return selection.traits().default_layout == "mlx" or are_kernels_active()

@@ -114,7 +114,7 @@ def _rotated_heads(
     Returns None if there is none. An invariant layer has the bits of calls with many
     rows, which are not traced.
     """
-    if not selection.active().has_kernel(HeadsPlan):
+    if HeadsPlan not in selection.traits().launches:
         return None
     counts = spec.heads, spec.kv_heads
     found = heads_of(modules, *counts, sum(spec.qkv))

@@ -41,7 +41,7 @@ class GatedExperts(SwitchGLU):
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
         are_marlin = all(type(layer) is MarlinSwitchLinear for layer in layers)
-        fused = self.fused and selection.active().gather.fuses_epilogues
+        fused = self.fused and selection.traits().fuses_experts
         if not are_marlin or not fused:
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)

@@ -35,7 +35,7 @@ def has_kernel(logits: mx.array, routing: Routing) -> bool:
     if logits.size == 0:
         return False
     plan = _plan(logits, routing)
-    if not selection.active().has_kernel(RoutePlan) or not plan.is_possible:
+    if RoutePlan not in selection.traits().launches or not plan.is_possible:
         return False
     known = plan.dtype in selection.traits().dtypes
     return known and guard.remembered_fault(plan) is None

@@ -10,7 +10,7 @@ from mlx_marlin.weights.formats import DTYPE_BYTES
 
 def has_kernel(plan: HeadsPlan | AddNormPlan, x: mx.array) -> bool:
     """Returns whether the back end has a kernel for a plan and its activations."""
-    if not selection.active().has_kernel(type(plan)) or plan.dtype not in DTYPE_BYTES:
+    if type(plan) not in selection.traits().launches or plan.dtype not in DTYPE_BYTES:
         return False
     if x.size == 0 or eligibility.unsupported_device() is not None:
         return False

@@ -74,7 +74,7 @@ def serve_gated(request: GatherRequest, gate: str) -> PreparedCall | None:
     Returns:
         The call, or None if no kernel fuses both products.
     """
-    fuses = selection.active().gather.fuses_epilogues
+    fuses = selection.traits().fuses_experts
     if not fuses or why_not_gather(request, gate):
         return None
     plan = planner.choose_gather(gather_problem(request, gate), target())
@@ -94,9 +94,7 @@ def why_not_gather(request: GatherRequest, gate: str | None = None) -> str | Non
     reason = not_ours(request, gate) or not_here(request.on_cpu)
     if reason:
         return reason
-    return selection.active().gather.unsupported(
-        gather_problem(request, gate), target()
-    )
+    return selection.active().unsupported(gather_problem(request, gate), target())
 
 
 def not_ours(request: GatherRequest, gate: str | None = None) -> str | None:

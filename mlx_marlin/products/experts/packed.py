@@ -112,4 +112,4 @@ def _is_fused(bias: mx.array, x: mx.array, weight: PackedArrays) -> bool:
     """Returns whether a kernel adds a bias of each expert, which has x's dtype."""
     n, *_, batch = weight[-1]
     fits = bias.dtype == x.dtype and bias.shape == (*batch, n)
-    return fits and selection.active().gather.fuses_epilogues
+    return fits and selection.traits().fuses_experts

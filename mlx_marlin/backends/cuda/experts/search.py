@@ -81,7 +81,7 @@ def gather_unsupported(gather: GatherProblem, device: CudaDevice) -> str | None:
     words = largest_array(1, gather.experts * problem.n, problem.k, problem.bits)
     if problem.layout == "mlx" and words >= MOST_ELEMENTS:
         return "our CUDA kernels count MLX's words in 32 bits, and there are more"
-    return limits.too_old(device) or limits.why_not(problem)
+    return device.unsupported or limits.why_not(problem)
 
 
 def _takes_gate(gather: GatherProblem) -> bool:

@@ -94,6 +94,18 @@ def _max_fragments(problem: Problem, device: Device) -> int:
 
 
 @lru_cache(maxsize=4096)
+def gather_unsupported(gather: GatherProblem) -> str | None:
+    """Returns why the kernel cannot compute experts' products, or None."""
+    if gather.gate is None:
+        return None
+    if gather.problem.layout != "marlin" or gather.problem.invariant:
+        return (
+            "our Metal kernel for experts gates packed weights, of products that are "
+            "not invariant"
+        )
+    return None
+
+
 def gather_handover(gather: GatherProblem, device: Device) -> str | None:
     """Returns why stock MLX should serve experts' products for speed, or None."""
     problem = gather.problem

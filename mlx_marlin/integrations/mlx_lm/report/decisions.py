@@ -147,16 +147,15 @@ def _checked(plan: Plan | DensePlan, target: Target) -> Plan | DensePlan | str:
 
 
 def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
-    gather = target.backend.gather
     packed = product.weight is not None and product.weight.layout == "marlin"
-    biased = packed and gather.fuses_epilogues
+    biased = packed and target.backend.traits.fuses_experts
     request = product.gather_request(rows, target.on_cpu, biased)
     answer = product.stays or _gather_answer(request, target)
     origin: Origin | None = None
     stock = ours = None
     if experts.not_ours(request) is None:
         problem = experts.gather_problem(request)
-        if answer == gather.handover(problem, target.device):
+        if answer == planner.gather_handover(problem, target.device):
             origin = "predicted"
         ours, stock = _gather_times(problem, target)
     served = isinstance(answer, GatherPlan)
@@ -172,25 +171,23 @@ def _gather_answer(request: GatherRequest, target: Target) -> GatherPlan | str:
     reason = experts.not_ours(request)
     if reason is not None:
         return reason
-    problem, gather = experts.gather_problem(request), target.backend.gather
-    reason = gather.unsupported(problem, target.device)
-    reason = reason or gather.handover(problem, target.device)
-    return reason or gather.choose(problem, target.device)
+    problem, device = experts.gather_problem(request), target.device
+    reason = target.backend.unsupported(problem, device)
+    reason = reason or planner.gather_handover(problem, device)
+    return reason or planner.choose_gather(problem, device)
 
 
 def _gather_times(
     problem: GatherProblem, target: Target
 ) -> tuple[Time | None, Time | None]:
     """Returns the predicted times of our kernel and of stock MLX."""
-    gather = target.backend.gather
-    times = gather.seconds(problem, target.device)
-    if times is None:
-        return None, None
+    backend, device = target.backend, target.device
+    own = backend.seconds(planner.choose_gather(problem, device), device)
     native = in_stock_mlx(problem.problem)
-    if native is None:
-        return _predicted(times[1]), None
-    of_stock = gather.seconds(replace(problem, problem=native), target.device)
-    return _predicted(times[1]), None if of_stock is None else _predicted(of_stock[0])
+    if own is None or native is None:
+        return None if own is None else _predicted(own), None
+    stock = backend.stock_seconds(replace(problem, problem=native), device)
+    return _predicted(own), None if stock is None else _predicted(stock)
 
 
 def _decision(
@@ -265,7 +262,7 @@ def _time(plan: Plan | DensePlan, tuned: Result | None, target: Target) -> Time 
     if isinstance(plan, DensePlan):
         if not plan.transposed:
             return None
-        seconds = target.backend.dense_seconds(plan.problem, target.device)
+        seconds = target.backend.seconds(plan, target.device)
         return None if seconds is None else _predicted(seconds)
     if tuned is not None and plan == tuned.plan:
         return _measured(tuned, label(plan))

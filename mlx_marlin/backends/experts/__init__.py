@@ -1,1 +1,0 @@
-"""What every back end has for experts: its interface, and the launches."""
