@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from mlx_marlin.guard.variants import AnyPlan
 
 from benchmarks.bounds import Bound, measure
 from mlx_marlin import guard, state
@@ -25,6 +24,7 @@ from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import problem_of
+from mlx_marlin.planning.verdict import AnyPlan
 
 HOST_SECONDS = 0.010
 """Of a check, of all threads: everything but the kernel and the verdict's file."""

@@ -16,6 +16,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.verdict import Refusal
 
 FILE = Path(__file__).parent / "data" / "published_tensor_times.json"
 CHAINS = ("ms of a forward", "ms")
@@ -174,7 +175,7 @@ def predictions() -> str:
 def speed(problem: Problem, device: Device) -> float:
     """Returns the predicted speed over stock MLX of what serves; 1 if stock does."""
     served = planner.serve(problem, device)
-    if isinstance(served, str):
+    if isinstance(served, Refusal):
         return 1.0
     backend = registry.of_device(device)
     ours = (
@@ -188,7 +189,7 @@ def speed(problem: Problem, device: Device) -> float:
 def _cell(problem: Problem, device: Device) -> str:
     """Returns the same as a cell of the document's table."""
     served = planner.serve(problem, device)
-    if isinstance(served, str):
+    if isinstance(served, Refusal):
         return "stock"
     ratio = f"{speed(problem, device):.2f}"
     if not isinstance(served, Plan):

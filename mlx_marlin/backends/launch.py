@@ -124,6 +124,14 @@ def inputs_of(
     )
 
 
+def distinct(launches: Sequence[Launch]) -> tuple[Launch, ...]:
+    """Returns the first launch of each instance, in order."""
+    found: dict[tuple[object, ...], Launch] = {}
+    for launch in launches:
+        found.setdefault(launch.instance, launch)
+    return tuple(found.values())
+
+
 def digest(launches: Sequence[Launch]) -> str:
     """Returns a digest of the instances of launches.
 

@@ -3,7 +3,7 @@
 The functions depend on their arguments only: they use no clock, MLX or NumPy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Unpack
 
@@ -11,13 +11,15 @@ from mlx_marlin.backends import registry
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning import search
 from mlx_marlin.planning.choice import Choice
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
 
 __all__ = [
     "alternative",
@@ -32,6 +34,7 @@ __all__ = [
     "predict",
     "serve",
     "stock_reason",
+    "usable",
 ]
 
 DEFAULT_DEVICE: PlanningDevice = registry.named(registry.FIRST).traits.default_device
@@ -104,24 +107,73 @@ def gather_handover(gather: GatherProblem, device: PlanningDevice) -> str | None
     return backend.handover(gather, device, partial(_no_prediction, gather))
 
 
-def serve(problem: Problem, device: PlanningDevice) -> Plan | DensePlan | str:
-    """Returns the plan for a product on a GPU, or why stock MLX would serve it there.
+def serve(
+    problem: Problem | GatherProblem,
+    device: PlanningDevice,
+    *,
+    transpose: bool = True,
+    measured: Result | None = None,
+    hands_over: bool = True,
+) -> Answer:
+    """Decides who serves a problem on a GPU; the only place that does.
 
-    It is the model's decision: tuned results and the back end of this process do not
-    matter.
+    Kernels may still fail their check on a machine.
 
     Args:
-        problem: The product to compute.
-        device: The chip to plan for.
+        problem: The product to compute, or experts' products.
+        device: The device to plan for.
+        transpose: Whether the product is x @ w.T.
+        measured: The tuned result of the problem, which then decides.
+        hands_over: Whether stock MLX serves what it computes faster.
     """
-    reason = registry.of_device(device).unsupported(problem, device)
+    backend = registry.of_device(device)
+    reason = backend.unsupported(problem, device, transpose)
     if reason is not None:
-        return reason
-    dense = choose_dense(problem, device)
-    if dense is not None:
-        return dense
-    reason = stock_reason(problem, device)
-    return choose(problem, device) if reason is None else reason
+        return Refusal(reason)
+    if isinstance(problem, GatherProblem):
+        reason = gather_handover(problem, device) if hands_over else None
+        return Refusal(reason, "speed") if reason else choose_gather(problem, device)
+    if not transpose:
+        return dense_plan(problem, transposed=False)
+    if measured is not None:
+        refused = hands_over and measured.reason is not None
+        return Refusal(str(measured.reason), "speed") if refused else measured.plan
+    dense = choose_dense(problem, device) if hands_over else None
+    reason = stock_reason(problem, device) if hands_over and dense is None else None
+    if reason is not None:
+        return Refusal(reason, "speed")
+    return dense or choose(problem, device)
+
+
+def usable(
+    plan: Answer,
+    device: PlanningDevice,
+    fault: Callable[[AnyPlan], str | None],
+    hands_over: bool = True,
+) -> Answer:
+    """Returns what serves where the kernels of a plan may have failed their check.
+
+    Args:
+        plan: What `serve` returns.
+        device: The device to plan for.
+        fault: Returns why a plan's kernels must not be used, or None.
+        hands_over: As for `serve`.
+
+    Returns:
+        The plan if its kernels may be used. Otherwise the back end's alternative, if it
+        has one that may be used and stock MLX is not predicted to be faster, or a
+        refusal with the fault.
+    """
+    if isinstance(plan, Refusal):
+        return plan
+    reason = fault(plan)
+    if reason is None:
+        return plan
+    other = alternative(plan, device) if isinstance(plan, Plan) else None
+    if other is None or (hands_over and stock_reason_for(other, device)):
+        return Refusal(reason, "fault")
+    reason = fault(other)
+    return other if reason is None else Refusal(reason, "fault")
 
 
 def alternative(plan: Plan, device: PlanningDevice) -> Plan | None:

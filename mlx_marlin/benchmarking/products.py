@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import launcher, planner, registry
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.benchmarking.rows import (
     CHAIN,
@@ -23,7 +23,7 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products import eligibility, serving
 from mlx_marlin.tuning import counting, operands
 from mlx_marlin.tuning.operands import Operands
 from mlx_marlin.tuning.timing import Spread
@@ -83,7 +83,8 @@ def check(problem: Problem) -> None:
             f"our kernels are compared"
         )
     operands.check(problem)
-    reason = eligibility.unsupported(problem)
+    target = eligibility.target()
+    reason = registry.of_device(target).unsupported(problem, target)
     if reason is not None:
         raise ValueError(reason)
 
@@ -136,13 +137,13 @@ def measure(
 
 def _ours(problem: Problem, device: PlanningDevice) -> Arm:
     """Returns what our package runs for a product if stock MLX does not serve it."""
-    served = dispatch.usable(dispatch.plan_of(problem))
+    served = serving.serve_problem(problem, serving.here())
     if isinstance(served, DensePlan):
         product = _reading(problem.layout, launcher.dense_product(served))
         return Arm(name=OURS, problem=problem, product=product)
-    handover = served if isinstance(served, str) else None
-    plan = planner.choose(problem, device) if isinstance(served, str) else served
-    return _of_plan(OURS, plan, handover)
+    if isinstance(served, Plan):
+        return _of_plan(OURS, served, None)
+    return _of_plan(OURS, planner.choose(problem, device), str(served))
 
 
 def _experiments(problem: Problem, device: PlanningDevice) -> list[Arm]:

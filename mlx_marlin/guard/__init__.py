@@ -15,6 +15,7 @@ defective kernel raises otherwise.
 from mlx_marlin.guard.decisions import (
     ENVIRONMENT,
     condemn,
+    fault_of,
     is_on,
     known_fault,
     remembered_fault,
@@ -28,6 +29,7 @@ __all__ = [
     "ENVIRONMENT",
     "Verdict",
     "condemn",
+    "fault_of",
     "is_on",
     "known_fault",
     "remembered_fault",

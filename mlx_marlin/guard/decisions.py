@@ -6,7 +6,7 @@ from typing import Protocol
 
 from mlx_marlin import state
 from mlx_marlin.backends import kernels, selection, source
-from mlx_marlin.backends.launch import Launch
+from mlx_marlin.backends.launch import Launch, distinct
 from mlx_marlin.guard import checks, known_answers, verdicts
 from mlx_marlin.guard.verdicts import Verdict
 
@@ -51,7 +51,12 @@ def why_not(plan: Launchable) -> str | None:
 
     The first call for some launches compiles and checks their kernels.
     """
-    return checks.reason(verdict_of(plan)) if is_on() else None
+    return fault_of(plan) if is_on() else None
+
+
+def fault_of(plan: Launchable) -> str | None:
+    """Returns what `why_not` does, also where the guard is off."""
+    return checks.reason(verdict_of(plan))
 
 
 @state.cache(maxsize=256)
@@ -67,9 +72,8 @@ def known_fault(plan: Launchable) -> str | None:
     """
     if not is_on():
         return None
-    backend = selection.of_plan(plan)
-    probes = ((probe.launch,) for probe in backend.probes(plan))
-    for launches in (*probes, backend.launches(plan)):
+    probes = selection.of_plan(plan).probes(plan)
+    for launches in (*((probe.launch,) for probe in probes), _launches(plan)):
         known = checks.known(launches)
         reason = None if known is None else checks.reason(known)
         if reason is not None:
@@ -117,4 +121,4 @@ def verdicts_so_far() -> list[Verdict]:
 
 
 def _launches(plan: Launchable) -> tuple[Launch, ...]:
-    return selection.of_plan(plan).launches(plan)
+    return distinct(selection.of_plan(plan).launches(plan))

@@ -12,6 +12,7 @@ from functools import partial, singledispatch
 from typing import TypeVar, cast
 
 from mlx_marlin.backends import selection
+from mlx_marlin.backends.launch import distinct
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherPlan
@@ -50,7 +51,7 @@ def miniatures(plan: P) -> tuple[P, ...]:
 
 def instances_of(plan: AnyPlan) -> list[tuple[object, ...]]:
     """Returns the kernel instances of a plan's launches."""
-    launches = selection.of_plan(plan).launches(plan)
+    launches = distinct(selection.of_plan(plan).launches(plan))
     return [launch.instance for launch in launches]
 
 

@@ -3,7 +3,6 @@
 A decision is made once for each request and kept until `state.reset`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -12,14 +11,15 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_marlin import decision_log, guard, state
-from mlx_marlin.backends import launcher, planner, selection, tuned_results
+from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import eligibility
+from mlx_marlin.planning.verdict import Refusal
+from mlx_marlin.products import eligibility, serving
 from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.graph_cache import traced
 from mlx_marlin.products.operands import as_called
@@ -35,8 +35,6 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 4096
 """Prepared calls that a memory keeps."""
-NOTHING = "there is nothing to add up"
-"""Why no kernel runs if x or the result is empty."""
 
 
 @dataclass(slots=True)
@@ -91,32 +89,30 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     """
     epilogue = request.epilogue
     if not prod(request.shape) or not prod(request.x_shape):
-        decision_log.stock(request, NOTHING)
-        return PreparedCall(_zeros(request), NOTHING)
+        decision_log.stock(request, eligibility.NOTHING)
+        return PreparedCall(_zeros(request), eligibility.NOTHING)
     stock = _stock(request)
     if epilogue != PLAIN:
         stock = with_epilogue(stock, epilogue)
     if request.norm is not None:
         stock = with_norm(stock, request.norm)
-    reason = eligibility.not_here(request.on_cpu) or eligibility.not_ours(request)
-    if reason:
-        eligibility.refuse_variance(request.invariant, reason)
-        return _by_stock(request, stock, reason)
-    problem = request.problem
+    answer = serving.serve(request, serving.here())
+    if isinstance(answer, Refusal):
+        return _by_stock(request, stock, answer.reason)
+    decision_log.ours(request, answer)
     if not request.transpose:
-        return _prepare_not_transposed(request, problem, stock)
-    plan = usable(plan_of(problem))
-    reason = plan if isinstance(plan, str) else _fault_of(plan)
-    if isinstance(plan, str) or reason is not None:
-        return _by_stock(request, stock, str(reason))
-    decision_log.ours(request, plan)
-    product = _decoded(plan) if isinstance(plan, DensePlan) else _planned(plan)
+        assert isinstance(answer, DensePlan)
+        return _not_transposed(request, answer, stock)
+    assert not isinstance(answer, GatherPlan)
+    product = _decoded(answer) if isinstance(answer, DensePlan) else _planned(answer)
+    problem = request.problem
     of_x = partial(_backward, problem) if request.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), request)
     return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
 
 
 def _by_stock(request: MatmulRequest, stock: Product, reason: str) -> PreparedCall:
+    eligibility.refuse_variance(request.invariant, reason)
     decision_log.stock(request, reason)
     return PreparedCall(stock, reason, is_stock=request.layout == "mlx")
 
@@ -161,39 +157,13 @@ def _stock_packed(request: MatmulRequest) -> Product:
     return stock
 
 
-def plan_of(problem: Problem) -> Plan | DensePlan | str:
-    """Returns the plan for x @ w.T, or the reason why stock MLX serves it.
-
-    The plan's kernels may still fail their check.
-
-    Raises:
-        ValueError: If no kernel supports a product that is invariant.
-    """
-    reason = eligibility.unsupported(problem)
-    if reason:
-        eligibility.refuse_variance(problem.invariant, reason)
-        return reason
-    measured = _measured(problem)
-    dense = None if measured else _dense(problem)
-    reason = None if dense else eligibility.faster_elsewhere(problem, measured)
-    return reason or dense or _plan(problem, measured)
-
-
-def _prepare_not_transposed(
-    request: MatmulRequest, problem: Problem, stock: Product
+def _not_transposed(
+    request: MatmulRequest, plan: DensePlan, stock: Product
 ) -> PreparedCall:
-    reason = eligibility.unsupported(problem, transpose=False)
-    if reason:
-        eligibility.refuse_variance(request.invariant, reason)
-        return _by_stock(request, stock, reason)
-    plan = dense_plan(problem, transposed=False)
-    reason = _fault_of(plan)
-    if reason:
-        return _by_stock(request, stock, reason)
-    decision_log.ours(request, plan)
     product = differentiable(launcher.dense_product(plan), stock)
     # MLX broadcasts plain products itself, without copies of x.
-    return PreparedCall(product if problem.batch > 1 else as_called(product, request))
+    is_batch = plan.problem.batch > 1
+    return PreparedCall(product if is_batch else as_called(product, request))
 
 
 def traced_call(run: Run) -> PreparedCall:
@@ -205,48 +175,6 @@ def traced_call(run: Run) -> PreparedCall:
     prepared = PreparedCall(run)
     prepared.run = traced(run, partial(setattr, prepared, "run"))
     return prepared
-
-
-def _fault_of(plan: Plan | DensePlan) -> str | None:
-    """Returns why a plan's kernels must not be used, or None.
-
-    Raises:
-        ValueError: If stock MLX would serve a product that is invariant.
-    """
-    fault = guard.why_not(plan)
-    if fault:
-        eligibility.refuse_variance(plan.problem.invariant, fault)
-    return fault
-
-
-def usable(
-    plan: Plan | DensePlan | str,
-    why_not: Callable[[Plan], str | None] | None = None,
-) -> Plan | DensePlan | str:
-    """Returns the plan to use for one whose kernel may have failed its check.
-
-    Args:
-        plan: What `plan_of` returns.
-        why_not: Returns why a plan's kernels must not be used, or None. Default:
-            `guard.why_not`, which checks them.
-
-    Returns:
-        Another plan if the check failed, there is one, and stock MLX is not predicted
-        to be faster than it; else the given plan.
-    """
-    if not isinstance(plan, Plan) or (why_not or guard.why_not)(plan) is None:
-        return plan
-    other = planner.alternative(plan, eligibility.target())
-    if other is None:
-        return plan
-    slower = selection.may_hand_over() and planner.stock_reason_for(
-        other, eligibility.target()
-    )
-    return plan if slower else other
-
-
-def _plan(problem: Problem, measured: Result | None) -> Plan:
-    return measured.plan if measured else planner.choose(problem, eligibility.target())
 
 
 def _planned(plan: Plan) -> Product:
@@ -261,13 +189,6 @@ def _decoded(plan: DensePlan) -> Product:
     product = launcher.dense_product(plan)
     epilogue = plan.problem.epilogue
     return product if epilogue == PLAIN else with_epilogue(product, epilogue)
-
-
-def _dense(problem: Problem) -> DensePlan | None:
-    # It is chosen for speed, as stock MLX is.
-    if not selection.may_hand_over():
-        return None
-    return planner.choose_dense(problem, eligibility.target())
 
 
 @state.cache(MOST_CALLS)
@@ -289,7 +210,3 @@ def _zeros(request: MatmulRequest) -> Run:
     if request.epilogue == PLAIN or request.epilogue.gated:
         return zeros
     return with_epilogue(zeros, request.epilogue)
-
-
-def _measured(problem: Problem) -> Result | None:
-    return tuned_results.find(problem, eligibility.target(), selection.backend())

@@ -4,14 +4,18 @@
 """
 
 import os
+from math import prod
 
-from mlx_marlin.backends import devices, planner, registry, selection
+from mlx_marlin.backends import devices, registry, selection
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.measurement import Result
-from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
+from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.request import MatmulRequest
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
+
+NOTHING = "there is nothing to add up"
+"""Why no kernel runs if x or the result is empty."""
 
 
 def not_here(on_cpu: bool) -> str | None:
@@ -24,8 +28,10 @@ def not_here(on_cpu: bool) -> str | None:
     return None
 
 
-def not_ours(request: MatmulRequest) -> str | None:
+def not_ours(request: MatmulRequest | GatherRequest) -> str | None:
     """Returns what part of a request no kernel computes, or None."""
+    if isinstance(request, GatherRequest):
+        return _not_ours_of_experts(request)
     if not request.transpose and request.layout == "mlx":
         return "our kernels multiply by the transposed weight only"
     known = FORMATS.get((request.mode, request.bits))
@@ -50,35 +56,33 @@ def not_ours(request: MatmulRequest) -> str | None:
     return None
 
 
-def unsupported(problem: Problem, transpose: bool = True) -> str | None:
-    """Returns why the back end in use does not support a problem, or None.
-
-    Args:
-        problem: The product to compute.
-        transpose: Whether it is x @ w.T.
-    """
-    return selection.active().unsupported(problem, target(), transpose)
+def _not_ours_of_experts(request: GatherRequest) -> str | None:
+    known = FORMATS.get((request.mode, request.bits))
+    if known is None:
+        return f"{request.mode} {request.bits}-bit is not one of our formats"
+    wrong = known.why_not(request.group_size, request.k, request.layout)
+    if wrong is not None or request.has_global_scale:
+        return wrong or "our kernels for experts take no global scale"
+    if not request.transpose or len(request.x_shape) < 2 or request.x_shape[-2] != 1:
+        return "our kernels for experts take single rows times transposed weights"
+    if dtype_name(request.dtype) not in DTYPE_BYTES:
+        return f"our kernels do not compute in {dtype_name(request.dtype)}"
+    if (
+        not prod(request.pairs)
+        or not prod(request.x_shape)
+        or not request.experts * request.n
+    ):
+        return NOTHING
+    rows = max(prod(request.pairs), prod(request.x_shape[:-1]))
+    columns = request.n * (2 if request.gate else 1)
+    if largest_array(rows, columns, request.k, request.bits) >= MOST_ELEMENTS:
+        return "our kernels count in 32 bits, and an array is too large for that"
+    return None
 
 
 def unsupported_device() -> str | None:
     """Returns why no kernel runs on this device, or None."""
     return target().unsupported
-
-
-def faster_elsewhere(problem: Problem, measured: Result | None) -> str | None:
-    """Returns why stock MLX is faster, or None.
-
-    It returns None too if stock MLX may not serve a call for speed.
-
-    Args:
-        problem: The product to compute.
-        measured: The tuned result of the problem, if there is one.
-    """
-    if not selection.may_hand_over():
-        return None
-    if measured is not None:
-        return measured.reason
-    return planner.stock_reason(problem, target())
 
 
 def refuse_variance(invariant: bool, reason: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends import launcher, planner, registry, selection
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.choice import Candidate
@@ -19,7 +19,6 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import eligibility
 from mlx_marlin.tuning import counting, operands, timing
 from mlx_marlin.tuning.operands import Operands
 from mlx_marlin.tuning.timing import Spread, Weight
@@ -122,7 +121,7 @@ def why_not(problem: Problem, device: PlanningDevice) -> str | None:
         problem: The problem.
         device: The device that plans are made for.
     """
-    reason = eligibility.unsupported(problem)
+    reason = registry.of_device(device).unsupported(problem, device)
     if reason is not None:
         return reason
     if not selection.may_hand_over():

@@ -16,7 +16,7 @@ from mlx_marlin.benchmarking.products import Measured
 from mlx_marlin.benchmarking.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch
+from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.tuning import counting, operands, timing, tuner
 from support.timed_products import M3_MAX, SMALL
 
@@ -177,7 +177,8 @@ def test_a_kernel_that_fails_its_check_is_left_out(
 def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "plan_of", lambda _: "stock MLX is faster")
+    refusal = Refusal("stock MLX is faster", "speed")
+    monkeypatch.setattr(planner, "serve", lambda *_, **__: refusal)
 
     ours = [row for row in measure().rows if row.arm == OURS]
 
@@ -188,7 +189,7 @@ def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
 def test_a_weight_that_is_decoded_once_is_timed_that_way(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "plan_of", dense_plan)
+    monkeypatch.setattr(planner, "serve", lambda problem, *_, **__: dense_plan(problem))
 
     measured = measure(SMALL, "marlin")
 

@@ -20,8 +20,8 @@ from mlx_marlin.integrations.tracing.gated_experts import GatedExperts
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import serving
 from mlx_marlin.products.experts import dispatch
-from mlx_marlin.products.experts.dispatch import why_not_gather
 from mlx_marlin.products.experts.request import pairs_of_row
 from mlx_marlin.products.packing import pack
 from support import cuda_cases, cuda_experts, format_cases, oracles
@@ -106,7 +106,7 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     monkeypatch.setattr(dispatch, "traced_call", traced.append)
     dispatch.product_of(kind(on_cpu=False))
-    dispatch.serve_gated(kind(on_cpu=False, layout="marlin", n=64), "silu")
+    dispatch.product_of(kind(on_cpu=False, layout="marlin", n=64, gate="silu"))
     assert len(traced) == 2
 
 
@@ -403,9 +403,9 @@ def test_gradients_go_through_gate_and_up(
     ids=str,
 )
 def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:
-    fields = {"on_cpu": False, "layout": "marlin", "n": 64}
-    assert dispatch.serve_gated(kind(**fields), "silu") is not None
-    assert dispatch.serve_gated(kind(**fields | changes), "silu") is None
+    fields = {"on_cpu": False, "layout": "marlin", "n": 64, "gate": "silu"}
+    assert dispatch.product_of(kind(**fields)) is not None
+    assert dispatch.product_of(kind(**fields | changes)) is None
 
 
 @pytest.mark.parametrize(
@@ -420,8 +420,8 @@ def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:
 )
 @pytest.mark.usefixtures("on_cuda")
 def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> None:
-    assert words in str(why_not_gather(kind(on_cpu=False, **changes)))
-    assert why_not_gather(kind(on_cpu=False)) is None
+    assert words in str(serving.serve(kind(on_cpu=False, **changes), serving.here()))
+    assert isinstance(serving.serve(kind(on_cpu=False), serving.here()), CudaGatherPlan)
 
 
 @given(

@@ -2,21 +2,29 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_marlin.guard.variants import miniatures
 
 from mlx_marlin import emulator, guard, state
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
-from mlx_marlin.guard import blocks, known_answers, routing
+from mlx_marlin.guard import known_answers
+from mlx_marlin.guard.miniatures import miniatures
+from mlx_marlin.planning.block_plans import (
+    AddNormPlan,
+    CombinePlan,
+    HeadsPlan,
+    RepackPlan,
+    RoutePlan,
+)
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.epilogue import Heads
-from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import problem_of
 from support.guarded_calls import DEVICE, K, N
@@ -24,7 +32,6 @@ from support.guarded_calls import DEVICE, K, N
 pytestmark = pytest.mark.skipif(
     emulator.unavailable() is not None, reason="the emulator does not run here"
 )
-HALF = mx.float16
 HEADS = Heads(heads=2, kv_heads=1, features=32, columns=128, norm=1e-6)
 PROBLEM = problem_of(9, N, K)
 
@@ -34,23 +41,23 @@ def split_plan(**options: Any) -> Plan:
     return planner.make(PROBLEM, device=DEVICE, kernel="gemm_register", **split)
 
 
-def experts_fault() -> str | None:
+def plan_of_experts() -> GatherPlan:
     gather = GatherProblem(problem=replace(PROBLEM, m=8), experts=4, pairs_per_row=2)
-    return known_answers.fault_of(planner.choose_gather(gather, DEVICE))
+    return planner.choose_gather(gather, DEVICE)
 
 
-CHECKS: dict[str, tuple[int, Callable[[], str | None]]] = {
+PLANS: dict[str, tuple[int, Any]] = {
     # Five plans and a NaN, each with its partial sums.
-    "products": (12, lambda: known_answers.fault_of(split_plan())),
-    "decoded weights": (5, lambda: known_answers.fault_of(dense_plan(PROBLEM))),
-    "experts": (1, experts_fault),
-    "repacked codes": (1, lambda: known_answers.fault_of_repack("marlin", 4, "k64")),
-    "rotated heads": (2, lambda: blocks.fault_of_rotation(HEADS, HALF, 2, True)),
-    "added rows": (1, lambda: blocks.fault_of_add_norm(HALF, 72, 1e-5)),
-    "routing": (1, lambda: routing.fault_of_route(HALF, 20, 3, False, False)),
-    "combining": (2, lambda: routing.fault_of_combine(HALF, 40, 3)),
+    "products": (12, split_plan()),
+    "decoded weights": (5, dense_plan(PROBLEM)),
+    "experts": (1, plan_of_experts()),
+    "repacked codes": (1, RepackPlan(to="marlin", n=N, k=K, bits=4, group_size=64)),
+    "rotated heads": (2, HeadsPlan(HEADS, "float16", 2, 2, True)),
+    "added rows": (1, AddNormPlan(1, "float16", 72, 1e-5)),
+    "routing": (1, RoutePlan(1, "float16", 20, 3)),
+    "combining": (2, CombinePlan(1, "float16", 40, 3)),
 }
-"""Launches of a check, and the check."""
+"""Launches of a check, and the plan that is checked."""
 
 
 class OneWrong:
@@ -88,11 +95,12 @@ def _changed(y: mx.array) -> mx.array:
     return ~y if y.dtype == mx.uint32 else (y + y).astype(y.dtype)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", PLANS)
 def test_every_result_of_every_launch_is_compared(
     name: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches, check = CHECKS[name]
+    launches, plan = PLANS[name]
+    check = partial(known_answers.fault_of, plan)
     faulty = OneWrong(monkeypatch)
     assert faulty.run(check) is None
     results = [*enumerate(faulty.results)]

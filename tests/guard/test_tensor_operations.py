@@ -9,14 +9,15 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator, guard
-from mlx_marlin.backends import kernels, planner, selection
+from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.cli.doctor import kernel_checks
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.planning.verdict import AnyPlan, Refusal
+from mlx_marlin.products import eligibility, serving
 from support.guarded_calls import K, N, collected, is_right, new_process, operands
 
 pytestmark = pytest.mark.skipif(
@@ -46,20 +47,21 @@ def test_the_operations_of_an_m5_pass(dtype: str) -> None:
     probes = tensor_probe.probes(plan_of(dtype))
 
     assert [known_answers.fault_of_probe(probe) for probe in probes] == [None] * 3
-    assert [dict(probe.template)["T"] for probe in probes] == [dtype] * 3
+    assert [dict(probe.launch.template)["T"] for probe in probes] == [dtype] * 3
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_probes_pass_the_static_check(dtype: str) -> None:
     for probe in tensor_probe.probes(plan_of(dtype)):
-        text, (size, output) = probe.source, probe.output
+        launch, text = probe.launch, probe.launch.source
+        (output,) = launch.outputs
         call = {
             "inputs": [mx.zeros(1)],
-            "output_shapes": [(size,)],
-            "output_dtypes": [getattr(mx, output)],
-            "template": kernels.template(dict(probe.template)),
-            "grid": (probe.threads, 1, 1),
-            "threadgroup": (probe.threads, 1, 1),
+            "output_shapes": [output.shape],
+            "output_dtypes": [getattr(mx, output.dtype)],
+            "template": kernels.template(launch.template),
+            "grid": launch.grid,
+            "threadgroup": launch.threadgroup,
         }
         names = text.name, text.input_names, text.output_names
         emulator.check(*names, text.source, text.header, calls=[call])
@@ -203,30 +205,31 @@ def test_the_kernel_is_not_built_without_tensor_units() -> None:
         )
 
 
-@pytest.mark.usefixtures("_tensor")
-@pytest.mark.parametrize("may", [False, True])
-def test_stock_mlx_serves_instead_where_it_may_and_is_faster(
-    may: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selection, "may_hand_over", lambda: may)
+def fault(plan: AnyPlan) -> str | None:
+    """Returns that tensor operations failed their check."""
+    return (
+        "it failed" if isinstance(plan, Plan) and plan.has_tensor_operations else None
+    )
 
+
+@pytest.mark.parametrize("may", [False, True])
+def test_stock_mlx_serves_instead_where_it_may_and_is_faster(may: bool) -> None:
     def kernel(n: int, k: int, layout: str) -> str:
         problem = problem_of(16, n, k, layout=layout)
         plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
-        used = dispatch.usable(plan, lambda _: "it failed")
-        assert isinstance(used, Plan)
-        return used.kernel
+        used = planner.usable(plan, M5_MAX, fault, may)
+        return used.kernel if isinstance(used, Plan) else str(used)
 
     assert kernel(5120, 17408, "mlx") == "gemm_register"
     assert kernel(14336, 4096, "marlin") == "gemm_register"
-    # The plan that failed: stock MLX serves.
-    assert kernel(14336, 4096, "mlx") == ("gemm_tensor" if may else "gemm_register")
+    assert kernel(14336, 4096, "mlx") == ("it failed" if may else "gemm_register")
 
 
 def test_other_kernels_have_no_alternative() -> None:
     plan = planner.make(problem_of(16, 64, 64), device=M5_MAX, kernel="gemm_register")
     assert planner.alternative(plan, M5_MAX) is None
-    assert dispatch.usable(plan, lambda _: "it failed") is plan
+    refused = planner.usable(plan, M5_MAX, lambda _: "it failed")
+    assert refused == Refusal("it failed", "fault")
 
 
 @pytest.mark.usefixtures("_tensor")
@@ -236,6 +239,6 @@ def test_the_check_of_doctor_and_the_report_know_the_alternative() -> None:
         assert kernel_checks.check([problem]) == []
     kernels = {verdict.kernels for verdict in guard.verdicts_so_far()}
     assert "marlin_gemm_register" in kernels
-    used = dispatch.usable(dispatch.plan_of(problem), guard.known_fault)
+    used = serving.serve_problem(problem, serving.here(guard.known_fault))
     assert isinstance(used, Plan)
     assert used.kernel == "gemm_register"

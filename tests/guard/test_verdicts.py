@@ -16,7 +16,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, emulator, guard, state
-from mlx_marlin.backends import planner, registry, selection, source
+from mlx_marlin.backends import planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
 from mlx_marlin.guard import known_answers, verdicts
 from mlx_marlin.planning.epilogue import Epilogue

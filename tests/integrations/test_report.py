@@ -14,11 +14,12 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
 from mlx_marlin import guard
+from mlx_marlin.backends import selection
 from mlx_marlin.integrations.mlx_lm.report.decisions import Decision
 from mlx_marlin.integrations.mlx_lm.report.model_report import LayerReport, Report
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
-from mlx_marlin.products import eligibility
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support.decided_calls import decided, on_a_mac, with_a_gpu
 from support.format_cases import GROUPED, any_weight, layouts_of, step_of
@@ -188,11 +189,11 @@ def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
     backend("emulator")
     model = tiny_llama()
     mlx_marlin.optimize(model, join=True, layout=layout)
-    monkeypatch.setattr(
-        eligibility,
-        "unsupported",
-        lambda problem: "no kernel splits" if problem.epilogue.parts else None,
-    )
+
+    def unsupported(_: Any, problem: Problem, *__: Any) -> str | None:
+        return "no kernel splits" if problem.epilogue.parts else None
+
+    monkeypatch.setattr(type(selection.active()), "unsupported", unsupported)
 
     layers = mlx_marlin.report(model, [3]).layers
 

@@ -7,7 +7,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.products.experts.dispatch import why_not_gather
+from mlx_marlin.planning.gather_plan import GatherPlan
+from mlx_marlin.products import serving
 from mlx_marlin.products.packing import pack
 from support.gather_calls import K, kind, weights
 
@@ -36,8 +37,8 @@ Choose = Callable[[str | None], None]
     ],
 )
 def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> None:
-    assert words in str(why_not_gather(kind(**changes)))
-    assert why_not_gather(kind()) is None
+    assert words in str(serving.serve(kind(**changes), serving.here()))
+    assert isinstance(serving.serve(kind(), serving.here()), GatherPlan)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -270,7 +270,6 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Call], Any]:
     for module in (packed, matmul, linear):
         monkeypatch.setattr(module, "prepare", decided)
     monkeypatch.setattr(experts, "product_of", decided)
-    monkeypatch.setattr(experts, "serve_gated", decided)
 
     def asked(function: Callable[[Call], Any], call: Call) -> Any:
         device = mx.Device(mx.cpu if call.on_cpu else mx.gpu)

@@ -40,7 +40,8 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
 
     from mlx_marlin import guard
     from mlx_marlin.backends import selection
-    from mlx_marlin.products import dispatch
+    from mlx_marlin.planning.verdict import Refusal
+    from mlx_marlin.products import serving
 
     missing = selection.missing()
     if missing or selection.backend() == "stock":
@@ -49,14 +50,11 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the verdicts contain them
         for problem in tqdm([*products], "check", unit="product"):
-            plan = dispatch.plan_of(problem)
-            if isinstance(plan, str):
-                served_by_stock.append({"product": problem.explain(), "reason": plan})
-                continue
-            guard.verdict_of(plan)
-            other = dispatch.usable(plan)
-            if other is not plan and not isinstance(other, str):
-                guard.verdict_of(other)
+            target = serving.here(guard.fault_of)
+            answer = serving.serve_problem(problem, target)
+            if isinstance(answer, Refusal) and answer.cause != "fault":
+                row = {"product": problem.explain(), "reason": answer.reason}
+                served_by_stock.append(row)
     return served_by_stock
 
 

@@ -1,11 +1,13 @@
 """Products with packed experts, for layers that hold their arrays themselves."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.products.dispatch import Key, PreparedCall, remembered
-from mlx_marlin.products.experts.dispatch import product_of, serve_gated
+from mlx_marlin.products.experts.dispatch import product_of
 from mlx_marlin.products.experts.reference import stock_packed
 from mlx_marlin.products.experts.request import GatherRequest, packed_request
 from mlx_marlin.products.request import CPU, PackedArrays
@@ -86,7 +88,7 @@ def gather_gated(
 
     Returns:
         For example `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once;
-        None if no kernel computes it (`serve_gated`).
+        None if no kernel computes it.
     """
     if not all(_is_fused(bias, x, gate) for bias in biases):
         return None
@@ -101,7 +103,8 @@ def gather_gated(
         rows = (*x.shape[:-1], 1, 1, format[1]), x.dtype
         options = True, False, False, bool(biases)
         request = packed_request(rows, gate, None, rhs, options)
-        decision = remembered(_gated, key, (request, serve_gated(request, gating)))
+        request = replace(request, gate=gating)
+        decision = remembered(_gated, key, (request, product_of(request)))
     prepared = decision[1]
     if prepared is None:
         return None

@@ -11,7 +11,7 @@ from mlx_marlin.products.request import Shape
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Product = Callable[..., mx.array]
-"""Takes and returns the arrays of `experts_launch.gather_product`."""
+"""Takes and returns the arrays of `launcher.gather_product`."""
 
 
 def flat_indices(

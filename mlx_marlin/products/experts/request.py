@@ -5,6 +5,7 @@ from math import prod
 
 import mlx.core as mx
 
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.reference.weight import stock_groups
 from mlx_marlin.products.request import CPU, PackedArrays, Shape
@@ -41,6 +42,8 @@ class GatherRequest:
         has_global_scale: Whether each weight has a global scale.
         on_cpu: Whether the call runs on the CPU.
         biased: Whether the kernel adds a bias [experts, n], or those of gate and up.
+        gate: How the product with one weight gates that with another one, one of
+            `gather_plan.GATES`; None for one weight.
     """
 
     x_shape: Shape
@@ -61,6 +64,19 @@ class GatherRequest:
     has_global_scale: bool
     on_cpu: bool
     biased: bool = False
+    gate: str | None = None
+
+    @property
+    def problem(self) -> GatherProblem:
+        """What planning has to know of the request."""
+        return GatherProblem(
+            problem=problem_of_one(self),
+            experts=self.experts,
+            pairs_per_row=pairs_of_row(self),
+            is_sorted=self.is_sorted,
+            gate=self.gate,
+            bias=self.biased,
+        )
 
     def explain(self) -> str:
         """Returns a one-line description of the call."""

@@ -3,24 +3,22 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mlx_marlin import guard
-from mlx_marlin.backends import planner, selection, tuned_results
+from mlx_marlin.backends import planner
 from mlx_marlin.integrations.mlx_lm.report.layer_product import LayerProduct
 from mlx_marlin.integrations.mlx_lm.report.target import Target
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
-from mlx_marlin.products import dispatch, eligibility
-from mlx_marlin.products.experts import dispatch as experts
+from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
+from mlx_marlin.products import eligibility, serving
 from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.request import MatmulRequest
 
 Server = Literal["ours", "decoded", "stock", "nobody"]
 """Our kernels; `mx.matmul` after our kernel has decoded the weight; stock MLX; or
 nobody, because the call raises an error."""
-AnyPlan = Plan | DensePlan | GatherPlan
 Origin = Literal["predicted", "tuned"]
 """Where a time comes from: the cost model, or `mlx-marlin tune` on this machine."""
 
@@ -84,97 +82,60 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
         return _of_experts(product, rows, target)
     request = product.request(rows, target.on_cpu)
     answer = _answer(request, product, target)
-    if isinstance(answer, str) and product.parts and request.layout == "marlin":
+    if isinstance(answer, Refusal) and product.parts and request.layout == "marlin":
         # As `packed_parts` does: the parts are then columns of one product.
         whole = replace(product, parts=())
         request = whole.request(rows, target.on_cpu)
         answer = _answer(request, whole, target)
-    problem = _problem(request)
-    tuned = _tuned(problem, target) if request.transpose else None
     # There is no model of products with weights that are not transposed.
-    known = problem if request.transpose else None
-    kernel, stock = _stock(known, tuned, target)
-    if isinstance(answer, str):
+    known = request.transpose and eligibility.not_ours(request) is None
+    problem = request.problem if known else None
+    tuned = target.serving.measured(problem) if problem else None
+    kernel, stock = _stock(problem, tuned, target)
+    if isinstance(answer, Refusal):
         # Stock MLX has to decode packed weights, for which there is no model.
         time = stock if request.layout == "mlx" else None
     else:
         time = _time(answer, tuned, target)
-    origin = _origin(answer, known, tuned, target)
+    origin = _origin(answer, problem, tuned, target)
     return _decision(rows, answer, request.invariant, time, (kernel, stock), origin)
 
 
+def _answer(
+    request: MatmulRequest | GatherRequest, product: LayerProduct, target: Target
+) -> Answer:
+    if product.stays:
+        return Refusal(product.stays)
+    return serving.serve(request, target.serving)
+
+
 def _origin(
-    answer: Plan | DensePlan | str,
-    problem: Problem | None,
-    tuned: Result | None,
-    target: Target,
+    answer: Answer, problem: Problem | None, tuned: Result | None, target: Target
 ) -> Origin | None:
     """Returns where the times in a reason come from; None if it has none."""
-    if tuned is not None and answer == tuned.reason:
-        return "tuned"
-    if problem is None or not isinstance(answer, str):
+    if not isinstance(answer, Refusal) or answer.cause != "speed" or problem is None:
         return None
-    if target.backend.stock_seconds(problem, target.device) is None:
-        return None  # without a model of stock MLX, rules without times decide
-    return "predicted" if answer == _handover(problem, target) else None
-
-
-def _answer(
-    request: MatmulRequest, product: LayerProduct, target: Target
-) -> Plan | DensePlan | str:
-    """Returns the plan for a product, or the reason why there is none."""
-    reason = eligibility.not_here(request.on_cpu) if target.is_here else None
-    reason = product.stays or reason or eligibility.not_ours(request)
-    if reason is not None:
-        return reason
-    problem = request.problem
-    if not request.transpose:
-        backend = target.backend
-        reason = backend.unsupported(problem, target.device, transpose=False)
-        return reason or _checked(dense_plan(problem, transposed=False), target)
-    if not target.is_here:
-        return planner.serve(problem, target.device)
-    try:
-        plan = dispatch.usable(dispatch.plan_of(problem), guard.known_fault)
-    except ValueError as error:  # of an invariant product
-        return str(error)
-    return plan if isinstance(plan, str) else _checked(plan, target)
-
-
-def _checked(plan: Plan | DensePlan, target: Target) -> Plan | DensePlan | str:
-    """Returns a plan, or what an earlier check on this machine found wrong with it."""
-    return (guard.known_fault(plan) if target.is_here else None) or plan
+    if tuned is not None:
+        return "tuned"
+    # Without a model of stock MLX, rules without times decide.
+    has_model = target.backend.stock_seconds(problem, target.device) is not None
+    return "predicted" if has_model else None
 
 
 def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
     packed = product.weight is not None and product.weight.layout == "marlin"
     biased = packed and target.backend.traits.fuses_experts
     request = product.gather_request(rows, target.on_cpu, biased)
-    answer = product.stays or _gather_answer(request, target)
-    origin: Origin | None = None
+    answer = _answer(request, product, target)
     stock = ours = None
-    if experts.not_ours(request) is None:
-        problem = experts.gather_problem(request)
-        if answer == planner.gather_handover(problem, target.device):
-            origin = "predicted"
-        ours, stock = _gather_times(problem, target)
-    served = isinstance(answer, GatherPlan)
-    time = ours if served else (None if packed else stock)
+    if eligibility.not_ours(request) is None:
+        ours, stock = _gather_times(request.problem, target)
+    refused = isinstance(answer, Refusal)
+    origin: Origin | None = None
+    if isinstance(answer, Refusal) and answer.cause == "speed":
+        origin = "predicted"
+    time = (None if packed else stock) if refused else ours
     return _decision(rows, answer, request.invariant, time, (None, stock), origin)
-
-
-def _gather_answer(request: GatherRequest, target: Target) -> GatherPlan | str:
-    if target.is_here:
-        answer = experts.plan_of(request)
-        fault = None if isinstance(answer, str) else guard.known_fault(answer)
-        return fault or answer
-    reason = experts.not_ours(request)
-    if reason is not None:
-        return reason
-    problem, device = experts.gather_problem(request), target.device
-    reason = target.backend.unsupported(problem, device)
-    reason = reason or planner.gather_handover(problem, device)
-    return reason or planner.choose_gather(problem, device)
 
 
 def _gather_times(
@@ -192,14 +153,14 @@ def _gather_times(
 
 def _decision(
     rows: int,
-    answer: AnyPlan | str,
+    answer: Answer,
     invariant: bool,
     time: Time | None,
     stock: tuple[str | None, Time | None],
     origin: Origin | None,
 ) -> Decision:
     kernel, stock_time = stock
-    if isinstance(answer, str):
+    if isinstance(answer, Refusal):
         return Decision(
             rows=rows,
             served_by="nobody" if invariant else "stock",
@@ -209,7 +170,7 @@ def _decision(
             time=None if invariant else time,
             stock_kernel=kernel,
             stock_time=stock_time,
-            reason=answer,
+            reason=answer.reason,
             reason_origin=origin,
         )
     return Decision(
@@ -230,18 +191,6 @@ def _kernel(plan: AnyPlan) -> str:
     return "gather" if isinstance(plan, GatherPlan) else plan.kernel
 
 
-def _problem(request: MatmulRequest) -> Problem | None:
-    """Returns the problem of a request; None if it has a format of MLX's only."""
-    return request.problem if eligibility.not_ours(request) is None else None
-
-
-def _tuned(problem: Problem | None, target: Target) -> Result | None:
-    """Returns the tuned result of a problem on this machine, or None."""
-    if problem is None or not target.is_here:
-        return None
-    return tuned_results.find(problem, target.device, selection.backend())
-
-
 def _stock(
     problem: Problem | None, tuned: Result | None, target: Target
 ) -> tuple[str | None, Time | None]:
@@ -257,23 +206,17 @@ def _stock(
     return kernel, None if seconds is None else _predicted(seconds)
 
 
-def _time(plan: Plan | DensePlan, tuned: Result | None, target: Target) -> Time | None:
+def _time(plan: AnyPlan, tuned: Result | None, target: Target) -> Time | None:
     """Returns the time of a plan of ours."""
     if isinstance(plan, DensePlan):
         if not plan.transposed:
             return None
         seconds = target.backend.seconds(plan, target.device)
         return None if seconds is None else _predicted(seconds)
+    assert isinstance(plan, Plan)
     if tuned is not None and plan == tuned.plan:
         return _measured(tuned, label(plan))
     return _predicted(planner.predict(plan, target.device).seconds)
-
-
-def _handover(problem: Problem, target: Target) -> str | None:
-    """Returns the reason with which the cost model would hand a product over."""
-    if target.backend.unsupported(problem, target.device) is not None:
-        return None
-    return planner.stock_reason(problem, target.device)
 
 
 def _predicted(seconds: float) -> Time:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.backends import devices, registry
+from mlx_marlin import guard
+from mlx_marlin.backends import devices
 from mlx_marlin.backends.base import Backend
 from mlx_marlin.integrations.mlx_lm.known_layers import (
     has_expert_kernels,
@@ -20,7 +20,7 @@ from mlx_marlin.integrations.mlx_lm.layer_conversion import (
 )
 from mlx_marlin.integrations.tuned_models.results import TunedModel
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import eligibility, serving
 
 DEFAULTS = LayerConversion(
     layout=None, quantize=False, group_size=64, bits=4, invariant=False
@@ -57,14 +57,21 @@ class Target:
         return Target(device=devices.named(chip), is_here=False)
 
     @property
+    def serving(self) -> serving.Target:
+        """What `serve` decides for; it runs no kernels."""
+        return serving.Target(
+            device=self.device, is_here=self.is_here, fault=guard.known_fault
+        )
+
+    @property
     def backend(self) -> Backend:
         """The back end of the device."""
-        return registry.of_device(self.device)
+        return self.serving.backend
 
     @property
     def on_cpu(self) -> bool:
         """Whether calls run on the CPU."""
-        return self.is_here and mx.default_device() == mx.Device(mx.cpu)
+        return self.serving.on_cpu
 
     def layout_after(self, layer: nn.Module) -> str | None:
         """Returns the layout that `optimize` gives a layer of MLX's or mlx-lm's.

@@ -1,0 +1,112 @@
+"""Decides who serves a request: our kernels, with which plan, or stock MLX, and why.
+
+Products, experts, the report and the tuner ask `serve`, and nothing else decides.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_marlin import guard
+from mlx_marlin.backends import planner, registry, selection, tuned_results
+from mlx_marlin.backends.base import AnyProblem, Backend
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
+from mlx_marlin.products import eligibility
+from mlx_marlin.products.experts.request import GatherRequest
+from mlx_marlin.products.request import CPU, MatmulRequest
+
+Request = MatmulRequest | GatherRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a decision is for.
+
+    Attributes:
+        device: The device to plan for.
+        is_here: Whether this process decides, with its back end, its default device
+            and tuned results. Otherwise the model decides for a GPU of this kind.
+        fault: Returns why a plan's kernels must not be used here, or None. Default:
+            checks kernels that nobody has checked.
+    """
+
+    device: PlanningDevice
+    is_here: bool = True
+    fault: Callable[[AnyPlan], str | None] = guard.why_not
+
+    @property
+    def backend(self) -> Backend:
+        """The back end of the device."""
+        return registry.of_device(self.device)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether calls run on the CPU."""
+        return self.is_here and mx.default_device() == CPU
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether stock MLX serves what it computes faster."""
+        return selection.may_hand_over() if self.is_here else True
+
+    def measured(self, problem: AnyProblem) -> Result | None:
+        """Returns the tuned result of a problem on this machine, or None."""
+        if not self.is_here or isinstance(problem, GatherProblem):
+            return None
+        return tuned_results.find(problem, self.device, selection.backend())
+
+
+def here(fault: Callable[[AnyPlan], str | None] | None = None) -> Target:
+    """Returns the target of calls in this process.
+
+    Args:
+        fault: As in `Target`.
+
+    Raises:
+        ValueError: If MLX_MARLIN_DEVICE names a device of another back end.
+    """
+    return Target(device=eligibility.target(), fault=fault or guard.why_not)
+
+
+def serve(request: Request, target: Target) -> Answer:
+    """Decides who serves a request.
+
+    Args:
+        request: The call.
+        target: What to decide for.
+
+    Returns:
+        The plan of our kernels, or a refusal: then stock MLX serves the request, or
+        nobody if it is invariant.
+    """
+    reason = eligibility.not_here(request.on_cpu) if target.is_here else None
+    reason = reason or eligibility.not_ours(request)
+    if reason is not None:
+        return Refusal(reason)
+    return serve_problem(request.problem, target, transpose=request.transpose)
+
+
+def serve_problem(
+    problem: AnyProblem, target: Target, *, transpose: bool = True
+) -> Answer:
+    """Decides who serves a problem, as `serve` does for a request that has it.
+
+    Args:
+        problem: The product to compute, or experts' products.
+        target: What to decide for.
+        transpose: Whether the product is x @ w.T.
+    """
+    answer = planner.serve(
+        problem,
+        target.device,
+        transpose=transpose,
+        measured=target.measured(problem) if transpose else None,
+        hands_over=target.hands_over,
+    )
+    if not target.is_here:
+        return answer  # nothing is known of kernels on another machine
+    return planner.usable(answer, target.device, target.fault, target.hands_over)
