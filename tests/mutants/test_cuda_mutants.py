@@ -45,6 +45,7 @@ pytestmark = [
 WHOLE, SLICED, STREAM = WAYS[0], WAYS[2], WAYS[3]
 CASES: dict[str, Any] = {
     products.PACKED: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
+    products.ORDER: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
     products.PACKED_STREAM: ("affine", 4, 64, "marlin", "float16", 12, STREAM),
     products.NATIVE: ("affine", 4, 64, "mlx", "bfloat16", 12, WHOLE),
     products.TAIL: ("affine", 4, 32, "marlin", "float16", 9, SLICED),
@@ -73,6 +74,7 @@ NORMED_HEADS = Epilogue(
     parts=(512, 128),
 )
 CHECKS: dict[str, Callable[[Any], None]] = {
+    products.ORDER: cuda_on_cpu.check_order,
     products.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
     pairs.GATED: cuda_on_cpu.check_gated,
     pairs.ROTATED: partial(

@@ -28,7 +28,14 @@ from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import dispatch
-from support import cuda_cases, epilogues, format_cases, oracles
+from support import (
+    cuda_cases,
+    drawn_arrays,
+    epilogues,
+    format_cases,
+    oracles,
+    orders,
+)
 from support.cuda_cases import (
     EPSILON,
     GATED,
@@ -171,6 +178,15 @@ def check(case: Case) -> None:
     weight, x = cuda_cases.draw(case)
     y = run(plan_of(case), x, weight)
     cuda_cases.assert_right(y, x, weight.decoded, case[4])
+
+
+def check_order(case: Case) -> None:
+    """Checks in which order a product of numbers that cancel is added."""
+    plan = plan_of(case)
+    problem = plan.problem
+    arrays = drawn_arrays.stored(problem, orders.ones(problem))
+    y = launch.product(plan)(orders.one_in_each_trip(problem), *arrays)
+    orders.assert_promised(y, plan)
 
 
 def check_parts(case: Case, parts: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import step_k
@@ -16,6 +17,8 @@ from support.oracles import exact
 Vector = NDArray[np.float32]
 TRIP = 64
 """Values of k between which nothing but the order of addition rounds."""
+TRIPS_OF_STAGE = 2
+"""Of a stage of CUDA's kernels."""
 LARGE = {"float16": 2.0**13, "bfloat16": 2.0**16}
 """Far above small values: while it is in a float32 sum, their last bits are lost."""
 
@@ -77,15 +80,13 @@ def promised(plan: Plan) -> Vector:
     """
     problem = plan.problem
     values = trips(problem)
-    # Simdgroups take turns at trips, where they are staged at steps.
-    steps = TRIP // step_k(problem.group_size) if plan.buffers else 1
     sums: dict[int, dict[int, Vector]] = {}
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
             own = values[slice(*(-(-k // TRIP) for k in plan.k_range(split)))]
             is_wide = plan.columns_of(split.tile) > plan.tile.n
             turns = plan.simdgroups_k // (plan.simdgroups_n if is_wide else 1)
-            turn_of = np.arange(len(own)) * steps % turns
+            turn_of = _turns(plan, len(own), turns)
             total = ascending(ascending(own[turn_of == turn]) for turn in range(turns))
             sums.setdefault(split.tile, {})[split.k_idx] = total
     out = np.full((problem.batch * problem.m, problem.n), np.nan, np.float32)
@@ -96,6 +97,19 @@ def promised(plan: Plan) -> Vector:
         rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
         out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
     return out.reshape(problem.result_shape)
+
+
+def _turns(plan: Plan, count: int, turns: int) -> NDArray[np.int64]:
+    """Returns which simdgroup along k takes each trip of a split."""
+    trip = np.arange(count)
+    if not isinstance(plan, CudaPlan):
+        # They take turns at trips, where they are staged at steps.
+        steps = TRIP // step_k(plan.problem.group_size) if plan.buffers else 1
+        return trip * steps % turns
+    if plan.buffers:
+        return trip // TRIPS_OF_STAGE % turns
+    ends = [count * (turn + 1) // turns for turn in range(turns)]
+    return np.searchsorted(ends, trip, side="right")
 
 
 def check_sum_of_experts(combine: Callable[..., mx.array]) -> None:

@@ -4,6 +4,7 @@ from mutants.mutant import Detector, Mutant
 
 PACKED = "packed, two tiles side by side, three slices, whole k"
 PACKED_STREAM = "packed, streams, four slices"
+ORDER = "packed, numbers that cancel, three slices"
 PACKED_ODD = "packed, odd offsets"
 NATIVE = "native bfloat16, two tiles side by side, three slices, whole k"
 TAIL = "packed groups of 32, k tail"
@@ -25,6 +26,15 @@ _TILE = "cuda/weight_tile.cuh"
 _WEIGHTS = "cuda/weights.cuh"
 
 MUTANTS = (
+    Mutant(
+        "cuda: partial sums are added in descending order",
+        "lib/epilogue.metal",
+        "slices",
+        "[$1 * $2 * $3]",
+        "[(k_slices - $1) * $2 * $3]",
+        ORDER,
+        Detector.WRONG_RESULT,
+    ),
     Mutant(
         "cuda: two bits of a packed lane are swapped",
         _LANE,
