@@ -16,15 +16,18 @@ _LITERAL = re.compile(r"-?(true|false|0[xX][0-9a-fA-F]+|\d[\d.]*)[uUlLfF]*")
 
 def specialise(tokens: Tokens) -> None:
     """Rewrites the function constants of a text, and queries for their values."""
-    for at in range(len(tokens)):
-        if tokens.text(at) == "is_function_constant_defined":
-            _replace_query(tokens, at)
-    for at in range(len(tokens)):
-        if tokens.text(at) == "function_constant":
-            _declare(tokens, at)
+    declared, queries = (
+        [at for at in range(len(tokens)) if tokens.text(at) == word]
+        for word in ("function_constant", "is_function_constant_defined")
+    )
+    definitions = dict(_definitions(tokens)) if declared or queries else {}
+    for at in queries:
+        _replace_query(tokens, at, definitions)
+    for at in declared:
+        _declare(tokens, at, definitions)
 
 
-def _declare(tokens: Tokens, at: int) -> None:
+def _declare(tokens: Tokens, at: int, definitions: dict[str, int]) -> None:
     """Rewrites the constant with the attribute at `at`.
 
     A literal value moves there, since it may initialise other constants. Without one
@@ -40,35 +43,33 @@ def _declare(tokens: Tokens, at: int) -> None:
         return
     name = tokens.text(tokens.before(opening))
     tokens.blank_range(opening, end + 1)
-    for sign in _definitions(tokens, name):
-        semicolon = sign
-        while tokens.text(semicolon) not in (";", ""):
-            semicolon = tokens.after(semicolon)
-        value = tokens.read_line(sign + 1, semicolon)
-        if _LITERAL.fullmatch(value):
-            tokens[opening].written = f"= {value}"
-            tokens.blank_range(_statement_begin(tokens, sign), semicolon + 1)
-            return
-    tokens[begin].written = f"extern {tokens[begin].written}"
+    sign = semicolon = definitions.get(name, at)
+    while tokens.text(semicolon) not in (";", ""):
+        semicolon = tokens.after(semicolon)
+    value = tokens.read_line(sign + 1, semicolon)
+    if _LITERAL.fullmatch(value):
+        tokens[opening].written = f"= {value}"
+        tokens.blank_range(_statement_begin(tokens, sign), semicolon + 1)
+    else:
+        tokens[begin].written = f"extern {tokens[begin].written}"
 
 
-def _replace_query(tokens: Tokens, at: int) -> None:
+def _replace_query(tokens: Tokens, at: int, definitions: dict[str, int]) -> None:
     """Replaces `is_function_constant_defined(x)` by true or false."""
     opening = tokens.after(at)
     name = tokens.text(tokens.after(opening))
     tokens.blank_range(at, tokens.closing(opening) + 1)
-    tokens[at].written = str(any(_definitions(tokens, name))).lower()
+    tokens[at].written = str(name in definitions).lower()
 
 
-def _definitions(tokens: Tokens, name: str) -> Iterator[int]:
-    """Yields the `=` of every definition of a constant."""
-    for at in range(len(tokens)):
-        sign = tokens.after(at)
-        is_comparison = tokens.text(sign + 1) == "="
-        if tokens.text(at) != name or tokens.text(sign) != "=" or is_comparison:
+def _definitions(tokens: Tokens) -> Iterator[tuple[str, int]]:
+    """Yields the name of every constant with a value, and the `=` before that."""
+    for sign in range(len(tokens)):
+        if tokens.text(sign) != "=" or tokens.text(sign + 1) == "=":
             continue
-        if tokens.text(_statement_begin(tokens, at)) == "constant":
-            yield sign
+        name = tokens.before(sign)
+        if tokens.text(_statement_begin(tokens, name)) == "constant":
+            yield tokens.text(name), sign
 
 
 def _statement_begin(tokens: Tokens, at: int) -> int:

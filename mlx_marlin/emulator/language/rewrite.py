@@ -91,9 +91,9 @@ def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:
 
     Returns -1 otherwise.
     """
+    while tokens.text(at) == "metal" and tokens.text(tokens.after(at)) == "::":
+        at = tokens.after(tokens.after(at))
     word = tokens.text(at)
-    if word == "metal" and tokens.text(tokens.after(at)) == "::":
-        return _type_end(tokens, tokens.after(tokens.after(at)), names)
     if word in _VECTOR_TEMPLATES:
         angle = tokens.after(at)
         return tokens.closing_angle(angle) if tokens.text(angle) == "<" else -1
@@ -219,10 +219,11 @@ class Rewriter:
         if end < 0 or tokens.text(opening) != "(":
             return
         # `float4(*p)[2]` without a qualifier is an element of a vector.
-        is_reference = "&" in tokens.read(opening, tokens.closing(opening))
-        if not is_declarator(tokens, opening) or not (
-            is_reference or before in _QUALIFIERS
-        ):
+        declares = is_declarator(tokens, opening) and (
+            before in _QUALIFIERS
+            or "&" in tokens.read(opening, tokens.closing(opening))
+        )
+        if not declares:
             tokens[at].written = "emu::make<" + tokens[at].written
             tokens[end].written += ">"
 

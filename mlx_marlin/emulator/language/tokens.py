@@ -43,6 +43,7 @@ class Tokens:
     def __init__(self, text: str) -> None:
         pieces = _TOKEN.finditer(text)
         self.tokens = [Token(m.lastgroup or "", m[0], m[0]) for m in pieces]
+        self._angles: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -73,33 +74,44 @@ class Tokens:
 
     def closing(self, at: int) -> int:
         """Returns the bracket that closes the one at `at`, or the last position."""
-        wanted = [_OPENING[self.text(at)]]
-        while wanted and at < len(self.tokens) - 1:
-            at += 1
-            word = self.text(at)
-            if word in _OPENING and self.tokens[at].kind == "mark":
-                wanted.append(_OPENING[word])
-            elif word == wanted[-1]:
-                wanted.pop()
-        return at
+        return self._closings.get(at, len(self.tokens) - 1)
+
+    @functools.cached_property
+    def _closings(self) -> dict[int, int]:
+        """The closing bracket of every one that is closed, by position.
+
+        Rules blank only whole pairs, which changes no other pair.
+        """
+        found: dict[int, int] = {}
+        opened: list[int] = []
+        for at, token in enumerate(self.tokens):
+            if token.kind == "mark" and token.text in _OPENING:
+                opened.append(at)
+            elif opened and token.text == _OPENING[self.text(opened[-1])]:
+                found[opened.pop()] = at
+        return found
 
     def closing_angle(self, at: int) -> int:
         """Returns the `>` that closes the `<` at `at`, or -1 for a comparison."""
-        depth = 1
-        while at < len(self.tokens) - 1:
+        if at not in self._angles:
+            self._find_angles(at)
+        return self._angles[at]
+
+    def _find_angles(self, at: int) -> None:
+        """Finds the `>` of the `<` at `at`, and of those inside of it."""
+        opened = [at]
+        while opened and at < len(self.tokens) - 1:
             at += 1
             word = self.text(at)
             if word in ("(", "["):
                 at = self.closing(at)
             elif word == "<":
-                depth += 1
+                opened.append(at)
             elif word == ">":
-                depth -= 1
-                if depth == 0:
-                    return at
+                self._angles[opened.pop()] = at
             elif word in (";", "{", "}"):
-                return -1
-        return -1
+                break
+        self._angles.update(dict.fromkeys(opened, -1))
 
     def space(self, at: int) -> bool:
         """Returns whether a token is white space or a comment."""
