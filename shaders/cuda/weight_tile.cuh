@@ -79,7 +79,7 @@ METAL_FUNC WeightTile<S> weight_tile(
     const size_t column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
     tile.words += column * k_tiles * words_of_tiles<W>(1);
     tile.scales += column * packed_groups<W>(k_tiles) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
-    if (W::SCALED) {
+    if (W::GROUP == 16) {
       tile.scales += lane.pair * (FACTORS * TILE_N);  // mutant: pair_scales
     }
     if (in_whole_chunks<W>()) {
@@ -157,7 +157,7 @@ METAL_FUNC Numbers<W, S> load_numbers(const WeightTile<S>& tile, int k, Work wor
       }
     }
   } else {
-    const uint group = group_at<W>(k) + (W::SCALED ? tile.lane.pair : 0);
+    const uint group = group_at<W>(k) + (W::GROUP == 16 ? tile.lane.pair : 0);
     UNROLL for (int f = 0; f < 4; ++f) {
       const uint index = tile.rows[f] * group_at<W>(work.k) + group;
       result.set(FACTORS * f, bits_of(tile.scales[index]));

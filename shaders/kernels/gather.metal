@@ -1,7 +1,7 @@
 // Computes products of experts: row i of out[., n] is a row of x[., k] times the transpose of
 // w[experts[i], n, k]. The row is i / shape[3], or sources[i] if that is 0.
-// Plan: fragments_m, simdgroups_m, simdgroups_k, dot_rows, subtract. Threadgroup: simdgroups_m
-// x simdgroups_k simdgroups; it computes one column of tiles of one expert.
+// Plan: fragments_m, simdgroups_m, simdgroups_k, dot_rows, subtract (OPERAND). Threadgroup:
+// simdgroups_m x simdgroups_k simdgroups; it computes one column of tiles of one expert.
 constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
 threadgroup float scratch[SIMDGROUPS_K * TILE_M * marlin::SCRATCH_ROW];
 threadgroup int pairs[TILE_M];
@@ -11,9 +11,7 @@ marlin::gather_register<
     SIMDGROUPS_K,
     DOT_ROWS,
     RAGGED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT,
-    WIDEN>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
     marlin::weights(w, scales, biases),
     sources,

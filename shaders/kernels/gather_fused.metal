@@ -11,9 +11,7 @@ marlin::gather_register<
     SIMDGROUPS_K,
     DOT_ROWS,
     RAGGED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT,
-    WIDEN>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
     marlin::weights(w, scales, biases),
     sources,

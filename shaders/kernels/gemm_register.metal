@@ -1,6 +1,6 @@
 // Computes out[m, n] = x[m, k] times the transpose of w[n, k]. If tiles are split, out is the
 // workspace [slots, m, n] of partial sums, or the sums are added atomically.
-// Plan: fragments_m, simdgroups_m, simdgroups_n (TILES_N), simdgroups_k, subtract, work.
+// Plan: fragments_m, simdgroups_m, simdgroups_n (TILES_N), simdgroups_k, subtract (OPERAND), work.
 // Threadgroup: simdgroups_m x simdgroups_k simdgroups; it computes one range of k tiles.
 // mutant: scratch
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
@@ -12,13 +12,9 @@ marlin::gemm_register<
     WHOLE,
     BATCHED,
     RAGGED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT,
-    WIDEN>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
-    w,
-    scales,
-    biases,
+    marlin::weights(w, scales, biases),
     shape,
     schedule,
     out,

@@ -10,13 +10,9 @@ marlin::gemm_register<
     WHOLE,
     BATCHED,
     RAGGED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT,
-    WIDEN>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
-    w,
-    scales,
-    biases,
+    marlin::weights(w, scales, biases),
     shape,
     schedule,
     out,

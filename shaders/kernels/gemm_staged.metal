@@ -8,12 +8,13 @@ typedef marlin::Staging<
     FRAGMENTS_M,
     SIMDGROUPS_M,
     SIMDGROUPS_K,
-    WIDEN,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>
+    FRAGMENT_BYTES,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>
     Stages;
 threadgroup float scratch[Stages::FLOATS];
-marlin::gemm_staged<Stages, TILES_N, WHOLE, RAGGED, SUBTRACT>(
-    marlin::make_operands(x, w, scales, biases),
+marlin::gemm_staged<Stages, TILES_N, WHOLE, RAGGED>(
+    x,
+    marlin::weights(w, scales, biases),
     shape,
     schedule,
     out,

@@ -1,7 +1,7 @@
 // Computes out[m, n] = x[m, k] times the transpose of w[n, k] with Metal's tensor operations. If
 // tiles are split, out is the workspace [slots, m, n] of partial sums, or the sums are added
 // atomically.
-// Plan: simdgroups_m, simdgroups_k, subtract, work.
+// Plan: simdgroups_m, simdgroups_k, subtract (OPERAND), work.
 // Threadgroup: simdgroups_m x simdgroups_k simdgroups; it computes one range of k tiles.
 threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * marlin::ROUND_ROWS * marlin::TILE_N];
 marlin::gemm_tensor<
@@ -9,12 +9,9 @@ marlin::gemm_tensor<
     SIMDGROUPS_K,
     WHOLE,
     BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
-    w,
-    scales,
-    biases,
+    marlin::weights(w, scales, biases),
     shape,
     schedule,
     out,

@@ -8,12 +8,9 @@ marlin::gemm_tensor<
     SIMDGROUPS_K,
     WHOLE,
     BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
-    w,
-    scales,
-    biases,
+    marlin::weights(w, scales, biases),
     shape,
     schedule,
     out,

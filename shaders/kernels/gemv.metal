@@ -1,6 +1,6 @@
 // Computes out[ROWS, n] = x[ROWS, k] times the transpose of w[n, k] for one to five rows. If
 // tiles are split, out is the workspace [slots, ROWS, n], or the sums are added atomically.
-// Plan: tile.m (ROWS), simdgroups_n (TILES_N), simdgroups_k, subtract, work.
+// Plan: tile.m (ROWS), simdgroups_n (TILES_N), simdgroups_k, subtract (OPERAND), work.
 // Threadgroup: simdgroups_k simdgroups; it computes one range of k tiles.
 threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];  // mutant: scratch
 marlin::gemv<
@@ -9,12 +9,9 @@ marlin::gemv<
     TILES_N,
     WHOLE,
     BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>,
-    SUBTRACT>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
-    w,
-    scales,
-    biases,
+    marlin::weights(w, scales, biases),
     shape,
     schedule,
     out,

@@ -13,43 +13,51 @@ constant constexpr int K_SYMMETRIC = 5;
 constant constexpr int GLOBAL_FLOATING = 6;
 constant constexpr int SUPER_BLOCK = 256;  // values of k
 
+// What lanes multiply. Scale and bias of codes are applied to the sums of a group.
+constant constexpr int OFFSET_CODES = 0;   // ZERO + q; the products begin at -ZERO * sum(x)
+constant constexpr int EXACT_CODES = 1;    // q: more exact, and slower if it is a half
+constant constexpr int HALF_WEIGHTS = 2;   // scale * q, of an E2M1 value and its E4M3 scale
+constant constexpr int FLOAT_WEIGHTS = 3;  // scale * q + bias
+
 // Storage format of a weight. GROUP is the number of values of k per group; 0 is a whole row.
-template <int MODE_, int BITS_, int GROUP_, bool PACKED_>
+// OPERAND is what dot products multiply: codes.
+template <int MODE_, int BITS_, int GROUP_, bool PACKED_, int OPERAND_ = EXACT_CODES>
 struct WeightFormat {
-  static constant constexpr const bool GLOBAL = MODE_ == GLOBAL_FLOATING;
+  STATIC bool GLOBAL = MODE_ == GLOBAL_FLOATING;
   // mutant: k_modes
-  static constant constexpr const bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC;
-  static constant constexpr const int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING
-                                             : MODE_ == K_AFFINE      ? AFFINE
-                                             : MODE_ == K_SYMMETRIC   ? SYMMETRIC
-                                                                      : MODE_;
-  static constant constexpr const int BITS = BITS_;
-  static constant constexpr const int GROUP = GROUP_;
-  static constant constexpr const bool PACKED = PACKED_;
+  STATIC bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC;
+  STATIC int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING
+                    : MODE_ == K_AFFINE      ? AFFINE
+                    : MODE_ == K_SYMMETRIC   ? SYMMETRIC
+                                             : MODE_;
+  STATIC int BITS = BITS_;
+  STATIC int GROUP = GROUP_;
+  STATIC bool PACKED = PACKED_;
   // Whether a group has a bias, which is multiplied by the sum of its activations.
   // mutant: flags
-  static constant constexpr const bool BIASED = MODE == AFFINE || MODE == ZERO_POINT;
+  STATIC bool BIASED = MODE == AFFINE || MODE == ZERO_POINT;
+  STATIC int OPERAND = OPERAND_;
+  // What fragments hold. A group of 16 belongs to one lane: scale and bias are applied in the
+  // fragment. The product of an E2M1 value and its E4M3 scale fits in a half, 3 bits times 4
+  // bits; integers need a float.
+  // mutant: fragment
+  STATIC int FRAGMENT = GROUP_ != 16 ? OPERAND_ : MODE == FLOATING ? HALF_WEIGHTS : FLOAT_WEIGHTS;
   // CODES is the number of consecutive codes of a row that a lane has in one step of the main
-  // loop. Four lanes share a row of a fragment, and this row must not span two groups. A group
-  // of 16 belongs to one lane: scale and bias are applied in the fragment (SCALED). The product
-  // of an E2M1 value and its E4M3 scale fits in a half, 3 bits times 4 bits; integers need a
-  // float (IN_FLOAT).
-  static constant constexpr const bool SCALED = GROUP_ == 16;
-  static constant constexpr const bool IN_FLOAT = SCALED && MODE != FLOATING;
-  static constant constexpr const int CODES = GROUP_ == 32 ? 8 : 16;
-  static constant constexpr const int PAIRS = CODES / 2;
-  static constant constexpr const int VEC4S = CODES / 8;
-  static constant constexpr const int STEP = 4 * CODES;
+  // loop. Four lanes share a row of a fragment, and this row must not span two groups.
+  STATIC int CODES = GROUP_ == 32 ? 8 : 16;
+  STATIC int PAIRS = CODES / 2;
+  STATIC int VEC4S = CODES / 8;
+  STATIC int STEP = 4 * CODES;
   // Bit offset of a code in its half. OFFSET is the least power of two above all codes, except
   // 64 for 4 bits, which saves a shift.
-  static constant constexpr const int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
-  static constant constexpr const int OFFSET = 1 << (10 - BIT_OFFSET);
+  STATIC int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
+  STATIC int OFFSET = 1 << (10 - BIT_OFFSET);
   // Excess of the decoded half over the value that is scaled, until it is subtracted.
-  static constant constexpr const int ZERO =
+  STATIC int ZERO =
       // mutant: symmetric
       MODE == FLOATING ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
   // Factor from the decoded half to the small float, which has another exponent bias.
-  static constant constexpr const int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
+  STATIC int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };
 
 // Returns the index of the group of a row that contains k.

@@ -6,7 +6,7 @@ template <typename W>
 METAL_FUNC void decode_row(
     thread float* values, thread const uint* words, int f, GroupParams params, float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
-    const float2 codes = decode<W, float, true>(words, f, t);  // mutant: values
+    const float2 codes = decode<W, float, EXACT_CODES>(words, f, t);  // mutant: values
     const int first = vec4_offset<W>(0, t / 4) + t % 4;
     const int second = vec4_offset<W>(1, t / 4) + t % 4;
     values[first] = fma(params.scale[f], codes.x, params.bias[f]) * weight_scale;
@@ -33,9 +33,7 @@ METAL_FUNC void store_four(device bfloat* out, thread const float* values) {
 // `length` elements of w that begins at (row, first_k), a corner of a tile.
 template <typename W, typename S, typename O>
 METAL_FUNC void dequantize(
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
+    Weights<S> weights,
     const constant int32_t* shape,
     device O* out,
     uint simdgroup,
@@ -55,7 +53,7 @@ METAL_FUNC void dequantize(
   }
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      weight_tile<W>(w, scales, biases, row + tile_row, work, lane_index);  // mutant: block_row
+      weight_tile<W>(weights, row + tile_row, work, lane_index);  // mutant: block_row
   uint words[words_of_step<W>()];
   load_words<W>(words, tile, first_k + k, lane_index);  // mutant: block
   const GroupParams params = load_group_params<W>(tile, first_k + k);

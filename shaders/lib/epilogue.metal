@@ -127,7 +127,7 @@ METAL_FUNC uint rows_of_slot(IdentityRows row_map, Work work) {
 // The rows of w that an epilogue needs. TILES_N: those of leading tiles, in units of TILE_N.
 template <typename E, int TILES_N>
 struct WeightRows {
-  static constant constexpr const int WIDTH = TILES_N;  // columns of these tiles in the output
+  STATIC int WIDTH = TILES_N;  // columns of these tiles in the output
 
   static METAL_FUNC Work sizes(Work work) {
     return work;

@@ -14,7 +14,7 @@ struct ExpertEpilogue {
 
 template <int GATE, bool BIAS, typename T, typename S>
 struct WeightsOf<ExpertEpilogue<GATE, BIAS, T, S>> {
-  static constant constexpr const int COUNT = GATE == NO_GATE ? 1 : 2;
+  STATIC int COUNT = GATE == NO_GATE ? 1 : 2;
 };
 
 // Returns the epilogue of a kernel with these arrays.

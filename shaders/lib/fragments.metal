@@ -1,15 +1,6 @@
 // Fragments of 8x8 matrix products: operands from codes and activations, and their products.
 // Template arguments are those of gemm_register.
 
-template <typename F, bool WIDEN>
-struct WeightFragment {
-  typedef half type;
-};
-template <typename F>
-struct WeightFragment<F, true> {
-  typedef F type;  // mutant: fragment_type
-};
-
 template <typename F>
 METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
   simdgroup_matrix<F, 8, 8> result;
@@ -61,12 +52,12 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
 }
 
 // Returns the operand of multiply `step` for row fragment f: codes from a lane's words, or
-// weights if W::SCALED.
-template <typename W, typename V, bool EXACT>
+// weights of a group of 16.
+template <typename W, typename V>
 METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
-  vec<V, 2> values = decode<W, V, EXACT>(words, f, step);  // mutant: decode
-  if (W::SCALED) {
+  vec<V, 2> values = decode<W, V, W::FRAGMENT>(words, f, step);  // mutant: decode
+  if (W::FRAGMENT >= HALF_WEIGHTS) {
     const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
                                      : float2(values) * scale;
     values = vec<V, 2>(weights);
@@ -75,7 +66,7 @@ row_fragment(thread const uint* words, int f, int step, float scale, float bias)
 }
 
 // Computes products[j] = codes of row fragment f times activations of fragment j.
-template <int FRAGMENTS_M, typename W, bool SUBTRACT, bool WIDEN, typename F, typename Codes>
+template <int FRAGMENTS_M, typename W, typename F, typename Codes>
 METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
     Codes codes,
@@ -84,16 +75,14 @@ METAL_FUNC void multiply(
     thread const float2* sums,
     float scale,
     float bias) {
-  typedef typename WeightFragment<F, WIDEN || W::IN_FLOAT>::type V;
-  constexpr bool EXACT = SUBTRACT || W::SCALED;
+  constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;  // mutant: start
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
-    // mutant: start
-    const float2 start = EXACT || W::ZERO == 0 ? float2(0.0f) : -float(W::ZERO) * sums[j];
+    const float2 start = HAS_OFFSET ? -float(W::ZERO) * sums[j] : float2(0.0f);
     products[j] = make_fragment<float>(start.x, start.y);
   }
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
-    simdgroup_matrix<V, 8, 8> rows = row_fragment<W, V, EXACT>(codes, f, step, scale, bias);
+    simdgroup_matrix<F, 8, 8> rows = row_fragment<W, F>(codes, f, step, scale, bias);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
       simdgroup_multiply_accumulate(
           products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
@@ -128,8 +117,6 @@ template <
     int FRAGMENTS,
     bool RAGGED,
     typename W,
-    bool SUBTRACT,
-    bool WIDEN,
     typename F,
     typename Codes>
 METAL_FUNC void add_products(
@@ -140,7 +127,7 @@ METAL_FUNC void add_products(
     GroupParams params,
     float weight_scale,
     int cols) {
-  if (!W::SCALED && W::BIASED) {
+  if (W::FRAGMENT < HALF_WEIGHTS && W::BIASED) {
     UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
       // mutant: ragged
       totals[i] = fma(float2(params.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
@@ -153,9 +140,12 @@ METAL_FUNC void add_products(
     }
     simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
     const float scale = params.scale[f];
-    multiply<FRAGMENTS, W, SUBTRACT, WIDEN, F>(
+    multiply<FRAGMENTS, W, F>(
         products, codes, f, columns, sums, scale, params.bias[f]);
-    // mutant: scale
-    add_scaled<FRAGMENTS>(totals + f * FRAGMENTS, products, W::SCALED ? weight_scale : scale);
+    add_scaled<FRAGMENTS>(
+        // mutant: scale
+        totals + f * FRAGMENTS,
+        products,
+        W::FRAGMENT >= HALF_WEIGHTS ? weight_scale : scale);
   }
 }

@@ -8,7 +8,7 @@ struct Gated {};
 
 template <int ACTIVATION, int TILES_N>
 struct WeightRows<Gated<ACTIVATION>, TILES_N> {
-  static constant constexpr const int WIDTH = TILES_N / 2;
+  STATIC int WIDTH = TILES_N / 2;
 
   static METAL_FUNC Work sizes(Work work) {
     work.n *= 2;  // mutant: sizes

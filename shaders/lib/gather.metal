@@ -54,7 +54,7 @@ METAL_FUNC uint rows_of_slot(GatheredRows, Work work) {
 // Offsets of the rows of x of a tile.
 template <int ROWS>
 struct RowOffsets {
-  static constant constexpr const bool IN_FLOAT = false;
+  STATIC bool IN_FLOAT = false;
   uint rows[ROWS];
 };
 
@@ -67,24 +67,10 @@ template <typename W, int ROWS, typename Vec4>
 METAL_FUNC void scale_rows(W, RowOffsets<ROWS>, thread Vec4*, uint) {
 }
 
-// An array of weights, those of all experts or of one.
-template <typename S>
-struct Weights {
-  const device uint32_t* w;
-  const device S* scales;
-  const device S* biases;
-};
-
-template <typename S>
-METAL_FUNC Weights<S> weights(
-    const device uint32_t* w, const device S* scales, const device S* biases) {
-  return {w, scales, biases};
-}
-
 // The number of weights of an expert, if its products have this epilogue.
 template <typename E>
 struct WeightsOf {
-  static constant constexpr const int COUNT = 1;
+  STATIC int COUNT = 1;
 };
 
 // Returns the weights that a simdgroup multiplies by. column: its half, if there are two.
@@ -99,15 +85,7 @@ METAL_FUNC Plain at_column(Plain, ulong) {
 }
 
 // Computes a tile of ROWS rows as dot products; the simdgroups divide k among them.
-template <
-    int ROWS,
-    int SIMDGROUPS,
-    typename W,
-    bool SUBTRACT,
-    typename T,
-    typename S,
-    typename O,
-    typename E>
+template <int ROWS, int SIMDGROUPS, typename W, typename T, typename S, typename O, typename E>
 METAL_FUNC void gather_rows(
     const device T* x,
     GatheredRows row_map,
@@ -127,7 +105,7 @@ METAL_FUNC void gather_rows(
     starts.rows[row] = input_row(row_map, row) * work.k;
   }
   float4 totals[ROWS];
-  accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+  accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, lane_index);
   const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
   write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
@@ -148,8 +126,6 @@ template <
     int DOT_ROWS,
     bool RAGGED,
     typename W,
-    bool SUBTRACT,
-    bool WIDEN,
     typename T,
     typename S,
     typename O,
@@ -205,18 +181,17 @@ METAL_FUNC void gather_register(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     work.m = min(found - first, TILE_M);
-    const WeightTile<S> tile = weight_tile<W>(
-        weights.w, weights.scales, weights.biases, split.col, work, lane_index);
+    const WeightTile<S> tile = weight_tile<W>(weights, split.col, work, lane_index);
     // All threads found the same number of pairs, so the branches are uniform.
     if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
-      gather_rows<1, SIMDGROUPS, W, SUBTRACT>(
+      gather_rows<1, SIMDGROUPS, W>(
           x, row_map, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
     } else if (DOT_ROWS >= 2 && work.m == 2) {
-      gather_rows<2, SIMDGROUPS, W, SUBTRACT>(
+      gather_rows<2, SIMDGROUPS, W>(
           x, row_map, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
     } else {
       if (work.m > place.row) {
-        accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
+        accumulate<FRAGMENTS_M, RAGGED, W>(
             totals, x, row_map, tile, place.row, work.n - split.col, work, split, place, lane_index);
         write_scratch<FRAGMENTS_M>(scratch, totals, corner);
       }

@@ -10,19 +10,9 @@
 // BATCHED       there are several products, each with its own weight
 // RAGGED        the last tile along n may have fewer than four row fragments of w
 // W             WeightFormat
-// SUBTRACT      fragments hold q instead of W::ZERO + q: more exact, slower only without WIDEN
-// WIDEN         weight fragments are float, too, if the activations are float
 
 // Main loop of one simdgroup: its steps of one split, for FRAGMENTS fragments of x.
-template <
-    int FRAGMENTS,
-    bool RAGGED,
-    typename W,
-    bool SUBTRACT,
-    bool WIDEN,
-    typename T,
-    typename S,
-    typename R>
+template <int FRAGMENTS, bool RAGGED, typename W, typename T, typename S, typename R>
 METAL_FUNC void accumulate(
     thread float2* totals,
     const device T* x,  // mutant: address_space
@@ -34,7 +24,7 @@ METAL_FUNC void accumulate(
     Split split,
     Place place,
     int lane_index) {
-  typedef typename Fragment<T, W::IN_FLOAT>::type F;
+  typedef typename Fragment<T, W::FRAGMENT == FLOAT_WEIGHTS>::type F;
   constexpr int VEC4S = W::VEC4S;
   constexpr int COLUMNS = 2 * FRAGMENTS;
   const Lane lane = lane_of(lane_index);
@@ -54,12 +44,12 @@ METAL_FUNC void accumulate(
     float2 sums[FRAGMENTS];
     const GroupParams params =
         load_step<COLUMNS, W>(words, x_vec4, tile, x, starts, k, lane_index);
-    if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
+    if (needs_sums<W>()) {
       sum_activations<FRAGMENTS, VEC4S>(sums, x_vec4);
     }
     simdgroup_matrix<F, 8, 8> columns[4 * VEC4S * FRAGMENTS];
     make_columns<FRAGMENTS, VEC4S, F>(columns, x_vec4);
-    add_products<FRAGMENTS, RAGGED, W, SUBTRACT, WIDEN, F>(
+    add_products<FRAGMENTS, RAGGED, W, F>(
         totals, words, columns, sums, params, tile.weight_scale, cols);
   }
 }
@@ -73,17 +63,13 @@ template <
     bool BATCHED,
     bool RAGGED,
     typename W,
-    bool SUBTRACT,
-    bool WIDEN,
     typename T,
     typename S,
     typename O,
     typename E>
 METAL_FUNC void gemm_register(
     const device T* x,
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
+    Weights<S> weights,
     const constant int32_t* shape,
     const constant int32_t* schedule,
     device O* out,
@@ -115,16 +101,16 @@ METAL_FUNC void gemm_register(
     const Work weight = R::sizes(work);
     const WeightTile<S> tile =
         // mutant: fragments
-        weight_tile<W>(w, scales, biases, col, weight, lane_index, split.product);
+        weight_tile<W>(weights, col, weight, lane_index, split.product);
     const int cols = weight.n - col;
     const int row = split.row + place.row;
     // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
-      accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>(
+      accumulate<FRAGMENTS_M, RAGGED, W>(
           totals, x, row_map, tile, row, cols, work, split, place, lane_index);
       write_scratch<FRAGMENTS_M>(scratch, totals, corner);
     } else if (work.m > row) {
-      accumulate<1, RAGGED, W, SUBTRACT, WIDEN>(
+      accumulate<1, RAGGED, W>(
           totals, x, row_map, tile, row, cols, work, split, place, lane_index);
       write_scratch<1>(scratch, totals, corner);
     }

@@ -10,7 +10,7 @@ struct StagedCodes {
   const threadgroup F* fragments;
 };
 
-template <typename W, typename V, bool EXACT>
+template <typename W, typename V>
 METAL_FUNC simdgroup_matrix<V, 8, 8> row_fragment(StagedCodes<V> codes, int f, int step, float, float) {
   simdgroup_matrix<V, 8, 8> rows;
   simdgroup_load(rows, codes.fragments + 64 * (f * W::PAIRS + step), 8);
@@ -18,7 +18,7 @@ METAL_FUNC simdgroup_matrix<V, 8, 8> row_fragment(StagedCodes<V> codes, int f, i
 }
 
 // Adds the products of a stage to the totals of one simdgroup, for FRAGMENTS fragments of x.
-template <int FRAGMENTS, bool RAGGED, typename L, bool SUBTRACT, typename F, typename S>
+template <int FRAGMENTS, bool RAGGED, typename L, typename F, typename S>
 METAL_FUNC void multiply_stage(
     thread float2* totals,
     const threadgroup F* buffers,
@@ -41,17 +41,17 @@ METAL_FUNC void multiply_stage(
       // mutant: sums
       sums[j] += float2(columns[i].thread_elements()[0], columns[i].thread_elements()[1]);
     }
-    if (!W::SCALED && (W::BIASED || (W::ZERO != 0 && !SUBTRACT))) {
+    if (needs_sums<W>()) {
       sums[j] = float2(sum_over_rows(sums[j].x), sum_over_rows(sums[j].y));
     }
   }
   GroupParams params = {float4(1.0f), float4(0.0f)};
-  if (!W::SCALED) {  // otherwise the staged values are scaled weights
+  if (W::FRAGMENT < HALF_WEIGHTS) {  // otherwise the staged values are scaled weights
     params = load_group_params<W>(tile, k);
   }
   const int nth = place.column * place.k_slices + place.k_slice;  // mutant: codes
   const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
-  add_products<FRAGMENTS, RAGGED, W, SUBTRACT, true, F>(
+  add_products<FRAGMENTS, RAGGED, W, F>(
       totals, codes, columns, sums, params, tile.weight_scale, cols);
 }
 
@@ -60,13 +60,13 @@ template <
     int TILES_N,
     bool WHOLE,
     bool RAGGED,
-    bool SUBTRACT,
     typename T,
     typename S,
     typename O,
     typename E>
 METAL_FUNC void gemm_staged(
-    Operands<T, S> operands,
+    const device T* x,
+    Weights<S> weights,
     const constant int32_t* shape,
     const constant int32_t* schedule,
     device O* out,
@@ -76,7 +76,7 @@ METAL_FUNC void gemm_staged(
     int simdgroup_index,
     int lane_index) {
   typedef typename L::W W;
-  typedef typename Fragment<T, W::IN_FLOAT>::type F;
+  typedef typename Fragment<T, W::FRAGMENT == FLOAT_WEIGHTS>::type F;
   constexpr int FRAGMENTS_M = L::FRAGMENTS_M;
   constexpr int AHEAD = L::BUFFERS - 1;  // mutant: ahead
 
@@ -99,7 +99,7 @@ METAL_FUNC void gemm_staged(
     position += split.k_tile_count;
     const int col = split.col + TILE_N * place.column;
     const WeightTile<S> tile =
-        weight_tile<W>(operands.w, operands.scales, operands.biases, col, work, lane_index);
+        weight_tile<W>(weights, col, work, lane_index);
     const int cols = work.n - col;
     const int rows = multiplies ? work.m - split.row - place.row : 0;
     // mutant: stages
@@ -108,15 +108,15 @@ METAL_FUNC void gemm_staged(
       totals[i] = float2(0.0f);
     }
     for (int stage = 0; loads && stage < AHEAD; ++stage) {
-      load_stage<L, SUBTRACT>(buffers, operands, stage, work, split, place, loader, lane_index);
+      load_stage<L>(buffers, x, weights, stage, work, split, place, loader, lane_index);
     }
     if (AHEAD > 0) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     for (int stage = 0; stage < stages; ++stage) {
       if (loads) {
-        load_stage<L, SUBTRACT>(
-            buffers, operands, stage + AHEAD, work, split, place, loader, lane_index);
+        load_stage<L>(
+            buffers, x, weights, stage + AHEAD, work, split, place, loader, lane_index);
       }
       if (AHEAD == 0) {  // mutant: after_load
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -124,10 +124,10 @@ METAL_FUNC void gemm_staged(
       const int k = step_of_stage<W>(stage, place.k_slice, split, place);
       // Fragments entirely past the last row or column are not computed.
       if (k < split.k_stop && rows > 8 * (FRAGMENTS_M - 1)) {
-        multiply_stage<FRAGMENTS_M, RAGGED, L, SUBTRACT>(
+        multiply_stage<FRAGMENTS_M, RAGGED, L>(
             totals, buffers, stage, tile, cols, place, k);
       } else if (k < split.k_stop && rows > 0) {
-        multiply_stage<1, RAGGED, L, SUBTRACT>(totals, buffers, stage, tile, cols, place, k);
+        multiply_stage<1, RAGGED, L>(totals, buffers, stage, tile, cols, place, k);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_stage
     }

@@ -7,7 +7,6 @@
 // WHOLE         every threadgroup computes one whole tile
 // BATCHED       there are several products, each with its own weight
 // W             WeightFormat
-// SUBTRACT      operands hold q instead of W::ZERO + q: more exact
 //
 // Rows of x enter as they are, as half or bfloat, so none is scaled or rounded.
 //
@@ -63,23 +62,23 @@ METAL_FUNC float4 sums_of_results(thread const T* elements, int lane_index) {
 }
 
 // Computes the products of a step, which begin at -ZERO * sum(x) if codes exceed values by ZERO.
-template <typename W, bool EXACT, typename T>
+template <typename W, typename T>
 METAL_FUNC void multiply_step(
     thread float* products,
     thread const uint* words,
     thread const T* x_elements,
     float4 sums,
     float4 scale) {
-  constexpr bool OFFSET = W::ZERO != 0 && !EXACT;
-  if (OFFSET) {
+  constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;
+  if (HAS_OFFSET) {
     UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
       products[i] = -float(W::ZERO) * sums[i % 4];  // mutant: offset
     }
   }
   UNROLL for (int operation = 0; operation < W::VEC4S; ++operation) {
     half weights[32];
-    tensor_weights<W, EXACT>(weights, words, operation, scale);
-    if (OFFSET || operation > 0) {  // mutant: accumulate
+    tensor_weights<W>(weights, words, operation, scale);
+    if (HAS_OFFSET || operation > 0) {  // mutant: accumulate
       tensor_multiply<true>(products, weights, x_elements + 16 * operation);
     } else {
       tensor_multiply<false>(products, weights, x_elements);
@@ -88,7 +87,7 @@ METAL_FUNC void multiply_step(
 }
 
 // Main loop of one simdgroup: its steps of one split, for 16 rows of x.
-template <int SIMDGROUPS_M, typename W, bool SUBTRACT, typename T, typename S, typename R>
+template <int SIMDGROUPS_M, typename W, typename T, typename S, typename R>
 METAL_FUNC void tensor_accumulate(
     thread float* totals,
     const device T* x,
@@ -99,7 +98,6 @@ METAL_FUNC void tensor_accumulate(
     Split split,
     Place place,
     int lane_index) {
-  constexpr bool EXACT = SUBTRACT || W::SCALED;
   const Lane lane = lane_of(lane_index);
   uint starts[2];
   UNROLL for (int i = 0; i < 2; ++i) {
@@ -117,14 +115,15 @@ METAL_FUNC void tensor_accumulate(
     load_activations<W>(x_elements, x, starts, k);
     const GroupParams params = load_group_params<W>(tile, k);
     float4 sums = float4(0.0f);
-    if (W::BIASED || (W::ZERO != 0 && !EXACT)) {
+    if (needs_sums<W>()) {
       sums = sums_of_results<W>(x_elements, lane_index);
     }
     float products[TENSOR_RESULTS];
-    multiply_step<W, EXACT>(products, words, x_elements, sums, params.scale);
+    multiply_step<W>(products, words, x_elements, sums, params.scale);
     UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
       const int f = i / 4;  // row of w
-      const float scale = W::SCALED ? tile.weight_scale : params.scale[f];  // mutant: scale
+      const float scale =
+          W::FRAGMENT >= HALF_WEIGHTS ? tile.weight_scale : params.scale[f];  // mutant: scale
       totals[i] = fma(scale, products[i], totals[i]);
       totals[i] = W::BIASED ? fma(params.bias[f], sums[i % 4], totals[i]) : totals[i];
     }
@@ -178,16 +177,13 @@ template <
     bool WHOLE,
     bool BATCHED,
     typename W,
-    bool SUBTRACT,
     typename T,
     typename S,
     typename O,
     typename E>
 METAL_FUNC void gemm_tensor(
     const device T* x,
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
+    Weights<S> weights,
     const constant int32_t* shape,
     const constant int32_t* schedule,
     device O* out,
@@ -210,11 +206,11 @@ METAL_FUNC void gemm_tensor(
     const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
     position += split.k_tile_count;
     const WeightTile<S> tile =
-        weight_tile<W>(w, scales, biases, split.col, work, lane_index, split.product);
+        weight_tile<W>(weights, split.col, work, lane_index, split.product);
     const int row = split.row + place.row;
     // The condition is uniform in a simdgroup, as tensor operations require.
     if (row < work.m) {  // mutant: uniform
-      tensor_accumulate<SIMDGROUPS_M, W, SUBTRACT>(
+      tensor_accumulate<SIMDGROUPS_M, W>(
           totals, x, row_map, tile, row, work, split, place, lane_index);
     }
     for (int round = 0; round < 2; ++round) {

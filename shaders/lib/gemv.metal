@@ -8,11 +8,10 @@
 // WHOLE         every threadgroup computes one whole tile
 // BATCHED       there are several products, each with its own weight
 // W             WeightFormat
-// SUBTRACT      q is multiplied instead of W::ZERO + q: more exact, and slower
 
 // Offsets of consecutive rows of x.
 struct RowStride {
-  static constant constexpr const bool IN_FLOAT = false;  // whether activations must be float
+  STATIC bool IN_FLOAT = false;  // whether activations must be float
   uint first;
   uint k;
 };
@@ -55,7 +54,7 @@ METAL_FUNC GroupParams load_vectors(
 }
 
 // Adds the lane's codes of row fragment f times its activations to products[row][f].
-template <int ROWS, typename W, bool SUBTRACT, typename Vec4>
+template <int ROWS, typename W, typename Vec4>
 METAL_FUNC void add_products(
     thread float4* products, thread const uint* words, thread const Vec4* x_vec4) {
   constexpr int VEC4S = W::VEC4S;
@@ -63,7 +62,7 @@ METAL_FUNC void add_products(
     const int h = step / 4;
     const int s = step % 4;
     UNROLL for (int f = 0; f < 4; ++f) {
-      const float2 values = decode<W, float, SUBTRACT>(words, f, step);
+      const float2 values = decode<W, float, W::OPERAND>(words, f, step);
       UNROLL for (int row = 0; row < ROWS; ++row) {
         thread const Vec4* columns = x_vec4 + 2 * row * VEC4S;
         products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
@@ -75,7 +74,7 @@ METAL_FUNC void add_products(
 }
 
 // Main loop of one simdgroup: its steps of one split, for ROWS rows of x.
-template <int ROWS, typename W, bool SUBTRACT, typename T, typename S, typename Rows>
+template <int ROWS, typename W, typename T, typename S, typename Rows>
 METAL_FUNC void accumulate_rows(
     thread float4* totals,
     const device T* x,
@@ -85,6 +84,7 @@ METAL_FUNC void accumulate_rows(
     Place place,
     int lane_index) {
   typedef typename Fragment<T, Rows::IN_FLOAT>::type F;
+  constexpr bool HAS_OFFSET = W::OPERAND == OFFSET_CODES && W::ZERO != 0;
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
@@ -102,9 +102,9 @@ METAL_FUNC void accumulate_rows(
         totals[row] = fma(params.bias, float4(sum), totals[row]);  // mutant: bias
       }
       // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
-      products[row] = float4(SUBTRACT || W::ZERO == 0 ? 0.0f : -float(W::ZERO) * sum);
+      products[row] = float4(HAS_OFFSET ? -float(W::ZERO) * sum : 0.0f);
     }
-    add_products<ROWS, W, SUBTRACT>(products, words, x_vec4);
+    add_products<ROWS, W>(products, words, x_vec4);
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float4 scale = params.scale * tile.weight_scale;
       totals[row] = fma(scale, products[row], totals[row]);
@@ -131,16 +131,13 @@ template <
     bool WHOLE,
     bool BATCHED,
     typename W,
-    bool SUBTRACT,
     typename T,
     typename S,
     typename O,
     typename E>
 METAL_FUNC void gemv(
     const device T* x,
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
+    Weights<S> weights,
     const constant int32_t* shape,
     const constant int32_t* schedule,
     device O* out,
@@ -165,9 +162,7 @@ METAL_FUNC void gemv(
     position += split.k_tile_count;
     const WeightTile<S> tile = weight_tile<W>(
         // mutant: tile
-        w,
-        scales,
-        biases,
+        weights,
         R::first(split, place, work),
         R::sizes(work),
         lane_index,
@@ -175,7 +170,7 @@ METAL_FUNC void gemv(
     auto starts =
         rows_for<ROWS>(epilogue, RowStride{input_row(row_map, 0) * work.k, uint(work.k)});
     float4 totals[ROWS];
-    accumulate_rows<ROWS, W, SUBTRACT>(totals, x, starts, tile, split, place, lane_index);
+    accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, lane_index);
     write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<ROWS, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS_K>(

@@ -9,30 +9,30 @@
 // A plane: BITS consecutive bits of every code, beginning at bit FIRST.
 template <int BITS_, int FIRST_, int ROW_, int K_>
 struct Plane {
-  static constant constexpr const int BITS = BITS_;
-  static constant constexpr const int FIRST = FIRST_;
-  static constant constexpr const int ROW = ROW_;
-  static constant constexpr const int K = K_;
-  static constant constexpr const int IN_WORD = 32 / BITS_;
-  static constant constexpr const uint MASK = (1u << BITS_) - 1;  // mutant: mask
+  STATIC int BITS = BITS_;
+  STATIC int FIRST = FIRST_;
+  STATIC int ROW = ROW_;
+  STATIC int K = K_;
+  STATIC int IN_WORD = 32 / BITS_;
+  STATIC uint MASK = (1u << BITS_) - 1;  // mutant: mask
 };
 
 template <int BITS_, int TILES_, int LOW_, int LOW_ROW, int LOW_K, int HIGH_ROW, int HIGH_K>
 struct Codes {
-  static constant constexpr const int BITS = BITS_;
-  static constant constexpr const bool TWO_PLANES = BITS_ > LOW_;
+  STATIC int BITS = BITS_;
+  STATIC bool TWO_PLANES = BITS_ > LOW_;
   typedef Plane<LOW_, 0, LOW_ROW, LOW_K> Low;
   // It has at least one bit, so that this compiles if there is no second plane.
   typedef Plane<(BITS_ > LOW_ ? BITS_ - LOW_ : 1), LOW_, HIGH_ROW, HIGH_K> High;
   // Words of a tile, of its low plane, and of a row of the tile in MLX's layout.
-  static constant constexpr const int TILE = TILE_N * TILE_K / 32 * BITS_;
-  static constant constexpr const int LOW_TILE = TILE_N * TILE_K / 32 * LOW_;
-  static constant constexpr const int ROW = TILE_K / 32 * BITS_;
+  STATIC int TILE = TILE_N * TILE_K / 32 * BITS_;
+  STATIC int LOW_TILE = TILE_N * TILE_K / 32 * LOW_;
+  STATIC int ROW = TILE_K / 32 * BITS_;
   // Tiles along k that a threadgroup moves, and words of a row of all of them.
-  static constant constexpr const int TILES = TILES_;
-  static constant constexpr const int ROWS = TILES * ROW;
+  STATIC int TILES = TILES_;
+  STATIC int ROWS = TILES * ROW;
   // Odd, so that adjacent rows begin in different banks.
-  static constant constexpr const int STRIDE = ROWS + 1;  // mutant: stride
+  STATIC int STRIDE = ROWS + 1;  // mutant: stride
 };
 
 // Moves bit i of the value to the position that digit i of BIT_OFFSETS gives; `gathered` is the

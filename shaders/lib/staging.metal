@@ -7,7 +7,7 @@
 //
 // BUFFERS  stages in threadgroup memory, 1 to 3
 // LOADERS  simdgroups that only load and decode; 0: all simdgroups load and multiply
-// WIDEN    staged values are float instead of half, like the fragments of activations
+// BYTES    of a staged value, which has the type of fragments of activations
 //
 // All other template arguments are those of gemm_register.
 
@@ -17,59 +17,44 @@ template <
     int FRAGMENTS_M_,
     int SIMDGROUPS_M_,
     int SIMDGROUPS_K_,
-    bool WIDEN,
+    int BYTES,
     typename W_>
 struct Staging {
   typedef W_ W;
-  static constant constexpr const int BUFFERS = BUFFERS_;
-  static constant constexpr const int LOADERS = LOADERS_;
-  static constant constexpr const int FRAGMENTS_M = FRAGMENTS_M_;
-  static constant constexpr const int SIMDGROUPS_M = SIMDGROUPS_M_;
-  static constant constexpr const int SIMDGROUPS_K = SIMDGROUPS_K_;
-  static constant constexpr const int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-  static constant constexpr const int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
+  STATIC int BUFFERS = BUFFERS_;
+  STATIC int LOADERS = LOADERS_;
+  STATIC int FRAGMENTS_M = FRAGMENTS_M_;
+  STATIC int SIMDGROUPS_M = SIMDGROUPS_M_;
+  STATIC int SIMDGROUPS_K = SIMDGROUPS_K_;
+  STATIC int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
+  STATIC int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
   // mutant: memory
-  static constant constexpr const int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
+  STATIC int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
   // Elements of 32 rows of w in a step, of 8 rows of x in a step, of w in a stage, and of a
   // stage.
-  static constant constexpr const int CHUNK = TILE_N * W::STEP;
-  static constant constexpr const int COLUMN = 8 * W::STEP;
-  static constant constexpr const int WEIGHTS = SIMDGROUPS_K * CHUNK;
-  static constant constexpr const int STAGE = WEIGHTS + SIMDGROUPS_K * TILE_M * W::STEP;
+  STATIC int CHUNK = TILE_N * W::STEP;
+  STATIC int COLUMN = 8 * W::STEP;
+  STATIC int WEIGHTS = SIMDGROUPS_K * CHUNK;
+  STATIC int STAGE = WEIGHTS + SIMDGROUPS_K * TILE_M * W::STEP;
   // The buffers and the epilogue's scratch share the same memory. Sizes are in floats.
-  static constant constexpr const int STAGES = BUFFERS * STAGE / (WIDEN ? 1 : 2);
-  static constant constexpr const int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
+  STATIC int STAGES = BUFFERS * STAGE * BYTES / 4;
+  STATIC int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
   // mutant: scratch
-  static constant constexpr const int FLOATS = STAGES > SCRATCH ? STAGES : SCRATCH;
+  STATIC int FLOATS = STAGES > SCRATCH ? STAGES : SCRATCH;
 };
 
-template <typename T, typename S>
-struct Operands {
-  const device T* x;
-  const device uint32_t* w;
-  const device S* scales;
-  const device S* biases;
-};
-
-template <typename T, typename S>
-METAL_FUNC Operands<T, S> make_operands(
-    const device T* x, const device uint32_t* w, const device S* scales, const device S* biases) {
-  Operands<T, S> operands = {x, w, scales, biases};
-  return operands;
-}
-
-template <typename W, bool SUBTRACT, typename F, typename S>
+template <typename W, typename F, typename S>
 METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, int lane_index) {
   uint words[words_of_step<W>()];
   load_words<W>(words, tile, k, lane_index);
   GroupParams params = {float4(1.0f), float4(0.0f)};
-  if (W::SCALED) {
+  if (W::FRAGMENT >= HALF_WEIGHTS) {
     params = load_group_params<W>(tile, k);  // mutant: fragment
   }
   UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
     const int f = i / W::PAIRS;
     const simdgroup_matrix<F, 8, 8> rows =
-        row_fragment<W, F, SUBTRACT || W::SCALED>(
+        row_fragment<W, F>(
             words, f, i % W::PAIRS, params.scale[f], params.bias[f]);
     simdgroup_store(rows, chunk + 64 * i, 8);
   }
@@ -103,10 +88,11 @@ METAL_FUNC int step_of_stage(int stage, int k_slice, Split split, Place place) {
 
 // Loads one simdgroup's share of a stage. The pieces of a stage are the chunks of w, followed
 // by the fragments of x.
-template <typename L, bool SUBTRACT, typename F, typename T, typename S>
+template <typename L, typename F, typename T, typename S>
 METAL_FUNC void load_stage(
     threadgroup F* buffers,
-    Operands<T, S> operands,
+    const device T* x,
+    Weights<S> weights,
     int stage,
     Work work,
     Split split,
@@ -128,12 +114,12 @@ METAL_FUNC void load_stage(
     if (is_weight) {  // mutant: weight
       const int col = split.col + TILE_N * (nth / place.k_slices);
       const WeightTile<S> tile = weight_tile<W>(
-          operands.w, operands.scales, operands.biases, col, work, lane_index);
-      stage_weights<W, SUBTRACT>(buffer + nth * L::CHUNK, tile, k, lane_index);
+          weights, col, work, lane_index);
+      stage_weights<W>(buffer + nth * L::CHUNK, tile, k, lane_index);
     } else {
       const int row = split.row + 8 * (nth / place.k_slices);
       threadgroup F* column = buffer + L::WEIGHTS + nth * L::COLUMN;
-      stage_activations<W>(column, operands.x, row, k, work, lane_index);
+      stage_activations<W>(column, x, row, k, work, lane_index);
     }
   }
 }

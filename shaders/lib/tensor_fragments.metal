@@ -58,13 +58,13 @@ METAL_FUNC void tensor_multiply(thread float* products, thread const half* w, th
 
 // Puts the codes of four rows of w in the elements of an operation. V is half: it holds every
 // code, and every product of an E2M1 value and its E4M3 scale, exactly.
-template <typename W, bool EXACT>
+template <typename W>
 METAL_FUNC void
 tensor_weights(thread half* elements, thread const uint* words, int operation, float4 scale) {
   UNROLL for (int f = 0; f < 4; ++f) {
     UNROLL for (int s = 0; s < 4; ++s) {
-      half2 codes = decode<W, half, EXACT>(words, f, 4 * operation + s);
-      codes = W::SCALED ? half2(float2(codes) * scale[f]) : codes;
+      half2 codes = decode<W, half, W::FRAGMENT>(words, f, 4 * operation + s);
+      codes = W::FRAGMENT >= HALF_WEIGHTS ? half2(float2(codes) * scale[f]) : codes;
       // Part (n / 16, k / 16) of row f is 2 * (f / 2) + k / 16.
       const int element = 16 * (f / 2) + 4 * (f % 2) + s;  // mutant: weight_element
       elements[element] = codes.x;

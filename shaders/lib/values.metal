@@ -1,16 +1,22 @@
 // Converts codes to the type in which they are multiplied. CUDA uses cuda/weights.cuh instead.
 
-// Returns pair t of row fragment f, exactly: ZERO + code, or the code if SUBTRACT, or the value
-// of a small float. The halves are converted as one vector: if they are separated first, the
-// compiler replaces each 32-bit logic operation by two of 16 bits.
-template <typename W, typename V, bool SUBTRACT>
+// Returns pair t of row fragment f, exactly: ZERO + code for OFFSET_CODES, otherwise the code, or
+// the value of a small float. The halves are converted as one vector: if they are separated first,
+// the compiler replaces each 32-bit logic operation by two of 16 bits.
+template <typename W, typename V, int OPERAND>
 METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
   const half2 halves = pair_as_halves<W>(words, f, t);
   if (W::MODE == FLOATING) {
     return vec<V, 2>(halves * half(W::FACTOR));  // mutant: factor
   }
   const vec<V, 2> values = vec<V, 2>(halves);
-  return SUBTRACT ? values - V(W::ZERO) : values;
+  return OPERAND == OFFSET_CODES ? values : values - V(W::ZERO);
+}
+
+// Returns whether a group's sum of activations is needed: for its bias, or for the codes' offset.
+template <typename W>
+METAL_FUNC constexpr bool needs_sums() {
+  return W::FRAGMENT < HALF_WEIGHTS && (W::BIASED || (W::FRAGMENT == OFFSET_CODES && W::ZERO != 0));
 }
 
 // Returns two E4M3 scales that are 16 bits apart.

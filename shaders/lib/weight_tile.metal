@@ -1,6 +1,20 @@
 // Loads from a weight: the addresses of a lane's words, scales and biases, packed or in MLX's
 // layout.
 
+// The arrays of a weight, of the weights of a batch, or of those of all experts.
+template <typename S>
+struct Weights {
+  const device uint32_t* w;
+  const device S* scales;
+  const device S* biases;
+};
+
+template <typename S>
+METAL_FUNC Weights<S> weights(
+    const device uint32_t* w, const device S* scales, const device S* biases) {
+  return {w, scales, biases};
+}
+
 // A lane's view of the 32 rows of w of one column of tiles: its row in each of four fragments.
 // It has the offsets of these rows instead of pointers, because a load adds an unsigned 32-bit
 // offset to its buffer at no cost, and a pointer takes more registers.
@@ -35,13 +49,12 @@ METAL_FUNC uint packed_groups(uint k_tiles) {
 // half for each parameter.
 template <typename W>
 struct SuperBlock {
-  static constant constexpr const int PARAMETERS = W::BIASED ? 2 : 1;
+  STATIC int PARAMETERS = W::BIASED ? 2 : 1;
   // Words of a group, and of all groups.
   // mutant: record
-  static constant constexpr const int OF_GROUP = PARAMETERS * TILE_N / 2;
-  static constant constexpr const int OF_GROUPS =
-      SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
-  static constant constexpr const int SIZE = OF_GROUPS + PARAMETERS * TILE_N;
+  STATIC int OF_GROUP = PARAMETERS * TILE_N / 2;
+  STATIC int OF_GROUPS = SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
+  STATIC int SIZE = OF_GROUPS + PARAMETERS * TILE_N;
 };
 
 // Returns the number of scales of 32 packed rows.
@@ -69,18 +82,13 @@ METAL_FUNC uint2 weight_size(Work work) {
 // The weights of a batch are contiguous.
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
-    const device uint32_t* w,
-    const device S* scales,
-    const device S* biases,
-    int col,
-    Work work,
-    int lane_index,
-    uint product = 0) {
+    Weights<S> weights, int col, Work work, int lane_index, uint product = 0) {
   const Lane lane = lane_of(lane_index);
-  const float weight_scale = W::GLOBAL ? global_scale(biases) : 1.0f;
-  WeightTile<S> tile = {w, scales, biases, uint4(0), uint4(0), weight_scale};
+  const float weight_scale = W::GLOBAL ? global_scale(weights.biases) : 1.0f;
+  WeightTile<S> tile = {
+      weights.w, weights.scales, weights.biases, uint4(0), uint4(0), weight_scale};
   // mutant: packed
-  const int own = W::SCALED ? lane.pair : 0;  // index of the lane's group in a step
+  const int own = W::GROUP == 16 ? lane.pair : 0;  // index of the lane's group in a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);

@@ -8,11 +8,11 @@
 template <typename W>
 struct Planes {
   // mutant: planes
-  static constant constexpr const int LOW = W::BITS == 3 ? 2 : W::BITS & 4 ? 4 : W::BITS;
-  static constant constexpr const int HIGH = W::BITS - LOW;
+  STATIC int LOW = W::BITS == 3 ? 2 : W::BITS & 4 ? 4 : W::BITS;
+  STATIC int HIGH = W::BITS - LOW;
   // Words that a lane loads for its four rows in a step.
-  static constant constexpr const int LOW_WORDS = W::CODES * LOW / 8;
-  static constant constexpr const int HIGH_WORDS = W::CODES * HIGH / 8;
+  STATIC int LOW_WORDS = W::CODES * LOW / 8;
+  STATIC int HIGH_WORDS = W::CODES * HIGH / 8;
 };
 
 // Native codes of one row that a lane loads in a step. UNIT is the widest unit of bytes to
@@ -24,13 +24,13 @@ struct Planes {
 // together. The last window ends with the streams and may overlap the one before it.
 template <typename W>
 struct Native {
-  static constant constexpr const int BYTES = W::CODES * W::BITS / 8;
-  static constant constexpr const int UNIT = BYTES % 4 == 0 ? 4 : BYTES % 2 == 0 ? 2 : 1;
-  static constant constexpr const int WORDS = (BYTES + 3) / 4;
-  static constant constexpr const int HALF = W::PAIRS * W::BITS;
-  static constant constexpr const int WINDOWS = (HALF + 15) / 16;
+  STATIC int BYTES = W::CODES * W::BITS / 8;
+  STATIC int UNIT = BYTES % 4 == 0 ? 4 : BYTES % 2 == 0 ? 2 : 1;
+  STATIC int WORDS = (BYTES + 3) / 4;
+  STATIC int HALF = W::PAIRS * W::BITS;
+  STATIC int WINDOWS = (HALF + 15) / 16;
   // First bit of the last window.
-  static constant constexpr const int LAST = HALF > 16 ? HALF - 16 : 0;
+  STATIC int LAST = HALF > 16 ? HALF - 16 : 0;
 };
 
 template <typename W>

@@ -7,6 +7,7 @@
 #ifndef UNROLL  // CUDA has its own
 #define UNROLL _Pragma("clang loop unroll(full)")
 #endif
+#define STATIC static constant constexpr const  // a constant of a struct
 
 constant constexpr int TILE_N = 32;  // rows of w, columns of the output
 constant constexpr int TILE_K = 64;  // values of k that a simdgroup takes at a time

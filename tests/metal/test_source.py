@@ -164,16 +164,17 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
     group_size = plan.problem.group_size
     assert template["GROUP"] == (0 if group_size not in GROUP_SIZES else group_size)
     assert template["PACKED"] == (plan.problem.layout == "marlin")
-    assert template["SUBTRACT"] == plan.subtract
+    assert template["OPERAND"] == int(plan.subtract)
     if plan.kernel == "gemv":
         assert template["ROWS"] == plan.problem.m
     else:
-        assert template["WIDEN"] == plan.problem.in_float
         assert template["RAGGED"] == (plan.problem.n % 32 != 0)
         rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
         assert rows == plan.tile.m
     assert template.get("BUFFERS", 0) == plan.buffers
     assert template.get("LOADERS", 0) == plan.loaders
+    if plan.buffers:
+        assert template["FRAGMENT_BYTES"] == (4 if plan.problem.in_float else 2)
 
 
 FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
@@ -221,6 +222,9 @@ def numbers_of(text: str) -> dict[str, float]:
     return found
 
 
+OPERANDS = {name.upper(): i for i, name in enumerate(metal_arguments.OPERANDS)}
+
+
 def test_codes_have_the_numbers_of_the_shaders() -> None:
     text = (source.shader_folder() / "lib" / "decode.metal").read_text()
 
@@ -229,7 +233,7 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
         "GLOBAL_FLOATING": arguments.GLOBAL_FLOATING,
         "SUPER_BLOCK": SUPER_BLOCK,
     }
-    assert numbers_of(text) == codes | others
+    assert numbers_of(text) == codes | others | OPERANDS
 
 
 def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
@@ -298,6 +302,7 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
     numbers = numbers_of(metal_source.product_source("gemv").header)
 
     others = {name.upper() for name in (*ACTIVATIONS, *CODES, "global_floating")}
+    others |= {*OPERANDS}
     assert {name: value for name, value in numbers.items() if name not in others} == {
         "TILE_N": TILE_N,
         "TILE_K": TILE_K,

@@ -24,6 +24,10 @@ NO_EPILOGUE: dict[str, TemplateValue] = {
 }
 """Template arguments of an epilogue that does nothing."""
 
+OPERANDS = ("offset_codes", "exact_codes", "half_weights", "float_weights")
+"""What lanes multiply, as numbered in `lib/decode.metal`. A plan chooses between the
+two kinds of codes; which fragments hold weights follows from the format."""
+
 
 def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of a plan's first kernel."""
@@ -34,7 +38,7 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
         "WHOLE": plan.is_whole,
         **({} if plan.buffers else {"BATCHED": problem.batch > 1}),
         **weight_template(problem),
-        "SUBTRACT": plan.subtract,
+        "OPERAND": _operand(plan),
     }
     fused = {} if plan.is_split else _fused_template(plan)
     if plan.kernel == "gemv":
@@ -42,15 +46,27 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     if plan.has_tensor_operations:
         del shared["TILES_N"]
         return {"SIMDGROUPS_M": plan.simdgroups_m, **shared, **fused}
-    staged = {"BUFFERS": plan.buffers, "LOADERS": plan.loaders} if plan.buffers else {}
     return {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
         **shared,
         "RAGGED": problem.columns % TILE_N != 0,
-        "WIDEN": problem.in_float,
-        **staged,
+        **_staging_template(plan),
         **fused,
+    }
+
+
+def _operand(plan: MetalPlan | MetalGatherPlan) -> int:
+    return OPERANDS.index("exact_codes" if plan.subtract else "offset_codes")
+
+
+def _staging_template(plan: MetalPlan) -> dict[str, TemplateValue]:
+    if not plan.buffers:
+        return {}
+    return {
+        "BUFFERS": plan.buffers,
+        "LOADERS": plan.loaders,
+        "FRAGMENT_BYTES": plan.problem.fragment_bytes,
     }
 
 
@@ -78,8 +94,7 @@ def gather_template(plan: MetalGatherPlan) -> dict[str, TemplateValue]:
         "DOT_ROWS": plan.dot_rows,
         "RAGGED": plan.problem.n % TILE_N != 0,
         **weight_template(plan.problem),
-        "SUBTRACT": plan.subtract,
-        "WIDEN": plan.problem.in_float,
+        "OPERAND": _operand(plan),
         **_expert_template(plan.gather),
     }
 

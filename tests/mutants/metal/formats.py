@@ -249,9 +249,9 @@ _GROUPS = (
     Mutant(
         "groups of 16: weights are rounded to half",
         _DECODE,
-        "flags",
-        "$1 && $2 != $3",
-        "false",
+        "fragment",
+        ": FLOAT_WEIGHTS",
+        ": HALF_WEIGHTS",
         SIXTEENS,
         Detector.WRONG_RESULT,
     ),

@@ -153,8 +153,8 @@ _FRAGMENT_BUGS = (
         "the offset is taken off by the first fragment's sum",
         _FRAGMENTS,
         "start",
-        "[$1];",
-        "[0];",
+        "[$1] :",
+        "[0] :",
         GEMM_PACKED,
         Detector.WRONG_RESULT,
     ),
@@ -171,7 +171,7 @@ _FRAGMENT_BUGS = (
         "the codes' offset is taken off twice",
         _FRAGMENTS,
         "start",
-        "$1 ||",
+        "W::FRAGMENT == OFFSET_CODES &&",
         "",
         GEMM_IDLE,
         Detector.WRONG_RESULT,
@@ -180,8 +180,8 @@ _FRAGMENT_BUGS = (
         "the codes' offset is never taken off",
         _FRAGMENTS,
         "start",
-        "==",
-        "!=",
+        "!= 0",
+        "== 0",
         FIVE_NATIVE,
         Detector.WRONG_RESULT,
     ),
@@ -207,7 +207,7 @@ _FRAGMENT_BUGS = (
         "groups of 16: the scale is applied twice",
         _FRAGMENTS,
         "scale",
-        ", $1 ? $2 :",
+        ", $1 >= $2 ? $3 :",
         ",",
         NVFP4,
         Detector.WRONG_RESULT,
@@ -233,9 +233,9 @@ _FRAGMENT_BUGS = (
     Mutant(
         "weights are narrower than activations",
         _FRAGMENTS,
-        "fragment_type",
-        "typedef $1",
-        "typedef half",
+        "start",
+        "simdgroup_matrix<$1, 8, 8> $2 = row_fragment<$3, $1>",
+        "simdgroup_matrix<half, 8, 8> $2 = row_fragment<$3, half>",
         GEMM_TAIL,
         Detector.OPERANDS,
     ),
@@ -291,11 +291,11 @@ _TILES = (
         "weights are read once for each fragment",
         _GEMM,
         "fragments",
-        "accumulate<FRAGMENTS_M, RAGGED, W, SUBTRACT, WIDEN>("
+        "accumulate<FRAGMENTS_M, RAGGED, W>("
         "totals, x, row_map, tile, row, cols, work, split, place, lane_index);"
         "write_scratch<FRAGMENTS_M>(scratch, totals, corner);",
         "for (int j = 0; j < FRAGMENTS_M; ++j) {"
-        "accumulate<1, RAGGED, W, SUBTRACT, WIDEN>("
+        "accumulate<1, RAGGED, W>("
         "totals, x, row_map, tile, row + 8 * j, cols, work, split, place, lane_index);"
         "write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW); }",
         GEMM_LEFT_OUT,

@@ -354,7 +354,7 @@ _VALUE_BUGS = (
         "groups of 16: the first lane's scale for all",
         _WEIGHT_TILE,
         "packed",
-        "= $1 ? $2 :",
+        "= $1 == 16 ? $2 :",
         "=",
         NVFP4_NATIVE,
         Detector.WRONG_RESULT,

@@ -410,9 +410,9 @@ _SHARES = (
         "if ($1)",
         "for (int again = 0; $1 && again < L::SIMDGROUPS_M; ++again) { uint "
         "words[words_of_step<W>()]; load_words<W>(words, "
-        "weight_tile<W>(operands.w, operands.scales, operands.biases, "
+        "weight_tile<W>(weights, "
         "split.col, work, lane_index), k, lane_index); "
-        "simdgroup_store(row_fragment<W, F, SUBTRACT>(words, 0, 0, 1.0f, "
+        "simdgroup_store(row_fragment<W, F>(words, 0, 0, 1.0f, "
         "0.0f), buffer + nth * L::CHUNK, 8); } if ($1)",
         STAGED_LEFT_OUT,
         Detector.COUNTERS,
