@@ -2,26 +2,22 @@
 // product with w by that with `second`.
 // Plan: as for gather, and the epilogue. Threadgroup: as for gather; with a gate, one half of
 // its simdgroups multiplies by w and the other half by `second`.
-constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-threadgroup float scratch[SIMDGROUPS_K * TILE_M * marlin::SCRATCH_ROW];
-threadgroup int pairs[TILE_M];
+typedef marlin::Tiling<8 * FRAGMENTS_M, SIMDGROUPS_M, SIMDGROUPS_K> Tiles;
+threadgroup float scratch[Tiles::SCRATCH];
+threadgroup int pairs[Tiles::TILE_M];
 marlin::gather_register<
-    FRAGMENTS_M,
-    SIMDGROUPS_M,
-    SIMDGROUPS_K,
+    Tiles,
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>,
     DOT_ROWS,
-    RAGGED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+    RAGGED>(
     x,
     marlin::weights(w, scales, biases),
-    sources,
-    experts,
-    shape,
+    marlin::Choices{experts, sources, shape, pairs},
     out,
     marlin::expert_epilogue<GATE, BIAS>(
         marlin::weights(second, second_scales, second_scales), expert_bias, second_bias),
-    scratch,
-    pairs,
-    threadgroup_position_in_grid.x,
-    int(simdgroup_index_in_threadgroup),
-    int(thread_index_in_simdgroup));
+    marlin::Simdgroup{
+        scratch,
+        threadgroup_position_in_grid.x,
+        int(simdgroup_index_in_threadgroup),
+        int(thread_index_in_simdgroup)});

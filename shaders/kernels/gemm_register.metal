@@ -2,24 +2,16 @@
 // workspace [slots, m, n] of partial sums, or the sums are added atomically.
 // Plan: fragments_m, simdgroups_m, simdgroups_n (TILES_N), simdgroups_k, subtract (OPERAND), work.
 // Threadgroup: simdgroups_m x simdgroups_k simdgroups; it computes one range of k tiles.
-// mutant: scratch
-threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * FRAGMENTS_M * 8 * marlin::SCRATCH_ROW];
-marlin::gemm_register<
-    FRAGMENTS_M,
-    SIMDGROUPS_M,
-    SIMDGROUPS_K,
-    TILES_N,
-    WHOLE,
-    BATCHED,
-    RAGGED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+typedef marlin::Tiling<8 * FRAGMENTS_M, SIMDGROUPS_M, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
+threadgroup float scratch[Tiles::SCRATCH];
+marlin::gemm_register<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>, RAGGED>(
     x,
     marlin::weights(w, scales, biases),
-    shape,
-    schedule,
+    marlin::read_work(shape, schedule),
     out,
     marlin::Plain{},
-    scratch,
-    threadgroup_position_in_grid.x,  // mutant: range
-    int(simdgroup_index_in_threadgroup),
-    int(thread_index_in_simdgroup));
+    marlin::Simdgroup{
+        scratch,
+        threadgroup_position_in_grid.x,  // mutant: range
+        int(simdgroup_index_in_threadgroup),
+        int(thread_index_in_simdgroup)});

@@ -3,20 +3,16 @@
 // atomically.
 // Plan: simdgroups_m, simdgroups_k, subtract (OPERAND), work.
 // Threadgroup: simdgroups_m x simdgroups_k simdgroups; it computes one range of k tiles.
-threadgroup float scratch[SIMDGROUPS_K * SIMDGROUPS_M * marlin::ROUND_ROWS * marlin::TILE_N];
-marlin::gemm_tensor<
-    SIMDGROUPS_M,
-    SIMDGROUPS_K,
-    WHOLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+typedef marlin::Tiling<marlin::ROUND_ROWS, SIMDGROUPS_M, SIMDGROUPS_K, 1, WHOLE, BATCHED> Tiles;
+threadgroup float scratch[Tiles::SIMDGROUPS * marlin::ROUND_ROWS * marlin::TILE_N];
+marlin::gemm_tensor<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
     marlin::weights(w, scales, biases),
-    shape,
-    schedule,
+    marlin::read_work(shape, schedule),
     out,
     marlin::Plain{},
-    scratch,
-    threadgroup_position_in_grid.x,
-    int(simdgroup_index_in_threadgroup),
-    int(thread_index_in_simdgroup));
+    marlin::Simdgroup{
+        scratch,
+        threadgroup_position_in_grid.x,
+        int(simdgroup_index_in_threadgroup),
+        int(thread_index_in_simdgroup)});

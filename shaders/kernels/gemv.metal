@@ -2,21 +2,16 @@
 // tiles are split, out is the workspace [slots, ROWS, n], or the sums are added atomically.
 // Plan: tile.m (ROWS), simdgroups_n (TILES_N), simdgroups_k, subtract (OPERAND), work.
 // Threadgroup: simdgroups_k simdgroups; it computes one range of k tiles.
-threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];  // mutant: scratch
-marlin::gemv<
-    ROWS,
-    SIMDGROUPS_K,
-    TILES_N,
-    WHOLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+typedef marlin::Tiling<ROWS, 1, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
+threadgroup float scratch[Tiles::SCRATCH];
+marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
     marlin::weights(w, scales, biases),
-    shape,
-    schedule,
+    marlin::read_work(shape, schedule),
     out,
     marlin::Plain{},
-    scratch,
-    threadgroup_position_in_grid.x,
-    int(simdgroup_index_in_threadgroup),
-    int(thread_index_in_simdgroup));
+    marlin::Simdgroup{
+        scratch,
+        threadgroup_position_in_grid.x,
+        int(simdgroup_index_in_threadgroup),
+        int(thread_index_in_simdgroup)});

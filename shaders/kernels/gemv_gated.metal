@@ -1,21 +1,16 @@
 // Computes out[ROWS, n] = activation(x[ROWS, k] times the transpose of w[0:n, k]) * (x times the
 // transpose of w[n:2n, k]) for one to five rows. No tile is split; simdgroups_n (TILES_N) is 2.
 // Plan: as for gemv, and the activation. Threadgroup: as for gemv.
-threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
-marlin::gemv<
-    ROWS,
-    SIMDGROUPS_K,
-    TILES_N,
-    WHOLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+typedef marlin::Tiling<ROWS, 1, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
+threadgroup float scratch[Tiles::SCRATCH];
+marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
     marlin::weights(w, scales, biases),
-    shape,
-    schedule,
+    marlin::read_work(shape, schedule),
     out,
     marlin::Gated<ACTIVATION>{},
-    scratch,
-    threadgroup_position_in_grid.x,
-    int(simdgroup_index_in_threadgroup),
-    int(thread_index_in_simdgroup));
+    marlin::Simdgroup{
+        scratch,
+        threadgroup_position_in_grid.x,
+        int(simdgroup_index_in_threadgroup),
+        int(thread_index_in_simdgroup)});

@@ -2,18 +2,12 @@
 // two rows. No tile is split.
 // Plan: as for gemv, the problem's epilogue, and EPSILON with the bits of a float. Threadgroup: as
 // for gemv.
-threadgroup float scratch[SIMDGROUPS_K * ROWS * marlin::SCRATCH_ROW];
-marlin::gemv<
-    ROWS,
-    SIMDGROUPS_K,
-    TILES_N,
-    WHOLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+typedef marlin::Tiling<ROWS, 1, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
+threadgroup float scratch[Tiles::SCRATCH];
+marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
     x,
     marlin::weights(w, scales, biases),
-    shape,
-    schedule,
+    marlin::read_work(shape, schedule),
     out,
     marlin::normed(
         marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
@@ -21,7 +15,8 @@ marlin::gemv<
         norm,
         EPSILON,
         shape),
-    scratch,
-    threadgroup_position_in_grid.x,
-    int(simdgroup_index_in_threadgroup),
-    int(thread_index_in_simdgroup));
+    marlin::Simdgroup{
+        scratch,
+        threadgroup_position_in_grid.x,
+        int(simdgroup_index_in_threadgroup),
+        int(thread_index_in_simdgroup)});

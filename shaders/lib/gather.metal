@@ -5,13 +5,21 @@
 // DOT_ROWS   tiles of up to this many rows (0, 1 or 2) are dot products, as in gemv, with all
 //            simdgroups along k; larger tiles are matrix products, as in gemm_register
 //
-// All other template arguments are those of gemm_register.
+// L, W and RAGGED are those of gemm_register.
 
 // The rows of a tile: indices of the pairs (row of x, expert) that the threadgroup found.
 struct GatheredRows {
   const threadgroup int* pairs;
   const device uint32_t* sources;  // rows of x; not read unless `each` is 0
   uint each;                       // consecutive pairs that have the same row of x
+};
+
+// The expert of each pair, the rows of x of pairs, and memory for a tile's pairs.
+struct Choices {
+  const device uint32_t* experts;
+  const device uint32_t* sources;
+  const constant int32_t* shape;  // number of pairs, n, k, consecutive pairs with the same row
+  threadgroup int* pairs;
 };
 
 METAL_FUNC uint input_row(GatheredRows row_map, uint row) {
@@ -92,25 +100,31 @@ METAL_FUNC void gather_rows(
     WeightTile<S> tile,
     device O* out,
     E epilogue,
-    threadgroup float* scratch,
     Work work,
     Split split,
-    int simdgroup_index,
-    int lane_index) {
+    Simdgroup simdgroup) {
   // mutant: dot_rows
   const Place place =
-      place_of_simdgroup<1, SIMDGROUPS, WeightsOf<E>::COUNT>(simdgroup_index, true, 0);
+      place_of_simdgroup<1, SIMDGROUPS, WeightsOf<E>::COUNT>(simdgroup.index, true, 0);
   RowOffsets<ROWS> starts;
   UNROLL for (int row = 0; row < ROWS; ++row) {
     starts.rows[row] = input_row(row_map, row) * work.k;
   }
   float4 totals[ROWS];
-  accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, lane_index);
-  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;
-  write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
+  accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, simdgroup.lane_index);
+  const int corner = simdgroup.index * ROWS * SCRATCH_ROW;
+  write_rows<ROWS>(simdgroup.scratch, totals, corner, lane_of(simdgroup.lane_index), starts);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
-      out, epilogue, row_map, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
+      out,
+      epilogue,
+      row_map,
+      simdgroup.scratch,
+      work,
+      split,
+      place.k_slices,
+      simdgroup.index,
+      simdgroup.lane_index);
 }
 
 // Returns the offset of an expert's part of an array. It has 64 bits, because the array of all
@@ -120,12 +134,10 @@ METAL_FUNC ulong offset_of_expert(uint expert, uint size) {
 }
 
 template <
-    int FRAGMENTS_M,
-    int SIMDGROUPS_M,
-    int SIMDGROUPS_K,
+    typename L,
+    typename W,
     int DOT_ROWS,
     bool RAGGED,
-    typename W,
     typename T,
     typename S,
     typename O,
@@ -133,34 +145,29 @@ template <
 METAL_FUNC void gather_register(
     const device T* x,
     Weights<S> first_weights,
-    const device uint32_t* sources,
-    const device uint32_t* experts,
-    const constant int32_t* shape,
+    Choices choices,
     device O* out,
     E epilogue,
-    threadgroup float* scratch,
-    threadgroup int* pairs,
-    uint threadgroup_index,
-    int simdgroup_index,
-    int lane_index) {
-  constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-  constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
-  const int count = shape[0];  // mutant: expert
+    Simdgroup simdgroup) {
+  constexpr int FRAGMENTS_M = L::ROWS / 8;
+  constexpr int TILE_M = L::TILE_M;
+  constexpr int SIMDGROUPS = L::SIMDGROUPS;
+  const int count = choices.shape[0];  // mutant: expert
   Work work;
-  work.n = shape[1];
-  work.k = shape[2];
+  work.n = choices.shape[1];
+  work.k = choices.shape[2];
   const uint n_tiles = ceil_div(work.n, TILE_N);
-  const uint expert = threadgroup_index / n_tiles;
+  const uint expert = simdgroup.threadgroup_index / n_tiles;
 
   Split split;
   split.row = 0;
-  split.col = threadgroup_index % n_tiles * TILE_N;
+  split.col = simdgroup.threadgroup_index % n_tiles * TILE_N;
   split.slot = 0;
   split.k_start = 0;
   split.k_stop = work.k;
-  const Lane lane = lane_of(lane_index);
-  const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, WeightsOf<E>::COUNT>(
-      simdgroup_index, true, 8 * FRAGMENTS_M);
+  const Lane lane = lane_of(simdgroup.lane_index);
+  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, WeightsOf<E>::COUNT>(
+      simdgroup.index, true, L::ROWS);
   Weights<S> weights = weights_of(epilogue, first_weights, place.column);
   const uint2 size = weight_size<W>(work);
   weights.w += offset_of_expert(expert, size.x);  // mutant: codes
@@ -169,35 +176,60 @@ METAL_FUNC void gather_register(
   epilogue = at_column(epilogue, offset_of_expert(expert, work.n) + split.col);
   const int corner =
       // mutant: corner
-      (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
+      (simdgroup.index / L::SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
       lane.row;
-  const GatheredRows row_map = {pairs, sources, uint(shape[3])};  // mutant: each
+  // mutant: each
+  const GatheredRows row_map = {choices.pairs, choices.sources, uint(choices.shape[3])};
   float2 totals[4 * FRAGMENTS_M];
 
   for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
-    found = list_pairs<TILE_M>(pairs, experts, count, expert, first, simdgroup_index, lane_index);
+    found = list_pairs<TILE_M>(
+        choices.pairs,
+        choices.experts,
+        count,
+        expert,
+        first,
+        simdgroup.index,
+        simdgroup.lane_index);
     if (found == 0) {
       break;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     work.m = min(found - first, TILE_M);
-    const WeightTile<S> tile = weight_tile<W>(weights, split.col, work, lane_index);
+    const WeightTile<S> tile = weight_tile<W>(weights, split.col, work, simdgroup.lane_index);
     // All threads found the same number of pairs, so the branches are uniform.
     if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
       gather_rows<1, SIMDGROUPS, W>(
-          x, row_map, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
+          x, row_map, tile, out, epilogue, work, split, simdgroup);
     } else if (DOT_ROWS >= 2 && work.m == 2) {
       gather_rows<2, SIMDGROUPS, W>(
-          x, row_map, tile, out, epilogue, scratch, work, split, simdgroup_index, lane_index);
+          x, row_map, tile, out, epilogue, work, split, simdgroup);
     } else {
       if (work.m > place.row) {
         accumulate<FRAGMENTS_M, RAGGED, W>(
-            totals, x, row_map, tile, place.row, work.n - split.col, work, split, place, lane_index);
-        write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+            totals,
+            x,
+            row_map,
+            tile,
+            place.row,
+            work.n - split.col,
+            work,
+            split,
+            place,
+            simdgroup.lane_index);
+        write_scratch<FRAGMENTS_M>(simdgroup.scratch, totals, corner);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: store
-      store_tile<TILE_M, SIMDGROUPS_K, 1, SIMDGROUPS>(
-          out, epilogue, row_map, scratch, work, split, place.k_slices, simdgroup_index, lane_index);
+      store_tile<TILE_M, L::SIMDGROUPS_K, 1, SIMDGROUPS>(
+          out,
+          epilogue,
+          row_map,
+          simdgroup.scratch,
+          work,
+          split,
+          place.k_slices,
+          simdgroup.index,
+          simdgroup.lane_index);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -2,14 +2,9 @@
 // main loop has no staging, no barrier and no conversion. Fragments hold W::ZERO + q. Scale and
 // bias are applied once to the sums of a group, in float32.
 //
-// FRAGMENTS_M   column fragments (of 8 rows of x) per simdgroup, 1 or 2
-// SIMDGROUPS_M  simdgroups side by side along m; they read the same words
-// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
-// TILES_N       width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
-// WHOLE         every threadgroup computes one whole tile
-// BATCHED       there are several products, each with its own weight
-// RAGGED        the last tile along n may have fewer than four row fragments of w
-// W             WeightFormat
+// L       Tiling; a simdgroup has 8 or 16 rows of x, which are one or two column fragments
+// W       WeightFormat
+// RAGGED  the last tile along n may have fewer than four row fragments of w
 
 // Main loop of one simdgroup: its steps of one split, for FRAGMENTS fragments of x.
 template <int FRAGMENTS, bool RAGGED, typename W, typename T, typename S, typename R>
@@ -54,80 +49,57 @@ METAL_FUNC void accumulate(
   }
 }
 
-template <
-    int FRAGMENTS_M,
-    int SIMDGROUPS_M,
-    int SIMDGROUPS_K,
-    int TILES_N,
-    bool WHOLE,
-    bool BATCHED,
-    bool RAGGED,
-    typename W,
-    typename T,
-    typename S,
-    typename O,
-    typename E>
+template <typename L, typename W, bool RAGGED, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemm_register(
     const device T* x,
     Weights<S> weights,
-    const constant int32_t* shape,
-    const constant int32_t* schedule,
+    Work work,
     device O* out,
     E epilogue,
-    threadgroup float* scratch,
-    uint threadgroup_index,
-    int simdgroup_index,
-    int lane_index) {
-  constexpr int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-  constexpr int SIMDGROUPS = SIMDGROUPS_M * SIMDGROUPS_K;
-  typedef WeightRows<E, TILES_N> R;
-
-  const Work work = read_work(shape, schedule);
-  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
-  const Lane lane = lane_of(lane_index);
-  const Place place = place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, TILES_N>(
-      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);  // mutant: corner
-  const int corner = (simdgroup_index / SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) *
+    Simdgroup simdgroup) {
+  constexpr int FRAGMENTS_M = L::ROWS / 8;
+  typedef WeightRows<E, L::TILES_N> R;
+  const Lane lane = lane_of(simdgroup.lane_index);
+  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, L::TILES_N>(
+      simdgroup.index, simdgroup.threadgroup_index < work.whole, L::ROWS);  // mutant: corner
+  const int corner = (simdgroup.index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
           SCRATCH_ROW + lane.row;
   float2 totals[4 * FRAGMENTS_M];
 
-  for (uint position = range.begin; position < range.end;) {
-    const Split split =
-        // mutant: split
-        split_at<R::WIDTH, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
-    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
-    position += split.k_tile_count;
+  Splits<L, R::WIDTH, W::GROUP> splits = {work, simdgroup.threadgroup_index};
+  while (splits.remain()) {
+    const Split split = splits.next();
+    const IdentityRows row_map = rows_of_product<L::BATCHED>(split, work);
     const int col = R::first(split, place, work);
     const Work weight = R::sizes(work);
     const WeightTile<S> tile =
         // mutant: fragments
-        weight_tile<W>(weights, col, weight, lane_index, split.product);
+        weight_tile<W>(weights, col, weight, simdgroup.lane_index, split.product);
     const int cols = weight.n - col;
     const int row = split.row + place.row;
     // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
       accumulate<FRAGMENTS_M, RAGGED, W>(
-          totals, x, row_map, tile, row, cols, work, split, place, lane_index);
-      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+          totals, x, row_map, tile, row, cols, work, split, place, simdgroup.lane_index);
+      write_scratch<FRAGMENTS_M>(simdgroup.scratch, totals, corner);
     } else if (work.m > row) {
       accumulate<1, RAGGED, W>(
-          totals, x, row_map, tile, row, cols, work, split, place, lane_index);
-      write_scratch<1>(scratch, totals, corner);
+          totals, x, row_map, tile, row, cols, work, split, place, simdgroup.lane_index);
+      write_scratch<1>(simdgroup.scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
-    store_tile<TILE_M, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS>(
+    store_tile<L::TILE_M, L::SIMDGROUPS_K, R::WIDTH, L::SIMDGROUPS>(
         out,
         epilogue,
         row_map,
-        scratch,
+        simdgroup.scratch,
         work,
         split,
         place.k_slices,
-        simdgroup_index,
-        lane_index);
-    if (WHOLE) {  // mutant: after_store
+        simdgroup.index,
+        simdgroup.lane_index);
+    if (splits.done()) {
       break;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

@@ -2,7 +2,7 @@
 // a threadgroup. The arithmetic is that of gemm_register: staged codes are exact, and scale and
 // bias are applied once per group, in float32.
 //
-// L  Staging; all other template arguments are those of gemm_register
+// L  Staging; RAGGED is that of gemm_register
 
 // A chunk of w in threadgroup memory: fragments [f][step].
 template <typename F>
@@ -55,51 +55,36 @@ METAL_FUNC void multiply_stage(
       totals, codes, columns, sums, params, tile.weight_scale, cols);
 }
 
-template <
-    typename L,
-    int TILES_N,
-    bool WHOLE,
-    bool RAGGED,
-    typename T,
-    typename S,
-    typename O,
-    typename E>
+template <typename L, bool RAGGED, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemm_staged(
     const device T* x,
     Weights<S> weights,
-    const constant int32_t* shape,
-    const constant int32_t* schedule,
+    Work work,
     device O* out,
     E epilogue,
-    threadgroup float* scratch,
-    uint threadgroup_index,
-    int simdgroup_index,
-    int lane_index) {
+    Simdgroup simdgroup) {
   typedef typename L::W W;
   typedef typename Fragment<T, W::FRAGMENT == FLOAT_WEIGHTS>::type F;
-  constexpr int FRAGMENTS_M = L::FRAGMENTS_M;
+  constexpr int FRAGMENTS_M = L::ROWS / 8;
   constexpr int AHEAD = L::BUFFERS - 1;  // mutant: ahead
 
-  const Work work = read_work(shape, schedule);
-  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
-  const Lane lane = lane_of(lane_index);
-  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, TILES_N>(
-      simdgroup_index, threadgroup_index < work.whole, 8 * FRAGMENTS_M);
-  const bool multiplies = simdgroup_index < L::MULTIPLYING;  // mutant: roles
+  const Lane lane = lane_of(simdgroup.lane_index);
+  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, L::TILES_N>(
+      simdgroup.index, simdgroup.threadgroup_index < work.whole, L::ROWS);
+  const bool multiplies = simdgroup.index < L::MULTIPLYING;  // mutant: roles
   const bool loads = L::LOADERS == 0 || !multiplies;
-  const int loader = simdgroup_index - (L::LOADERS == 0 ? 0 : L::MULTIPLYING);
-  const int corner = (simdgroup_index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
+  const int loader = simdgroup.index - (L::LOADERS == 0 ? 0 : L::MULTIPLYING);
+  const int corner = (simdgroup.index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
           SCRATCH_ROW + lane.row;
-  threadgroup F* buffers = (threadgroup F*)scratch;
+  threadgroup F* buffers = (threadgroup F*)simdgroup.scratch;
   float2 totals[4 * FRAGMENTS_M];
 
-  for (uint position = range.begin; position < range.end;) {
-    const Split split =
-        split_at<TILES_N, WHOLE, W::GROUP>(position, range.end, threadgroup_index, work);
-    position += split.k_tile_count;
+  Splits<L, L::TILES_N, W::GROUP> splits = {work, simdgroup.threadgroup_index};
+  while (splits.remain()) {
+    const Split split = splits.next();
     const int col = split.col + TILE_N * place.column;
     const WeightTile<S> tile =
-        weight_tile<W>(weights, col, work, lane_index);
+        weight_tile<W>(weights, col, work, simdgroup.lane_index);
     const int cols = work.n - col;
     const int rows = multiplies ? work.m - split.row - place.row : 0;
     // mutant: stages
@@ -108,7 +93,7 @@ METAL_FUNC void gemm_staged(
       totals[i] = float2(0.0f);
     }
     for (int stage = 0; loads && stage < AHEAD; ++stage) {
-      load_stage<L>(buffers, x, weights, stage, work, split, place, loader, lane_index);
+      load_stage<L>(buffers, x, weights, stage, work, split, place, loader, simdgroup.lane_index);
     }
     if (AHEAD > 0) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -116,7 +101,7 @@ METAL_FUNC void gemm_staged(
     for (int stage = 0; stage < stages; ++stage) {
       if (loads) {
         load_stage<L>(
-            buffers, x, weights, stage + AHEAD, work, split, place, loader, lane_index);
+            buffers, x, weights, stage + AHEAD, work, split, place, loader, simdgroup.lane_index);
       }
       if (AHEAD == 0) {  // mutant: after_load
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -132,24 +117,23 @@ METAL_FUNC void gemm_staged(
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_stage
     }
     if (rows > 8 * (FRAGMENTS_M - 1)) {
-      write_scratch<FRAGMENTS_M>(scratch, totals, corner);
+      write_scratch<FRAGMENTS_M>(simdgroup.scratch, totals, corner);
     } else if (rows > 0) {
-      write_scratch<1>(scratch, totals, corner);
+      write_scratch<1>(simdgroup.scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<L::TILE_M, L::SIMDGROUPS_K, TILES_N, L::MULTIPLYING + L::LOADERS>(  // mutant: store
+    store_tile<L::TILE_M, L::SIMDGROUPS_K, L::TILES_N, L::MULTIPLYING + L::LOADERS>(  // mutant: store
         out,
         epilogue,
         IdentityRows{},
-        scratch,
+        simdgroup.scratch,
         work,
         split,
         place.k_slices,
-        simdgroup_index,
-        lane_index);
-    if (WHOLE) {
+        simdgroup.index,
+        simdgroup.lane_index);
+    if (splits.done()) {
       break;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
   }
 }

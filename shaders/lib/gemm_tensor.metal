@@ -2,11 +2,8 @@
 // registers, and a lane has the same words, k and rows of w as in gemm_register. Scales and biases
 // are applied once per group to the float32 sums of the group, so no scaled weight is rounded.
 //
-// SIMDGROUPS_M  simdgroups side by side along m, 16 rows each; they read the same words
-// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
-// WHOLE         every threadgroup computes one whole tile
-// BATCHED       there are several products, each with its own weight
-// W             WeightFormat
+// L  Tiling; a simdgroup has 16 rows of x, 8 in each round
+// W  WeightFormat
 //
 // Rows of x enter as they are, as half or bfloat, so none is scaled or rounded.
 //
@@ -171,67 +168,51 @@ METAL_FUNC void store_round(
   }
 }
 
-template <
-    int SIMDGROUPS_M,
-    int SIMDGROUPS_K,
-    bool WHOLE,
-    bool BATCHED,
-    typename W,
-    typename T,
-    typename S,
-    typename O,
-    typename E>
+template <typename L, typename W, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemm_tensor(
     const device T* x,
     Weights<S> weights,
-    const constant int32_t* shape,
-    const constant int32_t* schedule,
+    Work work,
     device O* out,
     E epilogue,
-    threadgroup float* scratch,
-    uint threadgroup_index,
-    int simdgroup_index,
-    int lane_index) {
-  constexpr int ROWS = ROUND_ROWS * SIMDGROUPS_M;
-  const Work work = read_work(shape, schedule);
-  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
-  const Place place =
-      place_of_simdgroup<SIMDGROUPS_M, SIMDGROUPS_K, 1>(simdgroup_index, false, ROUND_ROWS);
-  threadgroup float* own = scratch + (place.k_slice * ROWS + place.row) * TILE_N;
+    Simdgroup simdgroup) {
+  const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, 1>(
+      simdgroup.index, false, ROUND_ROWS);
+  threadgroup float* own =
+      simdgroup.scratch + (place.k_slice * L::TILE_M + place.row) * TILE_N;
   float totals[TENSOR_RESULTS];
 
-  for (uint position = range.begin; position < range.end;) {
-    const Split split =
-        split_at<1, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
-    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
-    position += split.k_tile_count;
+  Splits<L, 1, W::GROUP> splits = {work, simdgroup.threadgroup_index};
+  while (splits.remain()) {
+    const Split split = splits.next();
+    const IdentityRows row_map = rows_of_product<L::BATCHED>(split, work);
     const WeightTile<S> tile =
-        weight_tile<W>(weights, split.col, work, lane_index, split.product);
+        weight_tile<W>(weights, split.col, work, simdgroup.lane_index, split.product);
     const int row = split.row + place.row;
     // The condition is uniform in a simdgroup, as tensor operations require.
     if (row < work.m) {  // mutant: uniform
-      tensor_accumulate<SIMDGROUPS_M, W>(
-          totals, x, row_map, tile, row, work, split, place, lane_index);
+      tensor_accumulate<L::SIMDGROUPS_M, W>(
+          totals, x, row_map, tile, row, work, split, place, simdgroup.lane_index);
     }
     for (int round = 0; round < 2; ++round) {
-      const int first_row = split.row + round * ROWS;
+      const int first_row = split.row + round * L::TILE_M;
       if (first_row >= work.m) {
         break;
       }
       if (row < work.m) {
-        write_round(own, totals, round, lane_index);
+        write_round(own, totals, round, simdgroup.lane_index);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
-      store_round<SIMDGROUPS_M, SIMDGROUPS_K>(
+      store_round<L::SIMDGROUPS_M, L::SIMDGROUPS_K>(
           out,
           epilogue,
           row_map,
-          scratch,
+          simdgroup.scratch,
           work,
           split,
           first_row,
-          simdgroup_index,
-          lane_index);
+          simdgroup.index,
+          simdgroup.lane_index);
       threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
     }
   }

@@ -2,12 +2,8 @@
 // float32; lanes are combined only at the end of a split. The words, their order and the loads
 // are those of gemm_register.
 //
-// ROWS          rows of x
-// SIMDGROUPS_K  simdgroups along k; they take the blocks of TILE_K values of a split in turn
-// TILES_N       width of the leading whole tiles in units of TILE_N, 1 if all tiles are equal
-// WHOLE         every threadgroup computes one whole tile
-// BATCHED       there are several products, each with its own weight
-// W             WeightFormat
+// L  Tiling; ROWS is the number of rows of x
+// W  WeightFormat
 
 // Offsets of consecutive rows of x.
 struct RowStride {
@@ -124,68 +120,48 @@ METAL_FUNC void write_rows(
   }
 }
 
-template <
-    int ROWS,
-    int SIMDGROUPS_K,
-    int TILES_N,
-    bool WHOLE,
-    bool BATCHED,
-    typename W,
-    typename T,
-    typename S,
-    typename O,
-    typename E>
+template <typename L, typename W, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemv(
     const device T* x,
     Weights<S> weights,
-    const constant int32_t* shape,
-    const constant int32_t* schedule,
+    Work work,
     device O* out,
     E epilogue,
-    threadgroup float* scratch,
-    uint threadgroup_index,
-    int simdgroup_index,
-    int lane_index) {
-  Work work = read_work(shape, schedule);
+    Simdgroup simdgroup) {
+  constexpr int ROWS = L::ROWS;
+  typedef WeightRows<E, L::TILES_N> R;
   work.m_tiles = 1;  // a tile has all rows; the constant saves a division and registers
-  const Range range = range_of_threadgroup<WHOLE>(threadgroup_index, work);
-  const Place place = place_of_simdgroup<1, SIMDGROUPS_K, TILES_N>(
-      simdgroup_index, threadgroup_index < work.whole, 0);
-  const int corner = simdgroup_index * ROWS * SCRATCH_ROW;  // mutant: corner
-  typedef WeightRows<E, TILES_N> R;
-
-  for (uint position = range.begin; position < range.end;) {
-    const Split split =
-        // mutant: split
-        split_at<R::WIDTH, WHOLE, W::GROUP, BATCHED>(position, range.end, threadgroup_index, work);
-    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
-    position += split.k_tile_count;
+  Splits<L, R::WIDTH, W::GROUP> splits = {work, simdgroup.threadgroup_index};
+  const Place place = place_of_simdgroup<1, L::SIMDGROUPS_K, L::TILES_N>(
+      simdgroup.index, simdgroup.threadgroup_index < work.whole, 0);
+  const int corner = simdgroup.index * ROWS * SCRATCH_ROW;  // mutant: corner
+  while (splits.remain()) {
+    const Split split = splits.next();
+    const IdentityRows row_map = rows_of_product<L::BATCHED>(split, work);
     const WeightTile<S> tile = weight_tile<W>(
         // mutant: tile
         weights,
         R::first(split, place, work),
         R::sizes(work),
-        lane_index,
+        simdgroup.lane_index,
         split.product);
-    auto starts =
-        rows_for<ROWS>(epilogue, RowStride{input_row(row_map, 0) * work.k, uint(work.k)});
+    auto starts = rows_for<ROWS>(epilogue, RowStride{input_row(row_map, 0) * work.k, uint(work.k)});
     float4 totals[ROWS];
-    accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, lane_index);
-    write_rows<ROWS>(scratch, totals, corner, lane_of(lane_index), starts);
+    accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, simdgroup.lane_index);
+    write_rows<ROWS>(simdgroup.scratch, totals, corner, lane_of(simdgroup.lane_index), starts);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<ROWS, SIMDGROUPS_K, R::WIDTH, SIMDGROUPS_K>(
+    store_tile<ROWS, L::SIMDGROUPS_K, R::WIDTH, L::SIMDGROUPS_K>(
         out,
         epilogue,
         row_map,
-        scratch,
+        simdgroup.scratch,
         work,
         split,
         place.k_slices,
-        simdgroup_index,
-        lane_index);
-    if (WHOLE) {  // mutant: after_store
+        simdgroup.index,
+        simdgroup.lane_index);
+    if (splits.done()) {
       break;
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 }

@@ -9,38 +9,27 @@
 // LOADERS  simdgroups that only load and decode; 0: all simdgroups load and multiply
 // BYTES    of a staged value, which has the type of fragments of activations
 //
-// All other template arguments are those of gemm_register.
+// L        Tiling
+// W        WeightFormat
 
-template <
-    int BUFFERS_,
-    int LOADERS_,
-    int FRAGMENTS_M_,
-    int SIMDGROUPS_M_,
-    int SIMDGROUPS_K_,
-    int BYTES,
-    typename W_>
-struct Staging {
+template <int BUFFERS_, int LOADERS_, int BYTES, typename L, typename W_>
+struct Staging : L {
   typedef W_ W;
   STATIC int BUFFERS = BUFFERS_;
   STATIC int LOADERS = LOADERS_;
-  STATIC int FRAGMENTS_M = FRAGMENTS_M_;
-  STATIC int SIMDGROUPS_M = SIMDGROUPS_M_;
-  STATIC int SIMDGROUPS_K = SIMDGROUPS_K_;
-  STATIC int TILE_M = 8 * FRAGMENTS_M * SIMDGROUPS_M;
-  STATIC int MULTIPLYING = SIMDGROUPS_M * SIMDGROUPS_K;
+  STATIC int MULTIPLYING = L::SIMDGROUPS;
   // mutant: memory
   STATIC int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
   // Elements of 32 rows of w in a step, of 8 rows of x in a step, of w in a stage, and of a
   // stage.
   STATIC int CHUNK = TILE_N * W::STEP;
   STATIC int COLUMN = 8 * W::STEP;
-  STATIC int WEIGHTS = SIMDGROUPS_K * CHUNK;
-  STATIC int STAGE = WEIGHTS + SIMDGROUPS_K * TILE_M * W::STEP;
+  STATIC int WEIGHTS = L::SIMDGROUPS_K * CHUNK;
+  STATIC int STAGE = WEIGHTS + L::SIMDGROUPS_K * L::TILE_M * W::STEP;
   // The buffers and the epilogue's scratch share the same memory. Sizes are in floats.
   STATIC int STAGES = BUFFERS * STAGE * BYTES / 4;
-  STATIC int SCRATCH = SIMDGROUPS_K * TILE_M * SCRATCH_ROW;
   // mutant: scratch
-  STATIC int FLOATS = STAGES > SCRATCH ? STAGES : SCRATCH;
+  STATIC int FLOATS = STAGES > L::SCRATCH ? STAGES : L::SCRATCH;
 };
 
 template <typename W, typename F, typename S>

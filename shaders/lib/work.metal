@@ -184,6 +184,35 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   return split;
 }
 
+// The splits of a threadgroup, in the order of its range. L has WHOLE, BATCHED, and SINGLE: every
+// threadgroup has one split.
+template <typename L, int TILES_N, int GROUP>
+struct Splits {
+  Work work;
+  uint index;  // of the threadgroup
+  Range left = range_of_threadgroup<L::WHOLE>(index, work);
+
+  METAL_FUNC bool remain() {
+    return left.begin < left.end;
+  }
+
+  METAL_FUNC Split next() {  // mutant: next
+    const Split split =
+        split_at<TILES_N, L::WHOLE, GROUP, L::BATCHED>(left.begin, left.end, index, work);
+    left.begin += split.k_tile_count;
+    return split;
+  }
+
+  // Returns whether a split was the last one. Otherwise waits until all simdgroups have stored it.
+  METAL_FUNC bool done() {
+    if (L::SINGLE) {  // mutant: done
+      return true;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    return false;
+  }
+};
+
 // Returns the number of splits of the tile that contains an output element.
 METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
   const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;  // mutant: splits

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -69,7 +70,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     assert text.name == f"marlin_{body}"
     own = (folder / "kernels" / f"{body}.metal").read_text()
     assert text.source == compaction.stripped(own)
-    libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue")
+    libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue", "tiling")
     libraries = (*libraries, *metal_source.DEPENDENCIES.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
@@ -137,7 +138,7 @@ def assert_all_used(body: str, template: dict[str, arguments.TemplateValue]) -> 
     for name in template:
         assert re.search(rf"\b{name}\b", body)
     used = set(re.findall(r"\b[A-Z][A-Z_]*\b", re.sub(r"//.*", "", body)))
-    assert used - {*template} <= {"SCRATCH_ROW", "FLOATS"}
+    assert used - {*template} <= {"SCRATCH", "FLOATS"}
 
 
 @given(plan=PLANS)
@@ -317,11 +318,29 @@ def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
     size = re.search(r"threadgroup float scratch\[(.*)\];", body)
     assert size is not None
 
-    values = dict(metal_arguments.product_template(plan))
-    factors = size[1].replace("marlin::", "")
-    floats = eval(factors, {}, values | {"SCRATCH_ROW": PADDED_COLUMNS})
+    known: dict[str, Any] = {"SCRATCH_ROW": PADDED_COLUMNS, "TILE_N": TILE_N}
+    known |= {"ROUND_ROWS": 8, **metal_arguments.product_template(plan)}
+    known |= tiling_of(body, known)
+    floats = eval(re.sub(r"\w+::", "", size[1]), {}, known)
 
     assert 4 * floats == plan.threadgroup_bytes
+
+
+def tiling_of(body: str, known: dict[str, Any]) -> dict[str, int]:
+    """Returns the constants of a body's `Tiling`."""
+    text = (source.shader_folder() / "lib" / "tiling.metal").read_text()
+    given = re.search(r"marlin::Tiling<(.*?)>", body, re.DOTALL)
+    assert given is not None
+    values = [
+        eval(each.strip(), {}, known)
+        for each in re.sub(r"\w+::", "", given[1]).split(",")
+    ]
+    found = dict(
+        zip(re.findall(r"^    \w+ (\w+_)", text, re.MULTILINE), values, strict=True)
+    )
+    for name, value in re.findall(r"STATIC \w+ (\w+) = ([^;]+);", text):
+        found[name] = eval(value, {}, known | found)
+    return found
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from mutants.cases.products import (
 )
 from mutants.mutant import Detector, Mutant
 
+_WORK = "lib/work"
 _GEMM = "lib/gemm_register"
 _FRAGMENTS = "lib/fragments"
 _VALUES = "lib/values"
@@ -28,8 +29,8 @@ _BARRIERS = (
     ),
     Mutant(
         "gemm: no barrier after the store",
-        _GEMM,
-        "after_store",
+        _WORK,
+        "done",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         GEMM_PACKED,
@@ -46,8 +47,8 @@ _BARRIERS = (
     ),
     Mutant(
         "gemm: the barrier after the store orders device memory",
-        _GEMM,
-        "after_store",
+        _WORK,
+        "done",
         "mem_flags::mem_threadgroup",
         "mem_flags::mem_device",
         GEMM_PACKED,
@@ -74,30 +75,30 @@ _BARRIERS = (
         Detector.BARRIER_SITES,
     ),
     Mutant(
-        "gemm: only one simdgroup waits after the store",
+        "gemm: only one simdgroup waits before the store",
         _GEMM,
-        "after_store",
+        "before_store",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "if (simdgroup_index == 0) { "
+        "if (simdgroup.index == 0) { "
         "threadgroup_barrier(mem_flags::mem_threadgroup); }",
         GEMM_NATIVE,
         Detector.MISSING_THREADS,
     ),
     Mutant(
         "gemm: a barrier follows a threadgroup's only tile",
-        _GEMM,
-        "after_store",
-        "if ($1) { break; }",
+        _WORK,
+        "done",
+        "if ($1) { return true; }",
         "",
         WHOLE_GEMM,
         Detector.COUNTERS,
     ),
     Mutant(
         "gemm: there is no other tile after the first",
-        _GEMM,
-        "after_store",
-        "if ($1) { break; }",
-        "break;",
+        _WORK,
+        "done",
+        "if ($1) { return true; }",
+        "return true;",
         GEMM_NATIVE,
         Detector.WRONG_RESULT,
     ),
@@ -292,12 +293,12 @@ _TILES = (
         _GEMM,
         "fragments",
         "accumulate<FRAGMENTS_M, RAGGED, W>("
-        "totals, x, row_map, tile, row, cols, work, split, place, lane_index);"
-        "write_scratch<FRAGMENTS_M>(scratch, totals, corner);",
+        "totals, x, row_map, tile, row, cols, work, split, place, $1);"
+        "write_scratch<FRAGMENTS_M>($2, totals, corner);",
         "for (int j = 0; j < FRAGMENTS_M; ++j) {"
         "accumulate<1, RAGGED, W>("
-        "totals, x, row_map, tile, row + 8 * j, cols, work, split, place, lane_index);"
-        "write_scratch<1>(scratch, totals, corner + 8 * j * SCRATCH_ROW); }",
+        "totals, x, row_map, tile, row + 8 * j, cols, work, split, place, $1);"
+        "write_scratch<1>($2, totals, corner + 8 * j * SCRATCH_ROW); }",
         GEMM_LEFT_OUT,
         Detector.COUNTERS,
     ),
@@ -323,8 +324,8 @@ _TILES = (
         "partial tiles of simdgroups overlap",
         _GEMM,
         "corner",
-        "$1 * $2",
-        "$1 * ($2 - 8)",
+        "/ $1 * $2",
+        "/ $1 * ($2 - 8)",
         GEMM_NATIVE,
         Detector.RACE,
     ),
@@ -348,10 +349,10 @@ _TILES = (
     ),
     Mutant(
         "there is too little scratch",
-        "kernels/gemm_register",
+        "lib/tiling",
         "scratch",
-        "8 * $1",
-        "8 * 32",
+        "* SCRATCH_ROW",
+        "* 32",
         GEMM_NATIVE,
         Detector.OUTSIDE,
     ),

@@ -3,6 +3,7 @@
 from mutants.cases.products import GEMV_IDLE, GEMV_NATIVE, GEMV_TAIL
 from mutants.mutant import Detector, Mutant
 
+_WORK = "lib/work"
 _GEMV = "lib/gemv"
 
 MUTANTS = (
@@ -17,8 +18,8 @@ MUTANTS = (
     ),
     Mutant(
         "gemv: no barrier after the store",
-        _GEMV,
-        "after_store",
+        _WORK,
+        "done",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         GEMV_TAIL,
@@ -26,8 +27,8 @@ MUTANTS = (
     ),
     Mutant(
         "gemv: the barrier after the store orders nothing",
-        _GEMV,
-        "after_store",
+        _WORK,
+        "done",
         "mem_flags::mem_threadgroup",
         "mem_flags::mem_none",
         GEMV_TAIL,
@@ -35,10 +36,10 @@ MUTANTS = (
     ),
     Mutant(
         "gemv: there is no other tile after the first",
-        _GEMV,
-        "after_store",
-        "if ($1) { break; }",
-        "break;",
+        _WORK,
+        "done",
+        "if ($1) { return true; }",
+        "return true;",
         GEMV_NATIVE,
         Detector.WRONG_RESULT,
     ),
@@ -143,10 +144,10 @@ MUTANTS = (
     ),
     Mutant(
         "gemv: scratch for one simdgroup",
-        "kernels/gemv",
+        "lib/tiling",
         "scratch",
-        "$1 * $2 *",
-        "$2 *",
+        "$1 * TILE_M",
+        "TILE_M",
         GEMV_NATIVE,
         Detector.OUTSIDE,
     ),

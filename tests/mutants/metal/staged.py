@@ -12,6 +12,7 @@ from mutants.cases.staged import (
 )
 from mutants.mutant import Detector, Mutant
 
+_WORK = "lib/work"
 _GEMM = "lib/gemm_staged"
 _STAGING = "lib/staging"
 _BARRIERS = (
@@ -117,8 +118,8 @@ _BARRIERS = (
     ),
     Mutant(
         "staged: no barrier between the scratch and the next tile's stages",
-        _GEMM,
-        "after_store",
+        _WORK,
+        "done",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         STAGED_THREE,

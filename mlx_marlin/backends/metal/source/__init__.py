@@ -89,7 +89,7 @@ def normed_source(gated: bool) -> Source:
 
 def _files(kernel: str) -> tuple[str, ...]:
     """Returns the files of `lib` that a product's kernel uses."""
-    return (*WEIGHT, "epilogue", *DEPENDENCIES.get(kernel, ()), kernel)
+    return (*WEIGHT, "epilogue", "tiling", *DEPENDENCIES.get(kernel, ()), kernel)
 
 
 @cache
@@ -108,7 +108,7 @@ def gather_source(fused: bool = False) -> Source:
     """
     operands = (*OPERANDS, *((*SECOND, *EXPERT_BIASES) if fused else ()))
     inputs = (*operands, "sources", "experts", "shape")
-    files = (*WEIGHT, "epilogue", "fragments", "gemm_register", "gemv", "gather")
+    files = (*_files("gemm_register"), "gemv", "gather")
     epilogue = ("gate", "gated", "expert_epilogue") if fused else ()
     return _of_metal("gather_fused" if fused else "gather", inputs, files + epilogue)
 
