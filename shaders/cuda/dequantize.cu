@@ -2,4 +2,8 @@
 // Plan: none, only the weight format. Block: any number of warps; each decodes one step of k of 32
 // rows of w.
 marlin::dequantize<marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    w, scales, biases, shape, out, (blockIdx.x * blockDim.x + threadIdx.x) / 32, threadIdx.x % 32);
+    marlin::weights(w, scales, biases),
+    shape,
+    out,
+    (blockIdx.x * blockDim.x + threadIdx.x) / 32,
+    threadIdx.x % 32);

@@ -3,11 +3,11 @@
 // Plan: fragments_m, simdgroups_n, simdgroups_k, by_pair, pairs_per_row (EACH). Block: simdgroups_n
 // x simdgroups_k warps; it computes one tile of columns of one expert.
 extern __shared__ float scratch[];
-marlin::gather<
-    FRAGMENTS_M,
-    SIMDGROUPS_N,
-    SIMDGROUPS_K,
-    BY_PAIR,
-    EACH,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    x, w, scales, biases, {second, second_scales}, experts, sources, shape, out, epilogue, scratch);
+typedef marlin::Tiling<FRAGMENTS_M, SIMDGROUPS_N, SIMDGROUPS_K> Tiles;
+marlin::gather<Tiles, BY_PAIR, EACH, marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
+    x,
+    marlin::expert_weights(w, scales, biases, second, second_scales),
+    marlin::Choices{experts, sources, shape},
+    out,
+    epilogue,
+    scratch);

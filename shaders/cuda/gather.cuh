@@ -6,7 +6,7 @@
 //          belongs to an expert
 // EACH     consecutive pairs that have the same row of x; 0: the array `sources` has their rows
 //
-// All other template arguments are those of mma.cuh.
+// L and W are those of mma.cuh.
 //
 // If there is a second weight, the columns of gate are followed by those of up, and a paired
 // epilogue combines them.
@@ -99,17 +99,28 @@ METAL_FUNC Paired<Gated<ACTIVATION, Biases<T>>> of_expert(
   return {{{all.gate + expert * n, all.up + expert * n}}};  // mutant: gate_biases
 }
 
-// A second array of packed weights with the shape of the first; null if there is none.
+// The weights of all experts. The arrays of the second ones are null if there are none.
 template <typename S>
-struct Second {
-  const uint* w;
-  const S* scales;
+struct ExpertWeights {
+  Weights<S> first;
+  Weights<S> second;
+};
+
+template <typename S>
+METAL_FUNC ExpertWeights<S> expert_weights(
+    const uint* w, const S* scales, const S* biases, const uint* second, const S* second_scales) {
+  return {{w, scales, biases}, {second, second_scales, biases}};
+}
+
+// The expert of each pair, and the rows of x of pairs.
+struct Choices {
+  const uint* experts;
+  const uint* sources;
+  const int* shape;  // number of pairs, n, k
 };
 
 template <
-    int FRAGMENTS_M,
-    int SIMDGROUPS_N,
-    int SIMDGROUPS_K,
+    typename L,
     bool BY_PAIR,
     int EACH,
     typename W,
@@ -118,29 +129,22 @@ template <
     typename O,
     typename E>
 METAL_FUNC void gather(
-    const T* x,
-    const uint* w,
-    const S* scales,
-    const S* biases,
-    Second<S> second,
-    const uint* experts,
-    const uint* sources,
-    const int* shape,
-    O out,
-    E epilogue,
-    float* scratch) {
-  constexpr int TILE_M = 8 * FRAGMENTS_M;
-  constexpr int SIMDGROUPS = SIMDGROUPS_N * SIMDGROUPS_K;
-  const int count = shape[0];
+    const T* x, ExpertWeights<S> weights, Choices choices, O out, E epilogue, float* scratch) {
+  constexpr int FRAGMENTS_M = L::FRAGMENTS_M;
+  constexpr int SIMDGROUPS_N = L::SIMDGROUPS_N;
+  constexpr int SIMDGROUPS_K = L::SIMDGROUPS_K;
+  constexpr int TILE_M = L::TILE_M;
+  constexpr int SIMDGROUPS = L::SIMDGROUPS;
+  const int count = choices.shape[0];
   Work one;
-  one.n = shape[1];
-  one.k = shape[2];
+  one.n = choices.shape[1];
+  one.k = choices.shape[2];
   Work work = one;
-  work.n *= second.w == nullptr ? 1 : 2;
+  work.n *= weights.second.w == nullptr ? 1 : 2;
   const uint n_tiles = ceil_div(work.n, TILE_N * SIMDGROUPS_N);
   const uint own = blockIdx.x / n_tiles;  // index of the block's pair or expert
   // mutant: expert
-  const uint expert = BY_PAIR ? experts[own] : own;
+  const uint expert = BY_PAIR ? choices.experts[own] : own;
   const int warp = threadIdx.x / 32;
   const int column = warp % SIMDGROUPS_N;
   const int slice = warp / SIMDGROUPS_N;
@@ -155,19 +159,19 @@ METAL_FUNC void gather(
   split.k_tile_count = ceil_div(work.k, k_tile_of_group(W::GROUP));
   const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
   const Lane lane = lane_of(lane_index);
-  const WeightTile<S> tile =
-      col < one.n ? weight_tile<W>(w, scales, biases, col, one, lane, expert)
-                  // mutant: up
-                  : weight_tile<W>(second.w, second.scales, biases, col - one.n, one, lane, expert);
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales) &&
-                       is_aligned(second.w) && is_aligned(second.scales);
+  const WeightTile<S> tile = col < one.n
+                                 ? weight_tile<W>(weights.first, col, one, lane, expert)
+                                 // mutant: up
+                                 : weight_tile<W>(weights.second, col - one.n, one, lane, expert);
+  const bool aligned = is_aligned(x) && is_aligned(weights.first) && is_aligned(weights.second);
   const E own_epilogue = of_expert(epilogue, expert, one.n);
   int* pairs = (int*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
-  const GatheredRows<EACH> row_map = {pairs, sources};
+  const GatheredRows<EACH> row_map = {pairs, choices.sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
 
   for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
-    const Pairs listed = list_pairs<TILE_M>(pairs, experts, count, expert, first, warp, lane_index);
+    const Pairs listed =
+        list_pairs<TILE_M>(pairs, choices.experts, count, expert, first, warp, lane_index);
     found = listed.count;
     // All threads found the same pairs, so the branch is uniform.
     if (found == 0 || (BY_PAIR && listed.first < int(own))) {

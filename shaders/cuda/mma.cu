@@ -3,12 +3,11 @@
 // Plan: fragments_m, simdgroups_n, simdgroups_k, work. Block: simdgroups_n x simdgroups_k warps; it
 // computes one range of k tiles.
 extern __shared__ float scratch[];
-marlin::mma<
-    FRAGMENTS_M,
-    SIMDGROUPS_N,
-    SIMDGROUPS_K,
-    WHOLE,
-    SINGLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    rows, w, scales, biases, shape, schedule, out, epilogue, scratch);
+typedef marlin::Tiling<FRAGMENTS_M, SIMDGROUPS_N, SIMDGROUPS_K, WHOLE, SINGLE, BATCHED> Tiles;
+marlin::mma<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
+    rows,
+    marlin::weights(w, scales, biases),
+    marlin::read_work(shape, schedule),
+    out,
+    epilogue,
+    scratch);

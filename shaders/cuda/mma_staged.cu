@@ -3,14 +3,11 @@
 // Block: simdgroups_n x simdgroups_k warps that multiply 16x8x16 fragments, and four warps that
 // load x; it computes one range of k tiles.
 extern __shared__ float scratch[];
-marlin::staged<
-    marlin::Warps,
-    FRAGMENTS_M,
-    SIMDGROUPS_N,
-    SIMDGROUPS_K,
-    STAGES,
-    WHOLE,
-    SINGLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    x, w, scales, biases, shape, schedule, out, epilogue, scratch);
+typedef marlin::Tiling<FRAGMENTS_M, SIMDGROUPS_N, SIMDGROUPS_K, WHOLE, SINGLE, BATCHED> Tiles;
+marlin::staged<marlin::Warps, Tiles, STAGES, marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
+    x,
+    marlin::weights(w, scales, biases),
+    marlin::read_work(shape, schedule),
+    out,
+    epilogue,
+    scratch);

@@ -89,6 +89,13 @@ METAL_FUNC float copysign(float x, float sign) {
   return copysignf(x, sign);
 }
 
+struct mem_flags {
+  static constexpr int mem_threadgroup = 0;
+};
+METAL_FUNC void threadgroup_barrier(int) {
+  __syncthreads();
+}
+
 // No CUDA plan has atomic sums; this lets the files of ../lib that offer them compile.
 template <typename T>
 struct atomic {

@@ -5,13 +5,10 @@
 // MULTIPLIER    the warps that multiply: Warpgroups of wgmma.cuh or Warps of mma_staged.cuh. It has
 //               TOGETHER, the number of warps that multiply together; Order, the layout of a stage;
 //               and multiply_stages, the main loop
-// FRAGMENTS_M   fragments of 8 rows of x in a tile
-// SIMDGROUPS_N  packed tiles side by side in each tile
-// SIMDGROUPS_K  slices of k, which take the stages of a split in turn
+// L             Tiling; slices of k take the stages of a split in turn
 // STAGES        stages of x in shared memory: a multiple of SIMDGROUPS_K, and of 4, or of 2 from
 //               4 fragments on
-//
-// WHOLE, SINGLE, BATCHED and W are those of mma.cuh; weights are packed.
+// W             WeightFormat; weights are packed
 
 // Number of stages whose weights are prefetched: fewer warps need more stages, and have the
 // registers for them.
@@ -87,35 +84,23 @@ struct Incoming {
 
 template <
     typename MULTIPLIER,
-    int FRAGMENTS_M,
-    int SIMDGROUPS_N,
-    int SIMDGROUPS_K,
+    typename L,
     int STAGES,
-    bool WHOLE,
-    bool SINGLE,
-    bool BATCHED,
     typename W,
     typename T,
     typename S,
     typename O,
     typename E>
 METAL_FUNC void staged(
-    const T* x,
-    const uint* w,
-    const S* scales,
-    const S* biases,
-    const int* shape,
-    const int* schedule,
-    O out,
-    E epilogue,
-    float* shared) {
+    const T* x, Weights<S> weights, Work work, O out, E epilogue, float* shared) {
+  constexpr int FRAGMENTS_M = L::FRAGMENTS_M;
+  constexpr int SIMDGROUPS_N = L::SIMDGROUPS_N;
+  constexpr int SIMDGROUPS_K = L::SIMDGROUPS_K;
   constexpr int TILE_M = FRAGMENT_ROWS * FRAGMENTS_M;
   constexpr int TOGETHER = MULTIPLIER::TOGETHER;
   constexpr int COLUMNS = (SIMDGROUPS_N + TOGETHER - 1) / TOGETHER * TOGETHER;  // warps along n
   constexpr int MULTIPLIERS = COLUMNS * SIMDGROUPS_K;
   constexpr int SIMDGROUPS = MULTIPLIERS + LOADERS;
-  const Work work = read_work(shape, schedule);
-  const Range range = range_of_threadgroup<WHOLE>(blockIdx.x, work);
   const int warp = warp_of_thread(threadIdx.x);
   const int lane_index = threadIdx.x % 32;
   const Lane lane = lane_of(lane_index);
@@ -124,7 +109,7 @@ METAL_FUNC void staged(
   const Ring<FRAGMENTS_M, STAGES> ring = {shared_at(shared)};
   float* scratch = shared + BARRIERS_BYTES / 4;  // shares its memory with the stages
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
-  const bool aligned = is_aligned(x) && is_aligned(w) && is_aligned(scales);  // mutant: init
+  const bool aligned = is_aligned(x) && is_aligned(weights);  // mutant: init
   if (threadIdx.x == 0) {
     UNROLL for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full(i), pieces_of_stage<FRAGMENTS_M>());
@@ -134,16 +119,15 @@ METAL_FUNC void staged(
   }
   __syncthreads();
   uint first = 0;  // number of stages of the previous splits
-  for (uint position = range.begin; position < range.end;) {
-    Split split = split_at<1, WHOLE, W::GROUP, BATCHED>(
-        position, range.end, blockIdx.x, narrowed<SIMDGROUPS_N>(work));
+  Splits<L, 1, W::GROUP> splits = {narrowed<SIMDGROUPS_N>(work), blockIdx.x};
+  while (splits.remain()) {
+    Split split = splits.next();
     split.col *= SIMDGROUPS_N;
-    const IdentityRows row_map = rows_of_product<BATCHED>(split, work);
-    position += split.k_tile_count;
+    const IdentityRows row_map = rows_of_product<L::BATCHED>(split, work);
     const int col = column_of_warp<SIMDGROUPS_N>(epilogue, split.col, column, work);
     const bool has_columns = column < SIMDGROUPS_N && col < work.n;
     const WeightTile<S> tile = weight_tile<W>(
-        w, scales, biases, has_columns ? col : split.col, work, lane, split.product);
+        weights, has_columns ? col : split.col, work, lane, split.product);
     float totals[2][FRAGMENTS_M][4] = {};
     if (warp >= MULTIPLIERS) {
       const int loader = warp - MULTIPLIERS;
@@ -169,9 +153,8 @@ METAL_FUNC void staged(
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS_N * SIMDGROUPS_K, SIMDGROUPS_N, SIMDGROUPS>(
         out, epilogue, row_map, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
-    if (SINGLE) {
+    if (splits.done()) {
       break;
     }
-    __syncthreads();  // mutant: after_store
   }
 }

@@ -40,6 +40,24 @@ METAL_FUNC uint bits_of(S number) {
   return as_type<ushort>(number);
 }
 
+// The arrays of a weight, of the weights of a batch, or of those of all experts.
+template <typename S>
+struct Weights {
+  const uint* w;
+  const S* scales;
+  const S* biases;
+};
+
+template <typename S>
+METAL_FUNC Weights<S> weights(const uint* w, const S* scales, const S* biases) {
+  return {w, scales, biases};
+}
+
+template <typename S>
+METAL_FUNC bool is_aligned(Weights<S> weights) {
+  return is_aligned(weights.w) && is_aligned(weights.scales);  // mutant: aligned
+}
+
 // A lane's view of the 32 rows of w of one column of tiles.
 template <typename S>
 struct WeightTile {
@@ -70,9 +88,9 @@ METAL_FUNC constexpr bool in_whole_chunks() {
 }
 
 template <typename W, typename S>
-METAL_FUNC WeightTile<S> weight_tile(
-    const uint* w, const S* scales, const S* biases, int col, Work work, Lane lane, uint product) {
-  WeightTile<S> tile = {w, scales, biases, {0, 0, 0, 0}, packed_lane(lane), lane};
+METAL_FUNC WeightTile<S> weight_tile(Weights<S> weights, int col, Work work, Lane lane, uint product) {
+  WeightTile<S> tile = {
+      weights.w, weights.scales, weights.biases, {0, 0, 0, 0}, packed_lane(lane), lane};
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const uint k_tiles = ceil_div(work.k, TILE_K);

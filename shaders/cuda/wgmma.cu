@@ -3,14 +3,11 @@
 // Block: for each of simdgroups_k slices ceil(simdgroups_n / 4) warpgroups that multiply, and four
 // warps that load x; it computes one range of k tiles.
 extern __shared__ float scratch[];
-marlin::staged<
-    marlin::Warpgroups,
-    FRAGMENTS_M,
-    SIMDGROUPS_N,
-    SIMDGROUPS_K,
-    STAGES,
-    WHOLE,
-    SINGLE,
-    BATCHED,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
-    x, w, scales, biases, shape, schedule, out, epilogue, scratch);
+typedef marlin::Tiling<FRAGMENTS_M, SIMDGROUPS_N, SIMDGROUPS_K, WHOLE, SINGLE, BATCHED> Tiles;
+marlin::staged<marlin::Warpgroups, Tiles, STAGES, marlin::WeightFormat<MODE, BITS, GROUP, PACKED>>(
+    x,
+    marlin::weights(w, scales, biases),
+    marlin::read_work(shape, schedule),
+    out,
+    epilogue,
+    scratch);

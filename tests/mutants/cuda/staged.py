@@ -20,6 +20,7 @@ ODD_SCALES = "wgmma, odd offset of scales"
 
 _STAGES, _STAGED = "cuda/stages.cuh", "cuda/staged.cuh"
 _WGMMA = "cuda/wgmma.cuh"
+_TILE = "cuda/weight_tile.cuh"
 
 MUTANTS = (
     Mutant(
@@ -232,19 +233,19 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: no barrier after the store",
-        _STAGED,
-        "after_store",
-        "__syncthreads();",
+        "lib/work.metal",
+        "done",
+        "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         STREAM,
         Detector.RACE,
     ),
     Mutant(
         "cuda: wgmma: a block ends after its first split",
-        _STAGED,
-        "next_split",
-        "($1)",
-        "(true)",
+        "lib/work.metal",
+        "done",
+        "if ($1)",
+        "if (true)",
         STREAM,
         Detector.WRONG_RESULT,
     ),
@@ -277,17 +278,17 @@ MUTANTS = (
     ),
     Mutant(
         "cuda: wgmma: words are not looked at for alignment",
-        _STAGED,
-        "init",
-        "&& $1($2) && $1",
-        "&& $1",
+        _TILE,
+        "aligned",
+        "$1($2.w) && $1",
+        "$1",
         ODD_WORDS,
         Detector.MISALIGNED,
     ),
     Mutant(
         "cuda: wgmma: scales are not looked at for alignment",
-        _STAGED,
-        "init",
+        _TILE,
+        "aligned",
         "&& $1($2);",
         ";",
         ODD_SCALES,

@@ -18,7 +18,7 @@ METAL_FUNC int warp_of_thread(uint thread_index) {
 }
 
 METAL_FUNC void warp_sync() {
-  simdgroup_barrier(mem_flags::mem_threadgroup);
+  simdgroup_barrier(metal::mem_flags::mem_threadgroup);
 }
 
 METAL_FUNC void store_word(Shared shared, int offset, uint word) {
@@ -65,7 +65,7 @@ METAL_FUNC void barriers_ready() {
 
 METAL_FUNC void barrier_arrive(Shared shared) {
   atomic_thread_fence(
-      mem_flags::mem_threadgroup, ::metal::memory_order_release, thread_scope_threadgroup);
+      metal::mem_flags::mem_threadgroup, ::metal::memory_order_release, thread_scope_threadgroup);
   ::metal::atomic_fetch_add_explicit(
       &barrier_of(shared)->arrivals, 1u, ::metal::memory_order_relaxed);
 }
@@ -80,7 +80,7 @@ METAL_FUNC void barrier_wait(Shared shared, uint parity) {
   while ((load_shared(&barrier->arrivals) / count & 1) == parity) {
   }
   atomic_thread_fence(
-      mem_flags::mem_threadgroup, ::metal::memory_order_acquire, thread_scope_threadgroup);
+      metal::mem_flags::mem_threadgroup, ::metal::memory_order_acquire, thread_scope_threadgroup);
 }
 
 METAL_FUNC void stores_visible() {

@@ -9,7 +9,7 @@
 #define blockIdx (emu::attribute::threadgroup_position_in_grid())
 #define blockDim (emu::attribute::dispatch_threads_per_threadgroup())
 #define threadIdx (emu::attribute::thread_position_in_threadgroup())
-#define __syncthreads() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define __syncthreads() metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup)
 
 __forceinline__ float fabsf(float x) {
   return __builtin_fabsf(x);
