@@ -30,8 +30,7 @@ IN_CONSTANT = 8
 """MLX passes Metal inputs of fewer elements in the `constant` address space, which the
 `device` pointers of our kernels cannot read."""
 REDUCE_ROWS = 4
-"""Rows of one column that a thread of the reduce kernel adds; `ROWS_OF_THREAD` in
-`shaders/lib/reduce.metal` must be the same."""
+"""Rows of one column that a thread of the reduce kernel adds."""
 REDUCE_THREADGROUP = 256
 """Threads of a threadgroup of the reduce kernel. It has no barriers and no threadgroup
 memory, so any size is correct; this one is whole simdgroups and every device allows

@@ -18,8 +18,7 @@ MAX_COMBINE_THREADS = 128
 NORM_THREADGROUP = 1024
 """Limit of the threads that add and normalize a row, as in MLX's RMSNorm."""
 NORM_SIDE = 4
-"""Consecutive values of such a thread; `SIDE` in `shaders/lib/add_norm.metal` must be
-the same."""
+"""Consecutive values of such a thread."""
 NORM_TURNS = 4
 """Limit of the times that a thread takes `NORM_SIDE` values, which it keeps in
 registers."""

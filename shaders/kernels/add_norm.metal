@@ -1,7 +1,7 @@
 // Writes sum[rows, N] = x + y, and out[rows, N], its RMSNorm.
 // Plan: none; EPSILON has the bits of a float. Threadgroup: THREADS threads, for one row.
 threadgroup float partials[THREADS / 32];
-marlin::add_norm<N, THREADS>(
+marlin::add_norm<N, THREADS, SIDE>(
     x,
     y,
     weight,

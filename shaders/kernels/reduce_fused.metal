@@ -1,7 +1,7 @@
 // Adds the splits of each tile in the workspace [slots, m, n] in ascending k, like `reduce`,
 // and applies the epilogue to each sum.
 // Plan: work, and the problem's epilogue. Threadgroup: as for reduce.
-marlin::reduce<BATCHED, T>(
+marlin::reduce<ROWS, BATCHED, T>(
     partials,
     shape,
     schedule,

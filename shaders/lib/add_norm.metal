@@ -1,11 +1,9 @@
 // Sum of two rows, and the RMSNorm of the sum.
 
-// Values that a thread takes side by side.
-constant constexpr int SIDE = 4;
-
 // Writes sum[N] = x + y and out[N] = weight * sum / rms(sum). The norm is that of the rounded sum,
-// as in separate operations. A threadgroup of THREADS threads computes one row.
-template <int N, int THREADS, typename T>
+// as in separate operations. A threadgroup of THREADS threads computes one
+// row; a thread takes SIDE values side by side.
+template <int N, int THREADS, int SIDE, typename T>
 METAL_FUNC void add_norm(
     const device T* x,
     const device T* y,

@@ -1,8 +1,6 @@
-// Rows of one column per thread. They are in one tile, so its splits are counted once.
-constant constexpr uint ROWS_OF_THREAD = 4;  // mutant: rows
-
 // Adds the splits of the thread's rows, in ascending k. The loads of different rows are
 // independent.
+template <uint ROWS>
 METAL_FUNC void sums_of_splits(
     thread float* totals,
     const device float* partials,
@@ -11,19 +9,20 @@ METAL_FUNC void sums_of_splits(
     uint n,
     uint splits,
     uint size) {
-  UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
+  UNROLL for (uint i = 0; i < ROWS; ++i) {
     totals[i] = i < rows ? partials[index + i * n] : 0.0f;
   }
   for (uint split = 1; split < splits; ++split) {  // mutant: splits
-    UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
+    UNROLL for (uint i = 0; i < ROWS; ++i) {
       totals[i] += i < rows ? partials[split * size + index + i * n] : 0.0f;
     }
   }
 }
 
+// ROWS: rows of one column per thread; they are in one tile, so its splits are counted once.
 // BATCHED: there are several products. T: dtype of the results. TILES_N: columns of a tile, in
 // units of TILE_N.
-template <bool BATCHED, typename T, int TILES_N = 1, typename O, typename E>
+template <uint ROWS, bool BATCHED, typename T, int TILES_N = 1, typename O, typename E>
 METAL_FUNC void reduce(
     const device float* partials,
     const constant int32_t* shape,
@@ -34,19 +33,19 @@ METAL_FUNC void reduce(
   const Work work = read_work(shape, schedule);
   const uint col = thread_index % uint(work.n);
   // mutant: parts
-  const uint parts = ceil_div(work.m, ROWS_OF_THREAD);  // threads per column
+  const uint parts = ceil_div(work.m, ROWS);  // threads per column
   const uint part = thread_index / uint(work.n);
   const uint product = BATCHED ? part / parts : 0;
-  const uint first = (part - product * parts) * ROWS_OF_THREAD;
+  const uint first = (part - product * parts) * ROWS;
   Work tiles = work;
   tiles.n = ceil_div(work.n, TILES_N);
   const uint splits = splits_of_element(first, col / TILES_N, product, tiles);  // mutant: bounds
-  const uint rows = min(ROWS_OF_THREAD, uint(work.m) - first);
+  const uint rows = min(ROWS, uint(work.m) - first);
   const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
   const uint first_row = product * work.m + first;
-  float totals[ROWS_OF_THREAD];
-  sums_of_splits(totals, partials, first_row * work.n + col, rows, work.n, splits, size);
-  UNROLL for (uint i = 0; i < ROWS_OF_THREAD; ++i) {
+  float totals[ROWS];
+  sums_of_splits<ROWS>(totals, partials, first_row * work.n + col, rows, work.n, splits, size);
+  UNROLL for (uint i = 0; i < ROWS; ++i) {
     if (i < rows) {
       const uint index = (first_row + i) * work.n + col;
       out[output_index(epilogue, first_row + i, col, work)] =  // mutant: epilogue

@@ -230,10 +230,10 @@ def test_an_epilogue_is_the_products_or_the_reduces() -> None:
     assert list(template.items())[-6:] == list(finish.items())
     assert "T" not in cuda_arguments.product_template(split)
     assert cuda_arguments.product_template(split)["WHOLE"] is False
-    reduce = {"BATCHED": True, "SIMDGROUPS_N": 2}
+    reduce = {"ROWS": 4, "BATCHED": True, "SIMDGROUPS_N": 2}
     assert cuda_arguments.reduce_template(split) == reduce | finish
     plain = cuda_arguments.reduce_template(plan_of(**SPLIT))
-    assert plain == {"BATCHED": False, "SIMDGROUPS_N": 2, "T": "float16"}
+    assert plain == {"ROWS": 4, "BATCHED": False, "SIMDGROUPS_N": 2, "T": "float16"}
 
 
 def test_metals_reduce_has_no_such_argument() -> None:

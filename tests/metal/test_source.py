@@ -11,7 +11,6 @@ from mlx_marlin.backends import arguments, source
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.source import compaction
-from mlx_marlin.backends.shared_launches import REDUCE_ROWS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
@@ -235,12 +234,6 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
         "SUPER_BLOCK": SUPER_BLOCK,
     }
     assert numbers_of(text) == codes | others | OPERANDS
-
-
-def test_a_thread_of_the_reduce_finishes_as_many_rows_on_both_sides() -> None:
-    text = (source.shader_folder() / "lib" / "reduce.metal").read_text()
-
-    assert numbers_of(text) == {"ROWS_OF_THREAD": REDUCE_ROWS}
 
 
 def read_by_the_shaders(array: str) -> list[str]:

@@ -12,6 +12,7 @@ from mlx_marlin.backends.arguments import (
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.launch import TemplateValue
+from mlx_marlin.backends.shared_launches import REDUCE_ROWS
 from mlx_marlin.planning.problem import Problem
 
 
@@ -34,6 +35,7 @@ def product_template(plan: CudaPlan) -> dict[str, TemplateValue]:
 def reduce_template(plan: CudaPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the reduce kernel of a split plan."""
     shared: dict[str, TemplateValue] = {
+        "ROWS": REDUCE_ROWS,
         "BATCHED": plan.problem.batch > 1,
         "SIMDGROUPS_N": plan.simdgroups_n,
     }

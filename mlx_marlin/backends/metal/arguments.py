@@ -10,7 +10,8 @@ from mlx_marlin.backends.arguments import (
 from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning.block_plans import AddNormPlan, HeadsPlan
+from mlx_marlin.backends.shared_launches import REDUCE_ROWS
+from mlx_marlin.planning.block_plans import NORM_SIDE, AddNormPlan, HeadsPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of
 from mlx_marlin.weights.layout import bit_permutation
@@ -81,7 +82,10 @@ def _fused_template(plan: MetalPlan) -> dict[str, TemplateValue]:
 
 def reduce_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the reduce kernel of a split plan."""
-    shared: dict[str, TemplateValue] = {"BATCHED": plan.problem.batch > 1}
+    shared: dict[str, TemplateValue] = {
+        "ROWS": REDUCE_ROWS,
+        "BATCHED": plan.problem.batch > 1,
+    }
     return shared | (epilogue_template(plan) or {"T": plan.problem.dtype})
 
 
@@ -160,8 +164,12 @@ def heads_template(plan: HeadsPlan) -> dict[str, TemplateValue]:
 
 def norm_template(plan: AddNormPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of the kernel that adds and normalizes rows."""
-    epsilon = float_bits(plan.epsilon)
-    return {"N": plan.n, "THREADS": plan.threadgroup, "EPSILON": epsilon}
+    return {
+        "N": plan.n,
+        "THREADS": plan.threadgroup,
+        "SIDE": NORM_SIDE,
+        "EPSILON": float_bits(plan.epsilon),
+    }
 
 
 def _row_and_k(

@@ -398,10 +398,10 @@ _SUMS = (
     ),
     Mutant(
         "the rows of a thread of the reduce are of two tiles",
-        _REDUCE,
+        "kernels/reduce",
         "rows",
-        "4",
-        "16",
+        "<ROWS",
+        "<16",
         STREAM_GEMM,
         Detector.OUTSIDE,
     ),
