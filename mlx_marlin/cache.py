@@ -39,7 +39,8 @@ def folder(name: str) -> Path:
 def why_untrusted(path: Path) -> str | None:
     """Returns why a file or folder of the cache must not be used, or None.
 
-    Other users may have written it, or it is neither a folder nor a regular file. The
+    Other users may have written it, or it is neither a folder nor a regular file. A
+    folder may be a link, because a user may move the cache; a file may not. The
     folder of a file is checked as well, and so are all folders up to the package's
     root.
 
@@ -49,6 +50,8 @@ def why_untrusted(path: Path) -> str | None:
     Raises:
         OSError: If the path does not exist or its owner cannot be read.
     """
+    if path.is_symlink() and not path.is_dir():
+        return f"{path} is a link, expected a file of the cache"
     above = [*path.parents]
     if (package_root := root()) in above:
         above = above[: above.index(package_root) + 1]

@@ -104,8 +104,22 @@ def test_an_irregular_file_is_not_found_in_the_cache(
     cache.make(cache.folder("kernels"))
     make(tmp_path / "kernels" / "file")
     assert cache.find("kernels", "file") is None
-    with limited(), pytest.raises(PermissionError, match="expected a regular file"):
+    with limited(), pytest.raises(PermissionError, match=r"kernels/file is a \w+, exp"):
         kernel_files.read("file")
+
+
+def test_a_file_of_the_cache_that_is_a_link_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cache, "root", lambda: tmp_path / "root")
+    path = cache.write(tmp_path / "moved", "file", b"text")
+    cache.make(tmp_path / "root")
+    (tmp_path / "root" / "emulator").symlink_to(path.parent)
+    assert cache.find("emulator", "file") == tmp_path / "root" / "emulator" / "file"
+
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert cache.find("emulator", "file") is None
 
 
 @pytest.mark.parametrize("make", [*ENDLESS, lambda path: path.symlink_to("target")])

@@ -19,6 +19,10 @@ from mlx_marlin.checkpoints.safetensors_header import (
 
 LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 """Keys of a config: a number of layers that mlx-lm makes."""
+SIZES = re.compile(r"\w+_(size|dims?|heads|experts|rank)|d_model|n_embd")
+"""Likewise, a number of rows or columns of a weight."""
+USUAL_SIZE = 2**20
+"""So many rows are no danger, whatever is stored."""
 FEW_LAYERS = 1000
 """So many are made in less than a second, whatever is stored."""
 DROPPED = ("vision", "audio")
@@ -46,6 +50,7 @@ class Folder:
         check_location(path)
         self.path = path
         self.config = read_json(path / "config.json")
+        check_sizes(path, self.config)
         self.arrays: dict[str, StoredArray] = {}
         for file in _weight_files(path):
             for name, array in read_header(file).items():
@@ -74,36 +79,47 @@ class Folder:
         return unread.pop(name)
 
 
-def check_layers(path: Path, config: dict[str, Any], arrays: int) -> None:
-    """Checks a config's numbers of layers, each of which takes memory in a model.
+def check_sizes(path: Path, config: dict[str, Any]) -> dict[str, list[int]]:
+    """Checks a config's numbers that make a model larger than what is stored.
 
     Args:
-        path: The checkpoint, for messages.
+        path: A folder; only the headers of its files are read.
         config: Contents of config.json.
-        arrays: Number of stored arrays; each layer has one or more.
 
-    Raises:
-        ValueError: If there are more layers than arrays, and more than `FEW_LAYERS`.
-    """
-    for key, value in config.items():
-        if isinstance(value, dict) and not key.startswith(DROPPED):
-            check_layers(path, value, arrays)
-        limit = max(arrays, FEW_LAYERS)
-        if LAYERS.fullmatch(key) and isinstance(value, int | float) and value > limit:
-            raise ValueError(
-                f"{path / 'config.json'}: {key} is {value}, expected at most {limit} "
-                f"with {arrays} stored tensors"
-            )
-
-
-def count_arrays(path: Path) -> int:
-    """Returns the number of arrays in a folder's files, which are not checked.
+    Returns:
+        The shapes of the stored arrays by name, not compared with the files' sizes.
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If the header of a file is not one.
+        ValueError: If there are more layers than arrays, or a size is larger than any
+            of an array, and that is more than usual; or a header is not one.
     """
-    return sum(map(safetensors_header.count, path.glob("*.safetensors")))
+    shapes: dict[str, list[int]] = {}
+    for file in path.glob("*.safetensors"):
+        shapes |= safetensors_header.shapes(file)
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
+    bounds = {
+        LAYERS: max(FEW_LAYERS, len(shapes)),
+        # A word of 32 bits holds 32 columns or less.
+        SIZES: max(USUAL_SIZE, 32 * largest),
+    }
+    _check_bounds(path / "config.json", config, bounds)
+    return shapes
+
+
+def _check_bounds(
+    file: Path, config: dict[str, Any], bounds: dict[re.Pattern[str], int]
+) -> None:
+    for key, value in config.items():
+        if isinstance(value, dict) and not key.startswith(DROPPED):
+            _check_bounds(file, value, bounds)
+        for pattern, most in bounds.items():
+            is_number = pattern.fullmatch(key) and isinstance(value, int | float)
+            if is_number and value > most:
+                raise ValueError(
+                    f"{file}: {key} is {value}, expected at most {most}, by the shapes "
+                    f"of the stored tensors"
+                )
 
 
 @contextmanager

@@ -79,14 +79,18 @@ def read_header(file: Path) -> dict[str, StoredArray]:
     return arrays
 
 
-def count(file: Path) -> int:
-    """Returns the number of arrays in a file, which are not checked.
+def shapes(file: Path) -> dict[str, list[int]]:
+    """Returns the shapes of arrays by name, not compared with the file's size.
 
     Raises:
         OSError: As for `read_header`.
         ValueError: If the header is not one.
     """
-    return len(_parsed(file)[0])
+    return {
+        name: entry["shape"]
+        for name, entry in _parsed(file)[0].items()
+        if isinstance(entry, dict) and _are_sizes(entry.get("shape"))
+    }
 
 
 def _parsed(file: Path) -> tuple[dict[str, Any], int]:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from mlx_marlin.cli import models
@@ -33,6 +33,8 @@ _NAMES = (
 _PACKAGES = dict.fromkeys(("awq", "dwq", "dynamic_quant", "gptq"), "mlx_lm.quant")
 COMMANDS = {name: f"{_PACKAGES.get(name, 'mlx_lm')}.{name}" for name in _NAMES}
 """mlx-lm's commands -> the modules whose `main` they call, as in `mlx_lm.cli`."""
+LOADING = {"load_model", "load_tokenizer"}
+"""mlx-lm's functions that read a model's files."""
 OPTIONS = ("layout", "join", "trace", "compute")
 FAILED = 1
 """Exit status of Python for an error that mlx-lm does not catch."""
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         SystemExit: If the command ends so; its status is unchanged.
         OSError: If the model is not there.
         ValueError: If mlx-lm has no such command, `MLX_MARLIN_OPTIONS` is malformed, or
-            the Hugging Face Hub does not send the model.
+            the model cannot be loaded.
     """
     module = COMMANDS.get(args.lm_command)
     if module is None:
@@ -113,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_marlin.integrations.auto import hook  # here, because it takes seconds
 
     hook.install(options, _tell)
-    return _called(module, args.arguments)
+    return _called(module, args.arguments, model)
 
 
 def _tell(line: str) -> None:
@@ -121,8 +123,18 @@ def _tell(line: str) -> None:
     print(f"mlx-marlin: {line}", file=sys.stderr)
 
 
-def _called(module: str, arguments: Sequence[str]) -> int:
-    """Calls the `main` of a module as `python -m` does, and returns the exit status."""
+def _functions(error: Exception) -> Iterator[str]:
+    """Yields the names of the functions that an exception has left."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield frame.f_code.co_name
+
+
+def _called(module: str, arguments: Sequence[str], model: str | None) -> int:
+    """Calls the `main` of a module as `python -m` does, and returns the exit status.
+
+    Raises:
+        ValueError: If the model that the arguments name cannot be loaded.
+    """
     before, sys.argv = sys.argv, [module, *arguments]
     try:
         import_module(module).main()
@@ -131,6 +143,8 @@ def _called(module: str, arguments: Sequence[str]) -> int:
     except Exception as error:
         if type(error).__module__.startswith("huggingface_hub"):
             raise ValueError(f"the Hugging Face Hub did not answer: {error}") from error
+        if model is not None and LOADING & {*_functions(error)}:
+            raise ValueError(f"cannot load the model {model!r}: {error}") from error
         # It is mlx-lm's; our caller would take it for wrong input.
         traceback.print_exc()
         return FAILED

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.location import check_location
 from mlx_marlin.cli import json_output, models, terminal
 
@@ -112,6 +113,6 @@ def _finite(value: Any) -> Any:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return regular_files.read(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text {file} is not UTF-8: {error}") from None

@@ -1,5 +1,6 @@
 """`mlx-marlin lm`: mlx-lm's commands, their arguments, output and exit status."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -150,14 +151,32 @@ def test_the_exit_status_is_that_of_mlx_lm(
 
 
 def test_an_error_of_mlx_lm_is_shown_as_python_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "none"}')
+    def fail() -> Any:
+        raise ValueError("of mlx-lm")
+
+    monkeypatch.setattr(GENERATE, "main", fail)
+
+    assert main(["lm", "generate"]) == 1
+
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback")
+    assert "ValueError: of mlx-lm" in error
+
+
+@pytest.mark.parametrize("config", [{"model_type": "none"}, {"model_type": "llama"}])
+def test_a_model_that_mlx_lm_cannot_load_is_one_line(
+    tmp_path: Path, config: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(tmp_path / "model"), {"a": mx.zeros(1)})
 
-    assert main(["lm", "generate", "--model", str(tmp_path)]) == 1
+    assert main(["lm", "generate", "--model", str(tmp_path)]) == 2
 
-    assert "Model type none not supported" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"cannot load the model '{tmp_path}'" in error
+    assert "Traceback" not in error
 
 
 def test_a_bad_variable_is_one_line(

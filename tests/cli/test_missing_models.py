@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.cli import main
+from mlx_marlin.cli import main, models
 from mlx_marlin.integrations.auto import hook
+from support import foreign_checkpoints as foreign
+from support import foreign_models, quantized_folder
 from support.limits import limited
 
 COMMANDS = [
@@ -84,7 +87,7 @@ def with_endless_layers(path: Path) -> str:
     complete(path)
     config = {"model_type": "llama", "text_config": {"num_hidden_layers": 10**9}}
     (path / "config.json").write_text(json.dumps(config))
-    return "config.json: num_hidden_layers is 1000000000, expected at most 1000"
+    return "config.json: num_hidden_layers is 1000000000, expected at most 1000,"
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -161,3 +164,46 @@ def test_mlx_lm_is_not_imported_for_a_missing_model(command: list[str]) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "set()\n"), ran.stderr
+
+
+VALUES = [0, 1, -1, 1.5, None, "x", [], {}, [1], 10**9]
+
+
+def refusal(path: Path) -> str:
+    """Loads a model; returns why it is refused, or its path."""
+    try:
+        models.load(str(path), lazy=True)
+    except ValueError as error:
+        return str(error)
+    return str(path)
+
+
+def of_mlx(path: Path) -> None:
+    quantized_folder.write(path)
+
+
+def of_gptq(path: Path) -> None:
+    foreign_models.write_llama(
+        path,
+        lambda *weight: foreign.gptq_arrays(*weight, version=2),
+        foreign.gptq_config(4, 2),
+        bits=4,
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(quantized_folder.MODEL / name, path / name)
+
+
+@pytest.mark.parametrize("key", [*foreign_models.CONFIG, "rope_theta", "rope_scaling"])
+@pytest.mark.parametrize("write", [of_mlx, of_gptq])
+def test_every_value_of_a_config_is_loaded_or_refused(
+    tmp_path: Path, key: str, write: Any
+) -> None:
+    path = tmp_path / "model"
+    write(path)
+    models.load(str(path), lazy=True)
+    config = json.loads((path / "config.json").read_text())
+
+    for value in VALUES:
+        (path / "config.json").write_text(json.dumps(config | {key: value}))
+        with limited():
+            assert str(path) in refusal(path), value

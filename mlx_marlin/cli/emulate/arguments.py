@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_marlin import regular_files
+
 FILLS: dict[str, Callable[[list[int]], mx.array]] = {
     "random": lambda shape: mx.random.normal(shape, key=mx.random.key(0)),
     "arange": lambda shape: mx.arange(mx.zeros(shape).size).reshape(shape),
@@ -26,10 +28,10 @@ def read_source(path: Path) -> str:
     """Reads a Metal file.
 
     Raises:
-        ValueError: If the file is not UTF-8.
+        ValueError: If the file is not UTF-8, or not a regular one.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return regular_files.read(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path}: byte {error.start} is not UTF-8, expected Metal source in UTF-8"
@@ -77,7 +79,7 @@ def _load(path: str) -> Any:
     # and 0.32.4 may raise the error of a short file in a later evaluation.
     # `np.load` would take an archive, and leave it open.
     try:
-        with open(path, "rb") as file:
+        with regular_files.open_file(path) as file:
             np.lib.format.read_array(file, allow_pickle=False)
         return mx.load(path)
     except Exception as error:  # NumPy evaluates the header, which raises anything

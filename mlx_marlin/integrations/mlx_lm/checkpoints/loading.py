@@ -11,8 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import (
-    check_layers,
-    count_arrays,
+    check_sizes,
     naming,
     read_json,
 )
@@ -26,7 +25,10 @@ from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
     GgufSource,
     open_source,
 )
-from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import ModelSource
+from mlx_marlin.integrations.mlx_lm.checkpoints.model_source import (
+    ModelSource,
+    new_model,
+)
 from mlx_marlin.integrations.mlx_lm.checkpoints.saving import keep_config
 from mlx_marlin.integrations.mlx_lm.known_layers import marlin_experts
 from mlx_marlin.integrations.mlx_lm.stock_layers import keep_on_stock
@@ -82,16 +84,39 @@ def needs_import(path: Path) -> bool:
         return False
     check_files(path)
     config = read_json(path / "config.json")
-    check_layers(path, config, count_arrays(path))
+    shapes = check_sizes(path, config)
     if "mlx_marlin" in config:
         return True
     place, settings = in_config(config)
     if not isinstance(settings, dict):
         return False
     if place == "quantization":
+        _check_groups(path, config, shapes)
         return settings.get("mode") == "nvfp4"  # perhaps with global scales
     method = settings.get("quant_method", settings.get("method"))
     return isinstance(method, str) and method.lower() in READERS
+
+
+def _check_groups(
+    path: Path, config: dict[str, Any], shapes: dict[str, list[int]]
+) -> None:
+    """Checks the groups of quantized layers: MLX ends the process if k has fewer.
+
+    Raises:
+        ValueError: If a row of a layer cannot be divided into its stored groups.
+    """
+    try:
+        model = new_model(config)
+    except Exception:  # of which mlx-lm says more
+        return
+    for name, layer in model.named_modules():
+        groups = shapes.get(f"{name}.scales", [])[-1:]
+        k = layer.weight.shape[-1] if "weight" in layer else 0
+        if groups and k and (groups[0] == 0 or k % groups[0]):
+            raise ValueError(
+                f"{path}: tensor {name + '.scales'!r} has {groups[0]} groups in a row, "
+                f"and config.json says k={k}"
+            )
 
 
 def load_model(source: ModelSource) -> nn.Module:

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.copying import copy_within
-from mlx_marlin.checkpoints.folder import INDEX, Folder, check_layers, naming
+from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
@@ -148,18 +148,13 @@ class ModelSource(ABC):
     @cached_property
     def model(self) -> nn.Module:
         """A model of this architecture; its random parameters are never computed."""
-        from mlx_lm import utils
-
-        check_layers(self.path, self.config, len(self.names()))
         try:
-            model_class, arguments = utils._get_classes(self.config)
-            model: nn.Module = model_class(arguments.from_dict(self.config))
+            return new_model(self.config)
         except Exception as error:  # mlx-lm does not check the values of a config
             raise ValueError(
                 f"{self.path}: mlx-lm has no model for it: {error!r} "
                 f"({describe('mlx-lm')})"
             ) from error
-        return model
 
     def layer(self, name: str) -> Any:
         """Returns the layer of the model that has a name; None if there is none."""
@@ -170,6 +165,19 @@ class ModelSource(ABC):
         except (KeyError, IndexError, TypeError):
             return None
         return module
+
+
+def new_model(config: dict[str, Any]) -> nn.Module:
+    """Returns mlx-lm's model of a config; its random parameters are never computed.
+
+    Raises:
+        Exception: Of any kind: mlx-lm does not check the values of a config.
+    """
+    from mlx_lm import utils
+
+    model_class, arguments = utils._get_classes(config)
+    model: nn.Module = model_class(arguments.from_dict(config))
+    return model
 
 
 class FolderSource(ModelSource):
