@@ -37,6 +37,7 @@ LIBRARIES_OF = {
     kernel: (
         *metal_source.WEIGHT,
         "epilogue",
+        "tiling",
         *metal_source.DEPENDENCIES.get(kernel, ()),
         kernel,
     )
@@ -45,6 +46,7 @@ LIBRARIES_OF = {
     "gather": (
         *metal_source.WEIGHT,
         "epilogue",
+        "tiling",
         *metal_source.DEPENDENCIES["gemm_register"],
         "gemm_register",
         "gemv",
