@@ -175,11 +175,12 @@ def optimize(
     fused = fusions(fuse, trace)
     _check_layers(model, conversion)
     check_compute(model, compute)
+    is_left = tuned is not None and tuned.settings is None
     if dry_run:
         half = None if compute is None else outcome_of(model)
-        code = tracing_code(trace) if trace else None
+        code = tracing_code(trace) if trace and not is_left else None
         return _dry_run(model, conversion, half, tuned, code)
-    if tuned is not None and tuned.settings is None:
+    if is_left:
         _leave_to_stock(model, progress)
         return model
     changes = Changes()
