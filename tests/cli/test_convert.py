@@ -1,16 +1,15 @@
 """`mlx-marlin convert` converts a folder and prints a line for each parameter."""
 
+import re
 from pathlib import Path
 
 import pytest
 from mlx_lm import utils
 
 from mlx_marlin.cli import convert, demo, main
-from mlx_marlin.integrations.mlx_lm.checkpoints import gguf_source
-from mlx_marlin.integrations.mlx_lm.module_tree import natural_key
 from mlx_marlin.planning.choice import WIDTH
 from support import foreign_checkpoints as foreign
-from support import quantized_folder
+from support import foreign_models
 from support.foreign_models import LINEAR, write_llama
 
 
@@ -116,14 +115,22 @@ def test_a_tied_embedding_that_stays_plain_is_said(
     ) in capsys.readouterr().out
 
 
-def test_layer_10_comes_after_layer_9(tmp_path: Path) -> None:
-    path = quantized_folder.write(tmp_path / "source")
-    names = [f"model.layers.{i}.x.weight" for i in (0, 1, 10, 11, 2)]
-    expected = [names[i] for i in (0, 1, 4, 2, 3)]
-    assert sorted(names, key=natural_key) == expected
-    source = gguf_source.open_source(path)
-    read = [name for name, _ in source.stored_parameters()]
-    assert read == sorted(read, key=natural_key)
+def test_layer_10_comes_after_layer_9(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(foreign_models, "LAYERS", 12)
+    monkeypatch.setitem(foreign_models.CONFIG, "num_hidden_layers", 12)
+    plain(tmp_path / "source")
+    paths = [str(tmp_path / "source"), str(tmp_path / "result")]
+
+    assert main(["convert", *paths, "--dry-run"]) == 0
+
+    layers = re.findall(
+        r"^model\.layers\.(\d+)\.", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [*dict.fromkeys(layers)] == [str(layer) for layer in range(12)]
 
 
 @pytest.mark.parametrize(
