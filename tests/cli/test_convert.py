@@ -127,9 +127,8 @@ def test_layer_10_comes_after_layer_9(
 
     assert main(["convert", *paths, "--dry-run"]) == 0
 
-    layers = re.findall(
-        r"^model\.layers\.(\d+)\.", capsys.readouterr().out, re.MULTILINE
-    )
+    out = capsys.readouterr().out
+    layers = re.findall(r"^model\.layers\.(\d+)\.", out, re.MULTILINE)
     assert [*dict.fromkeys(layers)] == [str(layer) for layer in range(12)]
 
 
