@@ -361,7 +361,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     generate = sys.modules["mlx_lm.generate"]
     monkeypatch.setattr(generate, "main", lambda: found.append(os.getenv(VARIABLE)))
     monkeypatch.setattr(
-        "mlx_marlin.integrations.auto.hook.install", lambda options: True
+        "mlx_marlin.integrations.auto.hook.install", lambda *_: True
     )
     monkeypatch.setenv(VARIABLE, "")  # so that the test's end takes it away
     return found
