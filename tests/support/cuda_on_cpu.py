@@ -185,7 +185,7 @@ def check_order(case: Case) -> None:
     plan = plan_of(case)
     problem = plan.problem
     arrays = drawn_arrays.stored(problem, orders.ones(problem))
-    y = launch.product(plan)(orders.one_in_each_trip(problem), *arrays)
+    y = launcher.product(plan)(orders.one_in_each_trip(problem), *arrays)
     orders.assert_promised(y, plan)
 
 
