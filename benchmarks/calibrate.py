@@ -30,9 +30,9 @@ from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.cost.rates import Rates
 from mlx_marlin.backends.metal.device import Device, chips, key
 from mlx_marlin.backends.metal.stock import prediction
-from mlx_marlin.benchmarking import result_file, shapes
-from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.benchmarking.rows import CHAIN, STOCK, ProductRow
+from mlx_marlin.measure import result_file, shapes
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import CHAIN, STOCK, ProductRow
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem, problem_of
 

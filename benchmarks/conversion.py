@@ -21,8 +21,8 @@ import mlx.core as mx
 from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
 
 HIDDEN, FEATURES, VOCABULARY, GROUP = 4096, 14336, 1024, 128
 LINEAR = {

@@ -20,8 +20,8 @@ from xml.etree import ElementTree
 
 from benchmarks import stages
 from mlx_marlin.backends import selection
-from mlx_marlin.benchmarking import machine, result_file, tuned_rows
-from mlx_marlin.benchmarking.result_file import ResultFile, Stage
+from mlx_marlin.measure import machine, result_file, tuned_rows
+from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.products import eligibility
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.document_table import ROOT, DocumentTable, line
-from mlx_marlin.benchmarking import result_file
-from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.benchmarking.rows import CHAIN, OURS, STOCK
+from mlx_marlin.measure import result_file
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import CHAIN, OURS, STOCK
 
 FOLDER = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"

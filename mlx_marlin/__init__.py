@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from mlx_marlin.backends.metal.source.instances import variants
     from mlx_marlin.backends.planner import plan
     from mlx_marlin.checkpoints.reading import read_checkpoint
-    from mlx_marlin.integrations.export.context import exporting
-    from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load
-    from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
-    from mlx_marlin.integrations.mlx_lm.optimize import optimize, restore
-    from mlx_marlin.integrations.mlx_lm.report.model_report import report
-    from mlx_marlin.integrations.mlx_lm.verification.gate import verify
     from mlx_marlin.layers.linear import MarlinLinear
+    from mlx_marlin.lm.checkpoints.loading import load
+    from mlx_marlin.lm.checkpoints.saving import save
+    from mlx_marlin.lm.optimize import optimize, restore
+    from mlx_marlin.lm.report.model_report import report
+    from mlx_marlin.lm.verification.gate import verify
     from mlx_marlin.products.dequantizing import dequantize
     from mlx_marlin.products.experts.matmul import gather_qmm
+    from mlx_marlin.products.exporting import exporting
     from mlx_marlin.products.linear import linear, linears
     from mlx_marlin.products.matmul import quantized_matmul, why_not
     from mlx_marlin.products.packing import pack, quantize, unpack
@@ -52,23 +52,23 @@ _MODULES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
     "dequantize": "products.dequantizing",
-    "exporting": "integrations.export.context",
+    "exporting": "products.exporting",
     "gather_qmm": "products.experts.matmul",
     "linear": "products.linear",
     "linears": "products.linear",
-    "load": "integrations.mlx_lm.checkpoints.loading",
-    "optimize": "integrations.mlx_lm.optimize",
+    "load": "lm.checkpoints.loading",
+    "optimize": "lm.optimize",
     "plan": "backends.planner",
     "pack": "products.packing",
     "quantize": "products.packing",
     "quantized_matmul": "products.matmul",
     "read_checkpoint": "checkpoints.reading",
-    "report": "integrations.mlx_lm.report.model_report",
-    "restore": "integrations.mlx_lm.optimize",
-    "save": "integrations.mlx_lm.checkpoints.saving",
+    "report": "lm.report.model_report",
+    "restore": "lm.optimize",
+    "save": "lm.checkpoints.saving",
     "unpack": "products.packing",
     "variants": "backends.metal.source.instances",
-    "verify": "integrations.mlx_lm.verification.gate",
+    "verify": "lm.verification.gate",
     "why_not": "products.matmul",
 }
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launcher, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
-from mlx_marlin.integrations.mlx_lm import warn_once
-from mlx_marlin.integrations.tracing import attention
+from mlx_marlin.lm import warn_once
+from mlx_marlin.lm.tracing import attention
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products.packing import unpack

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.integrations.mlx_lm.versions import TESTED, describe
+from mlx_marlin.lm.versions import TESTED, describe
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -36,7 +36,7 @@ class Traits:
         compiles_ahead: Whether kernels can be compiled before they are launched, and
             several at a time.
         fusions: The fusions of a traced decoder block that are on by default
-            (`integrations.fusions`).
+            (`lm.fusions`).
         fuses_experts: Whether the kernel of experts' products adds a bias, and gates
             the product with one weight by that with another one.
         keeps_experts_bits: Whether that kernel can keep the bits of a row independent

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlx_marlin.checkpoints.quantization import Quantization
-    from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import Row
+    from mlx_marlin.lm.checkpoints.conversion import Row
 
 EPILOG = """
 SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ or compressed-tensors,
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def _modules() -> tuple[Any, Any]:
     """Returns the modules that need mlx-lm, which takes seconds to import."""
     try:
-        from mlx_marlin.integrations.mlx_lm.checkpoints import conversion, gguf_source
+        from mlx_marlin.lm.checkpoints import conversion, gguf_source
     except ImportError as error:
         raise ImportError(
             f"converting a model needs pip install 'mlx-marlin[lm]': {error}"

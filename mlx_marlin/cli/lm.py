@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 
 from mlx_marlin.cli import models
-from mlx_marlin.integrations.compute import COMPUTE
-from mlx_marlin.integrations.tuned_models import environment
+from mlx_marlin.lm.compute import COMPUTE
+from mlx_marlin.lm.tuned_models import environment
 from mlx_marlin.weights.formats import LAYOUTS
 
 _NAMES = (
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     if not options:
         environment.set_for_model(args.arguments)  # before anything imports MLX
 
-    from mlx_marlin.integrations.auto import hook  # here, because it takes seconds
+    from mlx_marlin.lm.auto import hook  # here, because it takes seconds
 
     hook.install(options, _tell)
     return _called(module, args.arguments, model)

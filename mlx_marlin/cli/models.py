@@ -10,7 +10,7 @@ from mlx_marlin.cli import terminal
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
-    from mlx_marlin.tuning.tuner import Clock
+    from mlx_marlin.measure.tuner import Clock
 
 
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
@@ -29,7 +29,7 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
     try:
         import mlx_lm  # here, because it takes seconds
 
-        from mlx_marlin.integrations.mlx_lm.checkpoints import loading
+        from mlx_marlin.lm.checkpoints import loading
     except ImportError as error:
         raise ImportError(
             f"reading a model needs pip install 'mlx-marlin[lm]': {error}"
@@ -87,8 +87,8 @@ def clock(seconds: float) -> "Clock":
         ValueError: If this machine cannot measure.
     """
     from mlx_marlin.backends import devices, selection, tuned_results
+    from mlx_marlin.measure import tuner
     from mlx_marlin.products import eligibility
-    from mlx_marlin.tuning import tuner
 
     if tuned_results.stands_for_another(selection.backend()):
         raise ValueError(
@@ -112,7 +112,7 @@ def problems(
         ValueError: If the model cannot be loaded, or no layer has a supported format.
     """
     from mlx_marlin.backends import selection
-    from mlx_marlin.tuning import layers
+    from mlx_marlin.measure import layers
 
     layouts = [layout or selection.traits().default_layout]
     found = layers.find(load(name, lazy=True)[0], layouts).problems

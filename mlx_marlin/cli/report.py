@@ -54,7 +54,7 @@ def add_parser(
 def run(args: argparse.Namespace) -> int:
     """Prints the report and returns 0."""
     models.check(args.model)
-    from mlx_marlin.integrations.mlx_lm.report.model_report import check, report
+    from mlx_marlin.lm.report.model_report import check, report
 
     rows = models.rows(args.rows)
     check(rows, args.chip)  # before the model is loaded, which takes time

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify() -> Any:
     """Returns the function, whose module imports mlx-lm."""
     try:
-        from mlx_marlin.integrations.mlx_lm.verification.gate import verify
+        from mlx_marlin.lm.verification.gate import verify
     except ImportError as error:
         raise ImportError(
             f"verifying a model needs pip install 'mlx-marlin[lm]': {error}"

@@ -16,9 +16,9 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock import prediction
-from mlx_marlin.benchmarking import result_file
-from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.benchmarking.rows import OURS, STOCK, ProductRow, Timing
+from mlx_marlin.measure import result_file
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import OURS, STOCK, ProductRow, Timing
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, M3_MAX, mac_file, row
 

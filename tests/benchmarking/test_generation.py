@@ -10,11 +10,11 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.benchmarking import decoding, generation
-from mlx_marlin.benchmarking.decoding import Decoded, Prompts
-from mlx_marlin.benchmarking.rows import OURS, STOCK_MODEL
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.tuning import counting, layers
+from mlx_marlin.lm import decoding, generation
+from mlx_marlin.lm.decoding import Decoded, Prompts
+from mlx_marlin.measure import counting, layers
+from mlx_marlin.measure.rows import OURS, STOCK_MODEL
 from support.models import Layers, tiny_llama
 
 Choose = Callable[[str | None], None]

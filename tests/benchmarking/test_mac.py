@@ -17,9 +17,9 @@ import pytest
 from benchmarks import mac, stages
 from mlx_marlin import cache, emulator
 from mlx_marlin.backends import devices, planner, selection, tuned_results
-from mlx_marlin.benchmarking import result_file
-from mlx_marlin.benchmarking.result_file import ResultFile, Stage
-from mlx_marlin.benchmarking.rows import CANDIDATE, OURS, STOCK
+from mlx_marlin.measure import result_file
+from mlx_marlin.measure.result_file import ResultFile, Stage
+from mlx_marlin.measure.rows import CANDIDATE, OURS, STOCK
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import mac_file
 from support.marked_times import unmarked_times

@@ -9,15 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_marlin.benchmarking import decoding
-from mlx_marlin.benchmarking.decoding import Decoded, Prompts
-from mlx_marlin.benchmarking.model_tuning import environment, equal_tokens
-from mlx_marlin.benchmarking.model_tuning.environment import Job, Run, Value, Values
-from mlx_marlin.benchmarking.model_tuning.generations import Generations
-from mlx_marlin.integrations.fusions import FUSIONS
-from mlx_marlin.integrations.tracing.block import TracedBlock
-from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm import decoding
+from mlx_marlin.lm.decoding import Decoded, Prompts
+from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.model_tuning import environment, equal_tokens
+from mlx_marlin.lm.model_tuning.environment import Job, Run, Value, Values
+from mlx_marlin.lm.model_tuning.generations import Generations
+from mlx_marlin.lm.tracing.block import TracedBlock
+from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
 from support.models import tiny_llama
 
 Choose = Callable[[str | None], None]

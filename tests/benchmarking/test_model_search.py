@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.benchmarking.model_tuning import search as searching
-from mlx_marlin.benchmarking.model_tuning.comparison import (
+from mlx_marlin.lm.model_tuning import search as searching
+from mlx_marlin.lm.model_tuning.comparison import (
     MARGIN,
     PROMPT_MARGIN,
     TIE,
     Comparison,
     chosen,
 )
-from mlx_marlin.benchmarking.model_tuning.search import Search, basic_settings
-from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.lm.model_tuning.search import Search, basic_settings
+from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
 
 STREAMS = (1, 4, 8)
 NAMES = ("residual", "gate", "norm")

@@ -11,13 +11,12 @@ import pytest
 from mlx_marlin import emulator, guard
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.benchmarking import products
-from mlx_marlin.benchmarking.products import Measured
-from mlx_marlin.benchmarking.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
+from mlx_marlin.measure import counting, operands, products, timing, tuner
+from mlx_marlin.measure.products import Measured
+from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dense_plan import dense_plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Refusal
-from mlx_marlin.tuning import counting, operands, timing, tuner
 from support.timed_products import M3_MAX, SMALL
 
 pytestmark = pytest.mark.skipif(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from mlx_marlin.benchmarking import result_file
-from mlx_marlin.benchmarking.rows import OURS, STOCK
+from mlx_marlin.measure import result_file
+from mlx_marlin.measure.rows import OURS, STOCK
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, mac_file, row
 

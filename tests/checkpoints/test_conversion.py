@@ -14,10 +14,10 @@ from mlx_lm.models import llama
 from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
-from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.saving import save
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign

@@ -16,8 +16,8 @@ PROGRAM = """
 import resource, sys
 from pathlib import Path
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
 import mlx_lm.models.llama, mlx_lm.utils
 
 def peak():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support.foreign_models import HIDDEN, VOCABULARY, write_llama
 

@@ -11,12 +11,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.integrations.mlx_lm.checkpoints import folding
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.checkpoints import folding
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support import gguf_models
 

@@ -12,8 +12,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_marlin.backends import launcher
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
 from support import float64_llama
 from support import foreign_checkpoints as foreign
 from support.gguf_files import Written, plain_bytes, write_gguf

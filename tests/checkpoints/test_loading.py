@@ -16,13 +16,13 @@ from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_marlin
 from mlx_marlin import optimize, restore
-from mlx_marlin.integrations.mlx_lm.checkpoints import loading
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
-from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.checkpoints import loading
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.saving import save
 from support import foreign_checkpoints as foreign
 from support import oracles
 from support.foreign_models import CONFIG, write_llama

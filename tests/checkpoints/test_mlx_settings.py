@@ -13,9 +13,9 @@ from mlx_lm import utils
 from mlx_lm.models import llama, qwen3_moe
 
 from mlx_marlin.checkpoints.reading import read_checkpoint
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model, needs_import
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model, needs_import
 from support import foreign_checkpoints as foreign
 from support.foreign_models import CONFIG, write_llama
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
 from support.foreign_models import write_llama
 

@@ -12,8 +12,11 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import devices, launcher, selection
-from mlx_marlin.benchmarking import generation, products, result_file
-from mlx_marlin.benchmarking.rows import (
+from mlx_marlin.cli import main
+from mlx_marlin.cli.bench import report
+from mlx_marlin.lm import generation
+from mlx_marlin.measure import operands, products, result_file, timing
+from mlx_marlin.measure.rows import (
     CLOCKS,
     OURS,
     STOCK,
@@ -21,9 +24,6 @@ from mlx_marlin.benchmarking.rows import (
     FirstTokenRow,
     GenerationRow,
 )
-from mlx_marlin.cli import main
-from mlx_marlin.cli.bench import report
-from mlx_marlin.tuning import operands, timing
 from support.benchmark_rows import FACTS, mac_file, measured
 from support.marked_times import TIME, unmarked_times
 from support.models import Layers, tiny_llama

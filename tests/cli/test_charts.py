@@ -20,9 +20,9 @@ from mlx_marlin.cli.pictures.staircase import Sample
 from mlx_marlin.cli.pictures.text import schedule
 from mlx_marlin.cli.profile import times
 from mlx_marlin.cli.render import page, svg
+from mlx_marlin.measure.profiling.roofline import Point, Roofline
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.profiling.roofline import Point, Roofline
 from support.pictures import chosen, svg_texts
 from support.strategies import devices as any_device
 from support.strategies import plans

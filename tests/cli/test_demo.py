@@ -24,7 +24,7 @@ from mlx_marlin.cli.demo.generation import (
     compare_tokens,
     generate,
 )
-from mlx_marlin.integrations.mlx_lm.verification.perplexity import (
+from mlx_marlin.lm.verification.perplexity import (
     passes,
     perplexity,
     read,

@@ -16,7 +16,7 @@ from mlx_marlin import emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.cli import demo, main, models
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.tuning import layers
+from mlx_marlin.measure import layers
 from mlx_marlin.weights.formats import LAYOUTS
 from support.tune_commands import measured_problems
 

@@ -15,8 +15,8 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.cli import lm, main
-from mlx_marlin.integrations.auto import hook, settings
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.auto import hook, settings
 from support import quantized_folder
 
 Choose = Callable[[str | None], None]

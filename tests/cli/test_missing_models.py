@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin.cli import main, models
-from mlx_marlin.integrations.auto import hook
+from mlx_marlin.lm.auto import hook
 from support import foreign_checkpoints as foreign
 from support import foreign_models, quantized_folder
 from support.limits import limited

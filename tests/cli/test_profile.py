@@ -16,8 +16,8 @@ from mlx_marlin import emulator, guard
 from mlx_marlin.backends import planner, tuned_results
 from mlx_marlin.cli import main
 from mlx_marlin.cli.profile import times
+from mlx_marlin.measure import timing, tuner
 from mlx_marlin.planning.measurement import Result
-from mlx_marlin.tuning import timing, tuner
 from support.models import tiny_llama
 from support.tune_commands import PROBLEM, on_h200
 

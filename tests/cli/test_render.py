@@ -18,9 +18,9 @@ from mlx_marlin.backends import devices, planner
 from mlx_marlin.cli import main, render
 from mlx_marlin.cli.render import fields, page, tables
 from mlx_marlin.cli.render.html import element
+from mlx_marlin.measure.profiling.document import Skipped, document
+from mlx_marlin.measure.profiling.profile import of_plan, of_stock
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.profiling.document import Skipped, document
-from mlx_marlin.profiling.profile import of_plan, of_stock
 from support.pictures import svg_texts
 from support.processes import run_python
 from support.result_documents import result

@@ -12,8 +12,8 @@ import mlx_marlin
 from mlx_marlin import emulator, guard, state
 from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
 from mlx_marlin.cli import main
+from mlx_marlin.measure import counting, operands, tuner
 from mlx_marlin.planning import choice
-from mlx_marlin.tuning import counting, operands, tuner
 from support.arguments import activations, weight
 from support.processes import run_python
 from support.tune_commands import PROBLEM, results

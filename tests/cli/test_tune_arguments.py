@@ -12,8 +12,8 @@ import mlx_marlin
 from mlx_marlin import emulator, state
 from mlx_marlin.backends import devices, selection
 from mlx_marlin.cli import main
+from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.tuning import tuner
 from support.arguments import activations, weight
 from support.tune_commands import PROBLEM, measured_problems, on_h200, results
 

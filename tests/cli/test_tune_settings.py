@@ -17,20 +17,20 @@ import pytest
 import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import selection, tuned_results
-from mlx_marlin.benchmarking.model_tuning import environment as values_of_mlx
-from mlx_marlin.benchmarking.model_tuning.comparison import Comparison
-from mlx_marlin.benchmarking.model_tuning.environment import Job, Run, Value
-from mlx_marlin.benchmarking.model_tuning.generations import Generations
 from mlx_marlin.cli import main
-from mlx_marlin.integrations.tuned_models import (
+from mlx_marlin.lm.model_tuning import environment as values_of_mlx
+from mlx_marlin.lm.model_tuning.comparison import Comparison
+from mlx_marlin.lm.model_tuning.environment import Job, Run, Value
+from mlx_marlin.lm.model_tuning.generations import Generations
+from mlx_marlin.lm.tuned_models import (
     environment,
     lookup,
     machine,
     model_key,
     results,
 )
-from mlx_marlin.integrations.tuned_models.results import TunedModel
-from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
 from support import quantized_folder
 from support.models import tiny_llama
 from support.processes import run_python
@@ -360,7 +360,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     found: list[str | None] = []
     generate = sys.modules["mlx_lm.generate"]
     monkeypatch.setattr(generate, "main", lambda: found.append(os.getenv(VARIABLE)))
-    monkeypatch.setattr("mlx_marlin.integrations.auto.hook.install", lambda *_: True)
+    monkeypatch.setattr("mlx_marlin.lm.auto.hook.install", lambda *_: True)
     monkeypatch.setenv(VARIABLE, "")  # so that the test's end takes it away
     return found
 
@@ -453,7 +453,7 @@ from pathlib import Path
 from mlx_marlin import cache
 cache.root = lambda: Path({str(root)!r})
 from mlx_marlin.cli import lm
-from mlx_marlin.integrations.tuned_models import environment
+from mlx_marlin.lm.tuned_models import environment
 environment.set_for_model(["--model", {str(folder)!r}])
 print(os.environ[{VARIABLE!r}], [name for name in sys.modules if name == "mlx.core"])
 """

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import arguments, launcher, source
-from mlx_marlin.integrations.tracing import routing
-from mlx_marlin.integrations.tracing.routing import (
+from mlx_marlin.lm.tracing import routing
+from mlx_marlin.lm.tracing.routing import (
     Routing,
     choose_experts,
     has_kernel,

@@ -10,9 +10,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
 from mlx_marlin.cli.demo import report
-from mlx_marlin.integrations.mlx_lm.layer_conversion import default_layout
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.layer_conversion import default_layout
 from support.arguments import activations, weight
 from support.cuda_launches import K, Model, N
 from support.recorder import Recorder

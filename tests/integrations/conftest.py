@@ -13,8 +13,8 @@ from mlx_lm.models.switch_layers import SwiGLU
 from mlx_marlin import state
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.integrations.tracing import fusion
-from mlx_marlin.integrations.tracing.routing import Routing, stock_sum
+from mlx_marlin.lm.tracing import fusion
+from mlx_marlin.lm.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.plan import Plan

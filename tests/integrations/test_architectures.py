@@ -15,7 +15,7 @@ from mlx_lm.models.cache import (
 )
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing.model_families import FAMILIES
+from mlx_marlin.lm.tracing.model_families import FAMILIES
 from support.architectures import ARCHITECTURES
 from support.models import assert_converted, assert_same_model
 

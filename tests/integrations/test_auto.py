@@ -16,8 +16,8 @@ import pytest
 from mlx_lm import utils
 
 import mlx_marlin
-from mlx_marlin.integrations.auto import hook, settings
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.auto import hook, settings
 from support import quantized_folder
 
 Choose = Callable[[str | None], None]

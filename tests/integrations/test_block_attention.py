@@ -11,8 +11,8 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache
 from numpy.typing import NDArray
 
-from mlx_marlin.integrations.tracing import attention, kv_cache
-from mlx_marlin.integrations.tracing.attention import attend
+from mlx_marlin.lm.tracing import attention, kv_cache
+from mlx_marlin.lm.tracing.attention import attend
 
 FEATURES = 32
 SCALE = 0.3

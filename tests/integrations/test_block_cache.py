@@ -12,9 +12,9 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlx_marlin.integrations.tracing import attention, kv_cache
-from mlx_marlin.integrations.tracing.attention import attend
-from mlx_marlin.integrations.tracing.kv_cache import (
+from mlx_marlin.lm.tracing import attention, kv_cache
+from mlx_marlin.lm.tracing.attention import attend
+from mlx_marlin.lm.tracing.kv_cache import (
     CUDNN_STEP,
     is_alone,
     updated,

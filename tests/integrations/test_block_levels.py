@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.integrations.fusions import FUSIONS
+from mlx_marlin.lm.fusions import FUSIONS
 from support.block_graphs import encoding_of_block
 from support.decoder_models import tiny
 from support.metal_encoder import encoding_of

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.integrations.mlx_lm.stock_layers import keep_on_stock
+from mlx_marlin.lm.stock_layers import keep_on_stock
 from support.models import arrays, tiny_llama, types
 
 pytestmark = pytest.mark.usefixtures("_stock")

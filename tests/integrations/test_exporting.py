@@ -12,9 +12,9 @@ import pytest
 import mlx_marlin
 from mlx_marlin import emulator
 from mlx_marlin.backends import devices, launcher, planner, selection
-from mlx_marlin.integrations.export import streams
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.products import exported_streams as streams
 from support import exported_files
 from support.models import LAYOUTS, tiny_llama
 

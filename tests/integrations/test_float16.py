@@ -11,9 +11,9 @@ from mlx_lm.models import cache as caches
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_marlin
-from mlx_marlin.integrations import float16
-from mlx_marlin.integrations.auto import settings
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.lm import float16
+from mlx_marlin.lm.auto import settings
+from mlx_marlin.lm.module_changes import Changes
 from support.decoder_models import (
     ALL_CACHES,
     Caches,
@@ -137,7 +137,7 @@ def test_layers_quantized_in_float16_have_the_dtype_of_the_model_again(
         float16.drop_float16_record(*given)
         raise PlantedError
 
-    module = "mlx_marlin.integrations.mlx_lm.optimize"
+    module = "mlx_marlin.lm.optimize"
     with monkeypatch.context() as patch:
         patch.setattr(f"{module}.drop_float16_record", fail)
         with pytest.raises(PlantedError):
@@ -349,7 +349,7 @@ def test_an_error_afterwards_changes_nothing(
     if not failing:
         mlx_marlin.optimize(model, compute="float16", layout="marlin")
     before = bits(model)
-    module = "mlx_marlin.integrations.mlx_lm.optimize"
+    module = "mlx_marlin.lm.optimize"
 
     def fail(*given: Any) -> None:
         if not failing:

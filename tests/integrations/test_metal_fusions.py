@@ -9,8 +9,8 @@ import pytest
 
 from mlx_marlin import guard
 from mlx_marlin.backends import launcher, selection
-from mlx_marlin.integrations.fusions import FUSIONS
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,

@@ -14,15 +14,14 @@ from mlx_lm.models import activations, base, llama, rope_utils, switch_layers
 from mlx_lm.models import cache as caches
 
 import mlx_marlin
-from mlx_marlin.integrations import tracing
-from mlx_marlin.integrations.mlx_lm import joining
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes
-from mlx_marlin.integrations.tracing import block
-from mlx_marlin.integrations.tracing.block import TracedBlock
-from mlx_marlin.integrations.tracing.model_families import FAMILIES
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.linear_parameters import LinearParameters
+from mlx_marlin.lm import joining, tracing
+from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.tracing import block
+from mlx_marlin.lm.tracing.block import TracedBlock
+from mlx_marlin.lm.tracing.model_families import FAMILIES
 from support.decoder_models import one_stream, tiny
 from support.models import Layers, arrays, types
 
@@ -290,9 +289,7 @@ def test_a_cache_that_mlx_lm_changed_leaves_blocks_untraced(
             super().__init__(padding)
             del self._idx
 
-    monkeypatch.setattr(
-        "mlx_marlin.integrations.tracing.kv_cache.BatchKVCache", Changed
-    )
+    monkeypatch.setattr("mlx_marlin.lm.tracing.kv_cache.BatchKVCache", Changed)
     model = dense()
 
     with pytest.warns(RuntimeWarning, match=r"not traced.*_idx"):
@@ -356,7 +353,7 @@ model = llama.Model(llama.ModelArgs("llama", 64, 1, 64, 2, 1e-5, 100))
 nn.quantize(model)
 mlx_marlin.optimize(model, trace=False)
 mlx_marlin.restore(model)
-tracing = [each for each in sys.modules if "integrations.tracing" in each]
+tracing = [each for each in sys.modules if "lm.tracing" in each]
 assert not tracing, tracing
 """
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ)

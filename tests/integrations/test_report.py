@@ -15,10 +15,10 @@ from mlx_lm.models.switch_layers import SwitchGLU
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import selection
-from mlx_marlin.integrations.mlx_lm.report.decisions import Decision
-from mlx_marlin.integrations.mlx_lm.report.model_report import LayerReport, Report
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.report.decisions import Decision
+from mlx_marlin.lm.report.model_report import LayerReport, Report
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from support.decided_calls import decided, on_a_mac, with_a_gpu

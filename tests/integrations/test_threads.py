@@ -11,8 +11,8 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.integrations.mlx_lm import optimize
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes
+from mlx_marlin.lm import optimize
+from mlx_marlin.lm.module_changes import Changes
 from support.models import arrays, assert_converted, assert_same_model, tiny_llama
 
 THREADS = 4

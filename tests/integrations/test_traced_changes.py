@@ -12,10 +12,10 @@ import pytest
 from mlx_lm.models import base, llama, switch_layers
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing import inspection
-from mlx_marlin.integrations.tracing.block import TracedBlock
-from mlx_marlin.integrations.tracing.model_families import FAMILIES
-from mlx_marlin.integrations.tracing.snapshot import is_unchanged
+from mlx_marlin.lm.tracing import inspection
+from mlx_marlin.lm.tracing.block import TracedBlock
+from mlx_marlin.lm.tracing.model_families import FAMILIES
+from mlx_marlin.lm.tracing.snapshot import is_unchanged
 from support.decoder_models import assert_equal, one_stream, tiny, traced
 
 pytestmark = pytest.mark.usefixtures("_stock")

@@ -13,8 +13,8 @@ from mlx_lm.models import llama
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing.block import TracedBlock
-from mlx_marlin.integrations.tracing.model_families import FAMILIES
+from mlx_marlin.lm.tracing.block import TracedBlock
+from mlx_marlin.lm.tracing.model_families import FAMILIES
 from support.decoder_models import (
     OWN_SIZES,
     SIZES,

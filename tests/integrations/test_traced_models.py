@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.lm.tracing.block import TracedBlock
 from support.decoder_models import assert_equal, both, decoded, one_stream, tiny, traced
 from support.models import arrays, assert_same_model
 
@@ -50,7 +50,7 @@ def test_a_failure_leaves_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BreakError
 
     model = tiny("llama")
-    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.optimize.join_layers", fail)
+    monkeypatch.setattr("mlx_marlin.lm.optimize.join_layers", fail)
 
     with pytest.raises(BreakError):
         mlx_marlin.optimize(model, join=True, trace=True)

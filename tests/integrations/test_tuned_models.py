@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import selection, tuned_results
-from mlx_marlin.integrations.fusions import FUSIONS
-from mlx_marlin.integrations.mlx_lm import optimize
-from mlx_marlin.integrations.mlx_lm.warn_once import forget
-from mlx_marlin.integrations.tracing.block import TracedBlock
-from mlx_marlin.integrations.tuned_models import (
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm import optimize
+from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.tracing.block import TracedBlock
+from mlx_marlin.lm.tuned_models import (
     lookup,
     machine,
     model_key,
     results,
     settings,
 )
-from mlx_marlin.integrations.tuned_models.results import TunedModel
-from mlx_marlin.integrations.tuned_models.settings import DEFAULTS, ModelSettings
-from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.lm.warn_once import forget
 from support.models import arrays, assert_same_model, tiny_llama, types
 
 Choose = Callable[[str | None], None]

@@ -13,12 +13,12 @@ from mlx_lm.models import llama
 
 from mlx_marlin import dequantize, optimize, quantize, restore
 from mlx_marlin.backends import launcher
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
-from mlx_marlin.integrations.mlx_lm.checkpoints.saving import save
 from mlx_marlin.layers.joined import can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.saving import save
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
 from support import oracles

@@ -10,7 +10,6 @@ import pytest
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import launcher
-from mlx_marlin.integrations.mlx_lm import optimize as integration
 from mlx_marlin.layers.joined import (
     Joined,
     MarlinPart,
@@ -19,6 +18,7 @@ from mlx_marlin.layers.joined import (
     separate,
 )
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm import optimize as integration
 from support.arguments import activations
 from support.models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama
 
@@ -99,7 +99,7 @@ def test_a_failure_while_joining_leaves_the_model_as_it_was(
             raise MemoryError
         return join(layers)
 
-    monkeypatch.setattr("mlx_marlin.integrations.mlx_lm.joining.join", failing)
+    monkeypatch.setattr("mlx_marlin.lm.joining.join", failing)
 
     with pytest.raises(MemoryError):
         integration.optimize(model, join=True)

@@ -13,10 +13,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_marlin import state
 from mlx_marlin.backends import selection
-from mlx_marlin.integrations.mlx_lm.joining import join_layers
-from mlx_marlin.integrations.mlx_lm.module_changes import Changes
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.joining import join_layers
+from mlx_marlin.lm.module_changes import Changes
 from mlx_marlin.products import linear, matmul
 from mlx_marlin.products.experts import dispatch as experts_dispatch
 

@@ -14,10 +14,10 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.staging import BUFFERS, barriers, buffer_bytes, phases
+from mlx_marlin.measure import tuner
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, data_parallel
-from mlx_marlin.tuning import tuner
 from support import strategies
 
 M3_MAX = Device.named("Apple M3 Max")

@@ -12,7 +12,7 @@ import mlx_lm
 from mlx.utils import tree_flatten
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.lm.tracing.block import TracedBlock
 
 SIZES = {
     "hidden_size": 128,

@@ -7,14 +7,14 @@ import pytest
 
 from mlx_marlin.backends import devices, planner, registry
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.measure.profiling import document as documents
+from mlx_marlin.measure.profiling.document import Skipped, document
+from mlx_marlin.measure.profiling.profile import Profile, of_plan, of_stock
+from mlx_marlin.measure.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling.traffic import Counts
 from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.profiling import document as documents
-from mlx_marlin.profiling.document import Skipped, document
-from mlx_marlin.profiling.profile import Profile, of_plan, of_stock
-from mlx_marlin.profiling.roofline import Point, Roofline
-from mlx_marlin.profiling.traffic import Counts
 
 M1, M2, M4_MAX = map(Device.named, ("M1", "M2", "M4 Max"))
 DECODE = problem_of(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import devices
-from mlx_marlin.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
 M4_MAX = Roofline(tflops=16.0, bandwidth_gbs=546)
 DECODE = Point(flops=33_554_432, bytes=6_569_984, seconds=42e-6)

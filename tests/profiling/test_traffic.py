@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import devices, launcher, planner
+from mlx_marlin.measure import operands
+from mlx_marlin.measure.profiling.traffic import OperandBytes, Traffic
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
-from mlx_marlin.profiling.traffic import OperandBytes, Traffic
-from mlx_marlin.tuning import operands
 from mlx_marlin.weights.formats import CHANNEL
 from support.format_cases import GROUPED, layouts_of, step_of
 

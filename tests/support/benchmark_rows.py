@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.benchmarking.machine import MachineFacts
-from mlx_marlin.benchmarking.result_file import STATUSES, ResultFile, Stage
-from mlx_marlin.benchmarking.rows import (
+from mlx_marlin.measure.machine import MachineFacts
+from mlx_marlin.measure.result_file import STATUSES, ResultFile, Stage
+from mlx_marlin.measure.rows import (
     CLOCKS,
     DEQUANTIZED,
     METHODS,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.integrations.export.context import exporting
+from mlx_marlin.products.exporting import exporting
 from support.decoder_models import one_stream
 from support.metal_encoder import Encoding, encoding_of
 

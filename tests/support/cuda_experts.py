@@ -9,8 +9,8 @@ import numpy as np
 
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.integrations.tracing import routing
-from mlx_marlin.integrations.tracing.routing import Routing
+from mlx_marlin.lm.tracing import routing
+from mlx_marlin.lm.tracing.routing import Routing
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack

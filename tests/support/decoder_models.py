@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models import cache as caches
 
 import mlx_marlin
-from mlx_marlin.integrations.tracing.block import TracedBlock
+from mlx_marlin.lm.tracing.block import TracedBlock
 from support.models import arrays
 
 SIZES = {

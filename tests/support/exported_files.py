@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_marlin.emulator.dispatch import Dispatch
 from mlx_marlin.emulator.metal_kernel import _compiled, _execute
 from mlx_marlin.emulator.modes import Options
-from mlx_marlin.integrations.export import streams
+from mlx_marlin.products import exported_streams as streams
 
 Node = dict[str, Any]
 

@@ -7,10 +7,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from mlx_marlin.integrations.tracing.block import TracedBlock
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.tracing.block import TracedBlock
 
 LAYOUTS = ["mlx", "marlin"]
 TOKENS = mx.array([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])

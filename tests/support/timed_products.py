@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.measure import operands
+from mlx_marlin.measure.operands import Operands
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.tuning import operands
-from mlx_marlin.tuning.operands import Operands
 from support import oracles
 
 M3_MAX = Device.named("M3 Max")

@@ -9,9 +9,9 @@ import pytest
 
 from mlx_marlin.backends import devices, planner, selection, tuned_results
 from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.measure import tuner
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.tuning import tuner
 
 Choose = Callable[[str | None], None]
 

@@ -12,7 +12,7 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.emulator.counters import Counters, Operation, Traffic
-from mlx_marlin.tuning import counting, operands, timing, tuner
+from mlx_marlin.measure import counting, operands, timing, tuner
 from support.timed_products import LARGE, M3_MAX, SMALL
 
 

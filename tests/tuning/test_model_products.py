@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.tuning import layers
+from mlx_marlin.measure import layers
 from mlx_marlin.weights.formats import LAYOUTS
 from support.models import Layers, tiny_llama
 from support.timed_products import LARGE, SMALL

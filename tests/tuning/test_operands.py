@@ -9,8 +9,8 @@ import pytest
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.device import DEFAULT
+from mlx_marlin.measure import operands, timing
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.tuning import operands, timing
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, format_of
 from support.timed_products import M3_MAX, exact_product
 

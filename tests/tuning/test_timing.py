@@ -6,8 +6,8 @@ from itertools import cycle
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.tuning import timing
-from mlx_marlin.tuning.timing import Spread
+from mlx_marlin.measure import timing
+from mlx_marlin.measure.timing import Spread
 
 
 def spreads(**medians: float) -> dict[str, Spread]:

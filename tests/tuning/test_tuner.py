@@ -10,12 +10,12 @@ import pytest
 
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.devices import named
+from mlx_marlin.measure import tuner
+from mlx_marlin.measure.timing import Spread
+from mlx_marlin.measure.tuner import Arm, Clock
 from mlx_marlin.planning.measurement import STOCK, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.tuning import tuner
-from mlx_marlin.tuning.timing import Spread
-from mlx_marlin.tuning.tuner import Arm, Clock
 from support.timed_products import LARGE, M3_MAX, SMALL, exact_product_of
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
 from support.foreign_models import write_llama
 

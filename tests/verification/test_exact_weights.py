@@ -10,8 +10,8 @@ from gguf.quants import dequantize
 
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
-from mlx_marlin.integrations.mlx_lm.verification import exact_weights
-from mlx_marlin.integrations.mlx_lm.verification.exact_weights import ExactWeight
+from mlx_marlin.lm.verification import exact_weights
+from mlx_marlin.lm.verification.exact_weights import ExactWeight
 from support import format_cases
 from support.format_cases import Weight, any_weight
 from support.gguf_files import random_tensor, write_gguf

@@ -14,8 +14,8 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear
-from mlx_marlin.integrations.mlx_lm.verification.report import LayerReport, Report
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.verification.report import LayerReport, Report
 from mlx_marlin.products.packing import pack
 from support import format_cases, oracles
 from support.format_cases import any_weight

@@ -13,13 +13,13 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_marlin
 from mlx_marlin import MarlinLinear
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.integrations.mlx_lm import stock_layers
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm import stock_layers
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.products.packing import pack
 from support.format_cases import any_weight
 from support.models import TOKENS, Layers, tiny_llama

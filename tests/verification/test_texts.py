@@ -12,12 +12,12 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 
 import mlx_marlin
 from mlx_marlin.backends import selection
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
-from mlx_marlin.integrations.mlx_lm.checkpoints.loading import load_model
-from mlx_marlin.integrations.mlx_lm.verification import gate, texts
-from mlx_marlin.integrations.mlx_lm.verification.activations import Capture
-from mlx_marlin.integrations.mlx_lm.verification.checked_layers import checked_layers
-from mlx_marlin.integrations.mlx_lm.verification.perplexity import perplexity
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.verification import gate, texts
+from mlx_marlin.lm.verification.activations import Capture
+from mlx_marlin.lm.verification.checked_layers import checked_layers
+from mlx_marlin.lm.verification.perplexity import perplexity
 from support.gguf_models import CASES, arguments, random_model
 from support.models import Layers, tiny_llama
 

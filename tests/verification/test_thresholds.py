@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.integrations.mlx_lm.verification.thresholds import (
+from mlx_marlin.lm.verification.thresholds import (
     ROUNDING,
     Sizes,
     feature_limit,

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import regular_files
 from mlx_marlin.backends import selection
-from mlx_marlin.benchmarking import machine, products, result_file, shapes
-from mlx_marlin.benchmarking.result_file import ResultFile
 from mlx_marlin.cli import json_output, models, product_shapes, progress
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files
+from mlx_marlin.measure import layers, machine, products, result_file, shapes
+from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import eligibility
-from mlx_marlin.tuning import layers
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from mlx_marlin.tuning.tuner import Clock
+    from mlx_marlin.measure.tuner import Clock
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 """The modes of `mx.quantized_matmul`, with which our kernels are compared."""
@@ -247,7 +246,7 @@ def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) ->
 
 
 def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
-    from mlx_marlin.benchmarking import generation  # it imports mlx-lm
+    from mlx_marlin.lm import generation  # it imports mlx-lm
 
     name, streams = generation.name_of(args.model), _streams(args)
     layout = None if args.layout in (None, BOTH) else args.layout
@@ -264,7 +263,7 @@ def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
 def _predict_model(
     args: argparse.Namespace, counts: "Counter[Problem]", result: ResultFile
 ) -> None:
-    from mlx_marlin.benchmarking import generation  # it imports mlx-lm
+    from mlx_marlin.lm import generation  # it imports mlx-lm
 
     name, device = generation.name_of(args.model), eligibility.target()
     streams = _streams(args)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_marlin.benchmarking.machine import MachineFacts
-from mlx_marlin.benchmarking.result_file import ResultFile
-from mlx_marlin.benchmarking.row_encoding import PROBLEM
-from mlx_marlin.benchmarking.rows import (
+from mlx_marlin.measure.machine import MachineFacts
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.row_encoding import PROBLEM
+from mlx_marlin.measure.rows import (
     CHAIN,
     CLOCKS,
     STOCK,

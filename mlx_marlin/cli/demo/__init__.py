@@ -253,7 +253,7 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
     from tqdm import tqdm
 
     from mlx_marlin.cli.demo.generation import generate
-    from mlx_marlin.integrations.mlx_lm.verification.perplexity import (
+    from mlx_marlin.lm.verification.perplexity import (
         passes,
         perplexity,
     )
@@ -282,8 +282,8 @@ def compile_kernels(model: nn.Module, work: Work) -> None:
         work: Its work.
     """
     from mlx_marlin.cli import progress
-    from mlx_marlin.integrations.mlx_lm.verification.perplexity import rows_of
-    from mlx_marlin.integrations.mlx_lm.warm_up import layer_steps
+    from mlx_marlin.lm.verification.perplexity import rows_of
+    from mlx_marlin.lm.warm_up import layer_steps
 
     if selection.backend() == "stock":
         return

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_marlin.integrations.mlx_lm.verification.perplexity import Tick, read
+from mlx_marlin.lm.verification.perplexity import Tick, read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

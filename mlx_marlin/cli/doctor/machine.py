@@ -113,9 +113,9 @@ def tuned_results() -> Facts:
 def tuned_models() -> Facts:
     """Returns the settings that tuning found for models on this machine."""
     from mlx_marlin.backends import tuned_results as tuned
-    from mlx_marlin.integrations.mlx_lm import warn_once
-    from mlx_marlin.integrations.tuned_models import environment, machine, results
-    from mlx_marlin.integrations.tuned_models.settings import name_of
+    from mlx_marlin.lm import warn_once
+    from mlx_marlin.lm.tuned_models import environment, machine, results
+    from mlx_marlin.lm.tuned_models.settings import name_of
 
     warn_once.forget()
     with warnings.catch_warnings(record=True) as caught:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_marlin.cli.pictures.charts import Chart, Mark, Series, can_draw, log_axis
-from mlx_marlin.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
 STOCK = "stock"
 """First word of the names of stock MLX's kernels."""

@@ -9,9 +9,9 @@ from mlx_marlin.cli import json_output
 from mlx_marlin.cli.pictures import figures, files
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
+from mlx_marlin.measure.profiling.document import document
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
-from mlx_marlin.profiling.document import document
 from mlx_marlin.weights.formats import LAYOUTS, MODES
 
 DESCRIPTION = """

@@ -6,12 +6,12 @@ from: "measured", "predicted" or "assumed".
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from mlx_marlin.measure.profiling.document import Skipped
+from mlx_marlin.measure.profiling.profile import Profile
+from mlx_marlin.measure.profiling.roofline import Roofline
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.profiling.document import Skipped
-from mlx_marlin.profiling.profile import Profile
-from mlx_marlin.profiling.roofline import Roofline
 
 WIDTH = 13
 """Width of the names of details."""

@@ -9,13 +9,13 @@ from mlx_marlin.backends import launcher, planner, registry, selection, tuned_re
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
+from mlx_marlin.measure import operands, tuner
+from mlx_marlin.measure.profiling.profile import Origin, Profile, of_plan, of_stock
+from mlx_marlin.measure.profiling.traffic import Counts
+from mlx_marlin.measure.tuner import Arm
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.profiling.profile import Origin, Profile, of_plan, of_stock
-from mlx_marlin.profiling.traffic import Counts
-from mlx_marlin.tuning import operands, tuner
-from mlx_marlin.tuning.tuner import Arm
 
 Item = TypeVar("Item")
 

@@ -12,7 +12,7 @@ from mlx_marlin.cli.pictures import files
 from mlx_marlin.cli.render import page as pages
 from mlx_marlin.cli.render import profile_document, result_document
 from mlx_marlin.cli.render.fields import shown
-from mlx_marlin.profiling import document
+from mlx_marlin.measure.profiling import document
 
 DESCRIPTION = """
 Render a result of `mlx-marlin profile --json`, `mlx-marlin bench --json` or

@@ -16,7 +16,7 @@ from mlx_marlin.cli.render.tables import (
     source_cell,
     text_cell,
 )
-from mlx_marlin.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
 HEADS = (
     *("rows", "k→n", "format", "dtype", "layout", "kernel", "times", "ms"),

@@ -14,13 +14,13 @@ from mlx_marlin.backends import (
 )
 from mlx_marlin.cli import models, product_shapes, progress
 from mlx_marlin.cli.tune import folders, model, report
-from mlx_marlin.integrations.tuned_models import lookup, results
+from mlx_marlin.lm.tuned_models import lookup, results
+from mlx_marlin.measure import layers, operands, tuner
+from mlx_marlin.measure.tuner import Arm, Clock
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import eligibility
-from mlx_marlin.tuning import layers, operands, tuner
-from mlx_marlin.tuning.tuner import Arm, Clock
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import state
 from mlx_marlin.cli import models, progress
-from mlx_marlin.integrations.fusions import FUSIONS
-from mlx_marlin.integrations.tuned_models import lookup, machine, model_key, results
-from mlx_marlin.integrations.tuned_models.results import TunedModel
-from mlx_marlin.integrations.tuned_models.settings import STREAMS
+from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.tuned_models import lookup, machine, model_key, results
+from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.tuned_models.settings import STREAMS
 
 if TYPE_CHECKING:
-    from mlx_marlin.benchmarking.model_tuning.environment import Values
-    from mlx_marlin.benchmarking.model_tuning.search import Search
+    from mlx_marlin.lm.model_tuning.environment import Values
+    from mlx_marlin.lm.model_tuning.search import Search
 
 MAX_STREAMS = 64
 """Largest number of --streams."""
@@ -96,7 +96,7 @@ def dry_run(name: str, counts: Sequence[int]) -> str:
     """Returns which settings of a model would be compared."""
     if reason := lookup.why_not_tuned():
         return f"{name}: {NOT_MEASURED}: {reason}"
-    from mlx_marlin.benchmarking.model_tuning.search import basic_settings
+    from mlx_marlin.lm.model_tuning.search import basic_settings
 
     basic = "; ".join(map(str, basic_settings()))
     return (
@@ -111,8 +111,8 @@ def _load(name: str) -> Any:
 
 def _searched(name: str, counts: Sequence[int], ended: float) -> "tuple[str, Search]":
     """Returns the key of a model and a finished search; the model is freed."""
-    from mlx_marlin.benchmarking.model_tuning import search as searching
-    from mlx_marlin.benchmarking.model_tuning.generations import Generations
+    from mlx_marlin.lm.model_tuning import search as searching
+    from mlx_marlin.lm.model_tuning.generations import Generations
 
     generations = Generations(load=partial(_load, name), streams=counts)
     layouts = generations.layouts()
@@ -135,7 +135,7 @@ def _values(
     name: str, counts: Sequence[int], search: "Search", ended: float
 ) -> "Values":
     """Tries the values of MLX's variable with the settings that were found."""
-    from mlx_marlin.benchmarking.model_tuning import environment, generations
+    from mlx_marlin.lm.model_tuning import environment, generations
 
     generations.free_memory()  # the processes load the model themselves
     job = environment.Job(
@@ -155,7 +155,7 @@ def _values(
 
 
 def _result(name: str, key: str, search: "Search", values: "Values") -> TunedModel:
-    from mlx_marlin.benchmarking import generation
+    from mlx_marlin.lm import generation
 
     return TunedModel(
         model=generation.name_of(name),

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mlx_marlin.benchmarking.model_tuning import environment
-from mlx_marlin.benchmarking.model_tuning.comparison import MARGIN, Comparison, line
-from mlx_marlin.benchmarking.model_tuning.environment import Values
-from mlx_marlin.integrations.tuned_models.results import TunedModel
-from mlx_marlin.integrations.tuned_models.settings import ModelSettings, name_of
+from mlx_marlin.lm.model_tuning import environment
+from mlx_marlin.lm.model_tuning.comparison import MARGIN, Comparison, line
+from mlx_marlin.lm.model_tuning.environment import Values
+from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.tuned_models.settings import ModelSettings, name_of
 from mlx_marlin.planning.choice import aligned
 
 NOTHING_COMPARED = (

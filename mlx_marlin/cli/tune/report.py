@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from mlx_marlin import guard
+from mlx_marlin.measure import tuner
+from mlx_marlin.measure.timing import Spread
+from mlx_marlin.measure.tuner import Arm, Clock, Outcome
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.tuning import tuner
-from mlx_marlin.tuning.timing import Spread
-from mlx_marlin.tuning.tuner import Arm, Clock, Outcome
 
 
 def measurements(problem: Problem, outcome: Outcome, clock: Clock) -> str:

@@ -11,8 +11,8 @@ from mlx_lm import utils
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import (
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import (
     GgufSource,
     _narrowed,
     open_source,

@@ -16,7 +16,7 @@ from mlx_marlin.checkpoints.gguf import (
     tokenizer_files,
 )
 from mlx_marlin.checkpoints.stored_weight import Tensor
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import GgufSource
+from mlx_marlin.lm.checkpoints.gguf_source import GgufSource
 from support.gguf_files import write_gguf
 from support.gguf_models import CASES
 from support.gguf_mutations import mutate, mutated_keys, nested_vocabulary, seeds

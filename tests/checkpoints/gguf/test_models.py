@@ -12,8 +12,8 @@ from mlx_marlin import load
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
 from mlx_marlin.checkpoints.gguf.names import ARCHITECTURES
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.integrations.mlx_lm.checkpoints.conversion import convert
-from mlx_marlin.integrations.mlx_lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.weights.bit_streams import codes_of_words
 from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import (

@@ -1,1 +1,0 @@
-"""Files of MLX's graphs with our kernels, for another GPU: `exporting`."""

@@ -1,0 +1,88 @@
+"""The options of `optimize` that `MLX_MARLIN_OPTIONS` sets."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mlx_marlin.lm.compute import COMPUTE
+from mlx_marlin.lm.fusions import FUSIONS, fusions
+from mlx_marlin.weights.formats import LAYOUTS
+
+ENVIRONMENT = "MLX_MARLIN_OPTIONS"
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+BITS = range(1, 9)
+
+
+def from_environment() -> dict[str, Any]:
+    """Returns the options of `optimize` that the environment sets.
+
+    Raises:
+        ValueError: If `MLX_MARLIN_OPTIONS` is malformed, names no option, names one
+            twice, or has a value that the option does not take.
+    """
+    text = os.environ.get(ENVIRONMENT, "")
+    options: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = map(str.strip, part.partition("="))
+        if name not in _PARSERS:
+            raise _wrong(part, f"one of {', '.join(_PARSERS)}, as in layout=marlin")
+        if name in options:
+            raise _wrong(part, f"{name} once")
+        parse, expected = _PARSERS[name]
+        try:
+            options[name] = parse(value)
+        except (KeyError, ValueError):
+            raise _wrong(part, f"{name}={expected}") from None
+    return options
+
+
+def _wrong(part: str, expected: str) -> ValueError:
+    value = os.environ.get(ENVIRONMENT)
+    return ValueError(f"{ENVIRONMENT}={value!r}: {part!r}, expected {expected}")
+
+
+def _layout(value: str) -> str:
+    return LAYOUTS[LAYOUTS.index(value)]
+
+
+def _number(value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and int(value)):
+        raise ValueError(value)
+    return int(value)
+
+
+def _group_size(value: str) -> int | str:
+    return value if value == "channel" else _number(value)
+
+
+def _bits(value: str) -> int:
+    return BITS[BITS.index(_number(value))]
+
+
+def _fusions(value: str) -> tuple[str, ...]:
+    return (*fusions(filter(None, value.split("+"))),)
+
+
+def _compute(value: str) -> str:
+    return COMPUTE[COMPUTE.index(value)]
+
+
+def _rows(value: str) -> tuple[int, ...]:
+    return tuple(map(_number, value.split("+")))
+
+
+_FLAG: tuple[Callable[[str], Any], str] = (FLAGS.__getitem__, "true or false")
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "layout": (_layout, " or ".join(LAYOUTS)),
+    "join": _FLAG,
+    "trace": _FLAG,
+    "fuse": (_fusions, f"some of {'+'.join(FUSIONS)}, or nothing"),
+    "compute": (_compute, " or ".join(COMPUTE)),
+    "invariant": _FLAG,
+    "quantize": _FLAG,
+    "group_size": (_group_size, "a number or channel"),
+    "bits": (_bits, f"{BITS[0]} to {BITS[-1]}"),
+    "warm_up": (_rows, "numbers of rows, such as 1+4+8"),
+    "progress": _FLAG,
+}
+"""Option -> (parser of its value, what it takes)."""

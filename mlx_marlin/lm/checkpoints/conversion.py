@@ -1,0 +1,277 @@
+"""Converts a checkpoint to our packed layout or to MLX's, one tensor at a time."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_marlin import regular_files
+from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.formats.marlin_folder import VERSION
+from mlx_marlin.checkpoints.new_folder import new_folder
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.settings import without_settings
+from mlx_marlin.checkpoints.shards import Shards
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
+from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
+from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
+from mlx_marlin.lm.module_tree import has_tied_head
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import MODE_DEFAULTS
+
+MOST_PARTS = 5
+"""Arrays that a parameter may become."""
+
+Target = Callable[[StoredWeight | PackedLayer], Written]
+TARGETS: dict[str, Target] = {"marlin": packed_target, "mlx": mlx_target}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What became of a parameter.
+
+    Attributes:
+        name: Name in mlx-lm.
+        source: Its format in the source, such as "zero_point 4-bit, group 128".
+        target: Its format in the result.
+        nbytes: Bytes in the result.
+        error: Relative Frobenius error that the conversion adds to the weight.
+        plain_because: Why a weight stays plain that a quantization was asked for; empty
+            for parameters that are never quantized, such as norms.
+    """
+
+    name: str
+    source: str
+    target: str
+    nbytes: int
+    error: float
+    plain_because: str = ""
+
+
+@dataclass
+class Records:
+    """Values of config.json that describe quantized layers.
+
+    Attributes:
+        marlin: Records of layers in our layout.
+        mlx: Records of layers in MLX's layout.
+        stock_layers: Layers that stay on stock MLX.
+    """
+
+    marlin: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mlx: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stock_layers: list[str] = field(default_factory=list)
+
+
+def convert(
+    source: ModelSource,
+    destination: Path,
+    *,
+    layout: str = "marlin",
+    quantization: Quantization | None = None,
+    only: str | None = None,
+    dry_run: bool = False,
+) -> Iterator[Row]:
+    """Converts a checkpoint, and yields a row for each parameter once it is written.
+
+    The files are written to a folder beside the destination, which gets the
+    destination's name when all are complete. If anything fails, nothing is left.
+
+    Args:
+        source: The checkpoint.
+        destination: The folder to make; it must not exist.
+        layout: "marlin" for our packed layout, "mlx" for MLX's.
+        quantization: How to quantize the plain weights of linear layers and experts.
+            Default: they stay as they are.
+        only: Pattern of the names of parameters to convert. Plain weights and those of
+            MLX stay as they are if they do not match.
+        dry_run: Write nothing.
+
+    Raises:
+        OSError: If a file cannot be read or written.
+        ValueError: If an argument is not valid, or a weight cannot be represented; the
+            message names the tensor.
+    """
+    if layout not in TARGETS:
+        raise ValueError(f"layout={layout!r}, expected one of {[*TARGETS]}")
+    pattern = _pattern(only)
+    if destination.exists():
+        raise ValueError(f"{destination} exists, expected the name of a new folder")
+    _check_matches(source, pattern)
+    records = Records()
+    rows = _rows(source, layout, quantization, pattern, records)
+    if dry_run:
+        yield from (row for row, _ in rows)
+        return
+    with new_folder(destination) as folder:
+        source.copy_other_files(folder)  # first, because it may refuse a file
+        yield from _write(source, folder, rows)
+        write_config(source.config, records, folder)
+
+
+def _pattern(only: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if only is None else re.compile(only)
+    except re.error as error:
+        raise ValueError(f"only={only!r} is not a pattern: {error}") from None
+
+
+def _check_matches(source: ModelSource, pattern: re.Pattern[str] | None) -> None:
+    """Raises a ValueError if a pattern matches no parameter of the model."""
+    parameters: Any = tree_flatten(source.model.parameters())
+    names = [name for name, _ in parameters]
+    if pattern is not None and not any(map(pattern.search, names)):
+        raise ValueError(
+            f"only={pattern.pattern!r} matches no parameter of {source.path}, expected "
+            f"a pattern of names such as {names[0]!r}"
+        )
+
+
+def _rows(
+    source: ModelSource,
+    layout: str,
+    quantization: Quantization | None,
+    pattern: re.Pattern[str] | None,
+    records: Records,
+) -> Iterator[tuple[Row, dict[str, mx.array]]]:
+    """Yields what becomes of each parameter, with its arrays by name."""
+    for name, value in source.parameters():
+        matches = pattern is None or pattern.search(name) is not None
+        error = 0.0
+        stored = _describe(value)
+        with naming(source.path, name):
+            if isinstance(value, mx.array):
+                own = _quantization(source, name, quantization) if matches else ""
+                if isinstance(own, str):
+                    yield _unchanged(name, value, own), {name: value}
+                    continue
+                value, error = own.apply(value)
+            keeps = not matches or not _can_be_packed(value)
+            target = _own_layout(value, layout) if keeps else layout
+            written = TARGETS[target](value)
+        layer = name.removesuffix(".weight")
+        getattr(records, target)[layer] = written.record
+        row = Row(
+            name=name,
+            source=stored,
+            target=f"{_describe(value)}, {target} layout{_order(source, layer, value)}",
+            nbytes=sum(array.nbytes for array in written.arrays.values()),
+            error=math.hypot(error, written.error),
+        )
+        arrays = {f"{layer}.{part}": array for part, array in written.arrays.items()}
+        yield row, arrays
+
+
+def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
+    """Returns the layout that keeps a layer as it is, or `layout` if none does."""
+    if isinstance(value, PackedLayer):
+        return "marlin"
+    is_linear = len(value.shape) == 2
+    if value.global_scale is not None and is_linear:
+        return "marlin"
+    return "mlx" if value.mode in MODE_DEFAULTS else layout
+
+
+def _unchanged(name: str, array: mx.array, reason: str) -> Row:
+    dtype = _describe(array)
+    return Row(
+        name=name,
+        source=dtype,
+        target=dtype,
+        nbytes=array.nbytes,
+        error=0.0,
+        plain_because=reason,
+    )
+
+
+def _can_be_packed(value: StoredWeight | PackedLayer) -> bool:
+    """Returns whether the packed layout has a weight: no experts with global scales."""
+    if isinstance(value, PackedLayer):
+        return True
+    return value.global_scale is None or len(value.shape) == 2
+
+
+def _quantization(
+    source: ModelSource, name: str, wanted: Quantization | None
+) -> Quantization | str:
+    """Returns how a plain parameter is quantized, or why it stays as it is.
+
+    The reason is empty for a parameter that is never quantized, such as a norm. The
+    `quant_predicate` of mlx-lm's model can exclude a layer or set its format, such as
+    8 bits for a router.
+    """
+    path = name.removesuffix(".weight")
+    layer = source.layer(path)
+    if wanted is None or path == name or not hasattr(layer, "to_quantized"):
+        return ""
+    # An embedding looks rows up, which our packed layout does not serve.
+    if isinstance(layer, nn.Embedding):
+        return f"an embedding{', and the output head' * has_tied_head(source.model)}"
+    predicate = getattr(source.model, "quant_predicate", None)
+    own = True if predicate is None else predicate(path, layer)
+    if isinstance(own, dict):
+        wanted = wanted.with_format(**own)
+    if not own:
+        return "mlx-lm's model excludes it"
+    k = layer.weight.shape[-1]
+    if not wanted.applies_to(k):
+        return f"{k} columns are no whole groups of {wanted.group_size}"
+    return wanted
+
+
+def _describe(value: Value) -> str:
+    if isinstance(value, mx.array):
+        return dtype_name(value.dtype)
+    weight = value.weight if isinstance(value, PackedLayer) else value
+    return f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
+
+
+def _order(source: ModelSource, layer: str, value: StoredWeight | PackedLayer) -> str:
+    """Returns what becomes of the order of columns that act-order gave a layer."""
+    if value.input_order is not None:
+        return ", x gathered"
+    return ", order folded" if layer in source.folded else ""
+
+
+def _write(
+    source: ModelSource,
+    folder: Path,
+    rows: Iterator[tuple[Row, dict[str, mx.array]]],
+) -> Iterator[Row]:
+    names = [name for name in source.names() for _ in range(MOST_PARTS)]
+    with Shards(folder, names, {"format": "mlx"}) as shards:
+        for row, arrays in rows:
+            for name in [*arrays]:
+                shards.add(name, arrays.pop(name))
+            yield row
+
+
+def write_config(config: dict[str, Any], records: Records, folder: Path) -> None:
+    """Writes config.json: the model's own settings and the formats of its layers."""
+    written = without_settings(config)
+    written.pop("mlx_marlin", None)
+    if records.mlx:
+        written["quantization"] = _mlx_settings(records.mlx)
+    if records.marlin or records.stock_layers:
+        written["mlx_marlin"] = {"version": VERSION, "layers": records.marlin}
+    if records.stock_layers:
+        written["mlx_marlin"]["stock_layers"] = records.stock_layers
+    text = json.dumps(written, indent=1, sort_keys=True)
+    regular_files.write(folder / "config.json", text)
+
+
+def _mlx_settings(layers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns mlx-lm's "quantization": the most frequent settings, and exceptions."""
+    most = Counter(json.dumps(record, sort_keys=True) for record in layers.values())
+    usual: dict[str, Any] = json.loads(most.most_common(1)[0][0])
+    usual.pop("global_scale", None)  # which mlx-lm reads for single layers
+    exceptions = {layer: record for layer, record in layers.items() if record != usual}
+    return {**usual, **exceptions}

@@ -1,0 +1,289 @@
+"""Loads a model from any checkpoint that this package reads."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlx_marlin.checkpoints.folder import (
+    check_sizes,
+    naming,
+    read_json,
+)
+from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.location import check_files
+from mlx_marlin.checkpoints.reading import READERS
+from mlx_marlin.checkpoints.settings import SEPARATE_FILES, in_config
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
+from mlx_marlin.checkpoints.targets import mlx_target
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.checkpoints.gguf_source import (
+    GgufSource,
+    open_source,
+)
+from mlx_marlin.lm.checkpoints.model_source import (
+    ModelSource,
+    new_model,
+)
+from mlx_marlin.lm.checkpoints.saving import keep_config
+from mlx_marlin.lm.known_layers import marlin_experts
+from mlx_marlin.lm.stock_layers import keep_on_stock
+from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
+
+Weight = StoredWeight | PackedLayer
+
+
+def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
+    """Loads a model and its tokenizer, as `mlx_lm.load` does.
+
+    Layers in a format of MLX's become MLX's own, which `optimize` converts. Layers in
+    other formats are packed, exactly, and run on our kernels.
+
+    Args:
+        path: A folder in the format of MLX, GPTQ, AWQ or compressed-tensors, one that
+            `mlx-marlin convert` made, or a GGUF file.
+        lazy: Whether arrays are read only when they are used.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        ImportError: If mlx-lm is not installed.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed, mlx-lm has no such model, or a weight cannot
+            be represented exactly.
+    """
+    source = open_source(path)
+    model = load_model(source)
+    if not lazy:
+        mx.eval(model.parameters())
+    return model, _tokenizer(source)
+
+
+def needs_import(path: Path) -> bool:
+    """Returns whether mlx-lm cannot read a model exactly, so that `load` has to.
+
+    Args:
+        path: A folder or file, or the name of a repository.
+
+    Raises:
+        OSError: If a file cannot be read.
+        ValueError: If config.json or a header is malformed, or a file is not a regular
+            one.
+    """
+    if path.suffix == ".gguf" or any((path / file).exists() for file in SEPARATE_FILES):
+        return True
+    if not (path / "config.json").exists():
+        return False
+    check_files(path)
+    config = read_json(path / "config.json")
+    shapes = check_sizes(path, config)
+    if "mlx_marlin" in config:
+        return True
+    place, settings = in_config(config)
+    if not isinstance(settings, dict):
+        return False
+    if place == "quantization":
+        _check_groups(path, config, shapes)
+        return settings.get("mode") == "nvfp4"  # perhaps with global scales
+    method = settings.get("quant_method", settings.get("method"))
+    return isinstance(method, str) and method.lower() in READERS
+
+
+def _check_groups(
+    path: Path, config: dict[str, Any], shapes: dict[str, list[int]]
+) -> None:
+    """Checks the groups of quantized layers: MLX ends the process if k has fewer.
+
+    Raises:
+        ValueError: If a row of a layer cannot be divided into its stored groups.
+    """
+    try:
+        model = new_model(config)
+    except Exception:  # of which mlx-lm says more
+        return
+    for name, layer in model.named_modules():
+        groups = shapes.get(f"{name}.scales", [])[-1:]
+        k = layer.weight.shape[-1] if "weight" in layer else 0
+        if groups and k and (groups[0] == 0 or k % groups[0]):
+            raise ValueError(
+                f"{path}: tensor {name + '.scales'!r} has {groups[0]} groups in a row, "
+                f"and config.json says k={k}"
+            )
+
+
+def load_model(source: ModelSource) -> nn.Module:
+    """Returns the model of a checkpoint with its parameters, not evaluated.
+
+    Raises:
+        ValueError: As for `load`.
+    """
+    model = source.model
+    plain: list[tuple[str, mx.array]] = []
+    embeddings: list[tuple[str, Weight]] = []
+    for name, value in source.parameters():
+        path = name.removesuffix(".weight")
+        module = source.layer(path)
+        if isinstance(value, mx.array):
+            plain.append((name, value))
+        elif isinstance(module, nn.Embedding):
+            embeddings.append((path, value))
+        else:
+            with naming(source.path, name):
+                layer = _layer(module, value)
+            model.update_modules(tree_unflatten([(path, layer)]))
+    for path, value in embeddings:
+        with naming(source.path, f"{path}.weight"):
+            layer = _embedding(source.layer(path), value, path, _dtype(plain))
+        model.update_modules(tree_unflatten([(path, layer)]))
+    # Not strict: `parameters` has compared names, and the others are set already.
+    moved = [(_moved(source, name), array) for name, array in plain]
+    model.load_weights(moved, strict=False)
+    model.eval()
+    keep_config(model, source.config)
+    stays = marlin_folder.stock_layers_of(source.config, source.path)
+    if stays:
+        with naming(source.path, "config.json: stock_layers"):
+            keep_on_stock(model, stays)
+    return model
+
+
+def _dtype(plain: list[tuple[str, mx.array]]) -> mx.Dtype:
+    """Returns the dtype of a model: the first of its plain parameters with 16 bits."""
+    narrow = (mx.float16, mx.bfloat16)
+    found = (array.dtype for _, array in plain if array.dtype in narrow)
+    return next(found, mx.float32)
+
+
+def _layer(module: Any, value: Weight) -> nn.Module:
+    """Returns the layer that computes with a quantized weight.
+
+    Raises:
+        ValueError: If the model has no layer for it.
+    """
+    if isinstance(value, StoredWeight) and _is_of_mlx(value):
+        return _stock_layer(module, value)
+    packed = value.packed()
+    bias = module["bias"] if module is not None and "bias" in module else None
+    if type(module) is nn.Linear:
+        linear = MarlinLinear.from_packed(packed, bias)
+        order = value.input_order
+        return linear if order is None else ReorderedLinear(linear, order)
+    if packed.batch and value.input_order is None and hasattr(module, "num_experts"):
+        experts: nn.Module = marlin_experts().from_packed(packed, bias)
+        return experts
+    raise ValueError(
+        f"{type(module).__name__}, expected a linear layer or experts in the order of x"
+    )
+
+
+def _is_of_mlx(value: StoredWeight) -> bool:
+    """Returns whether MLX's own layer has this format."""
+    return (
+        value.mode in MODE_DEFAULTS
+        and value.input_order is None
+        and (value.global_scale is None or len(value.shape) == 3)
+        and value.group_size in format_of(value.mode, value.bits).group_sizes
+    )
+
+
+def _stock_layer(module: Any, value: StoredWeight) -> nn.Module:
+    if not hasattr(module, "to_quantized"):
+        raise ValueError(f"{type(module).__name__} cannot be quantized in mlx-lm")
+    format = {"group_size": value.group_size, "bits": value.bits, "mode": value.mode}
+    layer: nn.Module = module.to_quantized(**format)
+    layer.weight, layer.scales = value.codes, value.scales
+    if value.biases is not None:
+        layer.biases = value.biases
+    if value.global_scale is not None:
+        layer.global_scale = value.global_scale
+    return layer
+
+
+def _embedding(
+    module: nn.Embedding, value: Weight, path: str, dtype: mx.Dtype
+) -> nn.Module:
+    """Returns an embedding, which looks up rows that are exactly those of the weight.
+
+    It is MLX's own if MLX has the format. Rows of other formats are rounded to a dtype
+    as they are looked up, or not at all if its range is too small.
+
+    Raises:
+        ValueError: If the columns are not in order, or our kernels have no such format.
+    """
+    stored = value.stored() if isinstance(value, PackedLayer) else value
+    if stored.input_order is not None:
+        raise ValueError("an embedding with act-order, expected columns in order")
+    if stored.mode != "k_quant":
+        try:
+            written = mlx_target(stored)
+        except ValueError:
+            written = None
+        if written is not None and written.error == 0:
+            layer: nn.Module = module.to_quantized(**written.record)
+            for name, array in written.arrays.items():
+                setattr(layer, name, array)
+            return layer
+    fitting = dtype if _largest(stored) <= mx.finfo(dtype).max else mx.float32
+    return PackedEmbedding.from_packed(value.packed(), fitting)
+
+
+def _largest(stored: StoredWeight) -> float:
+    """Returns a bound of the magnitudes of a weight."""
+    plain = stored.with_float_scales()
+    largest = mx.abs(plain.scales.astype(mx.float32)).max() * 2.0**stored.bits
+    if plain.mode == "affine" and plain.biases is not None:
+        largest = largest + mx.abs(plain.biases.astype(mx.float32)).max()
+    return float(cast(float, largest.item()))
+
+
+def _moved(source: ModelSource, name: str) -> str:
+    """Returns a parameter's name: a reordered layer has its bias one level deeper."""
+    layer, _, part = name.rpartition(".")
+    is_inner = part == "bias" and isinstance(source.layer(layer), ReorderedLinear)
+    return f"{layer}.linear.bias" if is_inner else name
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    from mlx_lm.utils import load_tokenizer
+
+    ends = end_tokens(source)
+    with tokenizer_folder(source) as folder:
+        try:
+            return load_tokenizer(folder, eos_token_ids=ends)  # type: ignore[no-untyped-call]
+        except MemoryError:
+            raise
+        except Exception as error:  # transformers checks config.json too
+            raise ValueError(
+                f"{source.path}: transformers cannot read the tokenizer or the config: "
+                f"{error}"
+            ) from error
+
+
+@contextmanager
+def tokenizer_folder(source: ModelSource) -> Iterator[Path]:
+    """Yields the folder of a model's tokenizer, which is temporary for a GGUF file."""
+    if not isinstance(source, GgufSource):
+        yield source.path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source.copy_other_files(Path(folder))
+        yield Path(folder)
+
+
+def end_tokens(source: ModelSource) -> Any:
+    """Returns the tokens that end a text, as mlx-lm does: generation_config.json wins.
+
+    Raises:
+        ValueError: If generation_config.json is malformed.
+    """
+    file = source.path / "generation_config.json"
+    own = read_json(file).get("eos_token_id") if file.exists() else None
+    return own or source.config.get("eos_token_id")

@@ -1,0 +1,344 @@
+"""The parameters of a checkpoint under mlx-lm's names, one at a time."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_marlin.checkpoints import reading
+from mlx_marlin.checkpoints.copying import copy_within
+from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
+from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
+from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.lm.checkpoints.folding import fold_orders
+from mlx_marlin.lm.module_tree import natural_key
+from mlx_marlin.lm.versions import describe
+
+Value = StoredWeight | PackedLayer | mx.array
+"""What a parameter is: a weight in rows of codes or packed, or an array."""
+ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
+"""The arrays of a quantized layer while mlx-lm renames and stacks them."""
+WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", *SEPARATE_FILES)
+"""Files of a folder that a conversion replaces."""
+_replacing = threading.Lock()
+"""Held while `mx.dequantize` is replaced."""
+
+
+class ModelSource(ABC):
+    """A checkpoint that mlx-lm has a model for.
+
+    Attributes:
+        path: The folder or file.
+        config: What mlx-lm's config.json holds.
+        folded: Layers whose column order became the row order of others, once the
+            first parameter was read.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    folded: Set[str] = frozenset()
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all stored arrays, before they are renamed."""
+
+    @abstractmethod
+    def stored_parameters(self) -> Iterator[tuple[str, Value]]:
+        """Yields what `parameters` does, without comparing it with the model."""
+
+    def parameters(self) -> Iterator[tuple[str, Value]]:
+        """Returns an iterator over the name and the value of each parameter.
+
+        A quantized weight of layer L is a `StoredWeight` with the name L.weight. Values
+        are not kept: their memory is freed when the caller drops them. Biases that are
+        zero are omitted if the model has none: GPTQ tools write them.
+
+        Raises:
+            ValueError: If a tensor is malformed, the model has no parameter of its name
+                and shape, or, at the end, a parameter of the model was not there.
+        """
+        missing = set(self._shapes)
+        # `filter` and `chain` keep no reference to what they have yielded.
+        known = filter(partial(self._has_place, missing), self.stored_parameters())
+        return chain(known, self._completed(missing))
+
+    def _completed(self, missing: set[str]) -> Iterator[tuple[str, Value]]:
+        """Yields nothing, and raises a ValueError if parameters are missing.
+
+        `sanitize` removes layers from some models, such as the output of a tied one.
+        """
+        layers = {name: self.layer(name.rpartition(".")[0]) for name in missing}
+        absent = sorted(name for name, layer in layers.items() if layer is not None)
+        if absent:
+            raise ValueError(
+                f"{self.path}: tensors {absent[:3]} are missing, expected in "
+                f"mlx-lm's {type(self.model).__module__} ({describe('mlx-lm')})"
+            )
+        yield from ()
+
+    def _has_place(self, missing: set[str], parameter: tuple[str, Value]) -> bool:
+        """Returns whether the model has a parameter, which is then not missing."""
+        name, value = parameter
+        expected = self._shapes.get(name)
+        if expected is None and _is_zero_bias(name, value):
+            return False
+        if isinstance(value, PackedLayer):
+            packed = value.weight
+            shape = (*packed.batch, packed.n, packed.k)
+        else:
+            shape = tuple(value.shape)
+        if expected is None or shape != expected:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} of shape {shape}, expected "
+                f"{expected or 'no such tensor'} in mlx-lm's "
+                f"{type(self.model).__module__} ({describe('mlx-lm')})"
+            )
+        missing.discard(name)
+        return True
+
+    def sanitized(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Returns arrays after the model's own `sanitize`, which may change the model.
+
+        Raises:
+            ValueError: If it fails.
+        """
+        sanitize = getattr(self.model, "sanitize", None)
+        if sanitize is None:
+            return arrays
+        try:
+            renamed: dict[str, mx.array] = sanitize(arrays)
+        except Exception as error:  # it expects the tensors of its models
+            raise ValueError(
+                f"{self.path}: mlx-lm cannot rename the tensors of a "
+                f"{self.config.get('model_type')!r} model: {error!r} "
+                f"({describe('mlx-lm')})"
+            ) from error
+        return renamed
+
+    def drop_absent_layers(self, tensors: Iterable[Tensor]) -> None:
+        """Lets mlx-lm drop layers that a checkpoint with its names does not have.
+
+        Some models do so in `sanitize` only, such as Gemma 3 with the output of a tied
+        model. Arrays of zeros, never computed, stand for the tensors.
+
+        Raises:
+            ValueError: If `sanitize` fails.
+        """
+        self.sanitized({tensor.name: mx.zeros(tensor.shape) for tensor in tensors})
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model's parameters, before layers are replaced."""
+        named: Any = tree_flatten(self.model.parameters())
+        return {name: tuple(array.shape) for name, array in named}
+
+    @abstractmethod
+    def copy_other_files(self, folder: Path) -> None:
+        """Writes what a model needs beside weights and config.json to a folder."""
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """A model of this architecture; its random parameters are never computed."""
+        try:
+            return new_model(self.config)
+        except Exception as error:  # mlx-lm does not check the values of a config
+            raise ValueError(
+                f"{self.path}: mlx-lm has no model for it: {error!r} "
+                f"({describe('mlx-lm')})"
+            ) from error
+
+    def layer(self, name: str) -> Any:
+        """Returns the layer of the model that has a name; None if there is none."""
+        module: Any = self.model
+        try:
+            for part in name.split("."):
+                module = module[int(part)] if part.isdecimal() else module[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+        return module
+
+
+def new_model(config: dict[str, Any]) -> nn.Module:
+    """Returns mlx-lm's model of a config; its random parameters are never computed.
+
+    Raises:
+        Exception: Of any kind: mlx-lm does not check the values of a config.
+    """
+    from mlx_lm import utils
+
+    model_class, arguments = utils._get_classes(config)
+    model: nn.Module = model_class(arguments.from_dict(config))
+    return model
+
+
+class FolderSource(ModelSource):
+    """A folder of safetensors files.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = Folder(path)
+        self.config = self._folder.config
+        self._method, self._settings = method_of(self._folder)
+        self._stored_widths: set[tuple[int, int]] = set()
+
+    def names(self) -> list[str]:
+        """Returns the names of all stored arrays, before they are renamed."""
+        return [*self._folder.arrays]
+
+    def stored_parameters(self) -> Iterator[tuple[str, Value]]:
+        """Yields the name and the value of each parameter."""
+        if marlin_folder.layers_of(self._folder):  # written under mlx-lm's names
+            tensors = reading.folder_tensors(self._folder)
+            tensors.sort(key=lambda tensor: natural_key(tensor.name))
+            self.drop_absent_layers(tensors)
+            yield from ((tensor.name, tensor.read()) for tensor in tensors)
+            return
+        arrays = self._renamed(reading.folder_tensors(self._folder, for_model=True))
+        # Not the config's model_type: mlx-lm has one module for several of them.
+        module = type(self.model).__module__.rpartition(".")[2]
+        self.folded = fold_orders(arrays, module)
+        for name in sorted(arrays, key=natural_key):
+            layer, _, part = name.rpartition(".")
+            if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
+                continue  # goes with the layer's weight
+            if part == "weight" and f"{layer}.scales" in arrays:
+                yield name, self._stored_weight(layer, arrays)
+            else:
+                yield name, arrays.pop(name)
+
+    def _renamed(self, tensors: list[Tensor]) -> dict[str, mx.array]:
+        """Returns all arrays, not evaluated, after the model's own `sanitize`."""
+        arrays: dict[str, mx.array] = {}
+        for tensor in tensors:
+            value = tensor.read()
+            if isinstance(value, mx.array):
+                arrays[tensor.name] = value
+            elif isinstance(value, StoredWeight):
+                self._stored_widths.add((value.bits, value.group_size))
+                arrays |= _rows(tensor.name.removesuffix(".weight"), value)
+        with _no_dequantizing(self._method):
+            return self.sanitized(arrays)
+
+    def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
+        own = [part for part in ROWS if f"{layer}.{part}" in arrays]
+        rows = {part: arrays.pop(f"{layer}.{part}") for part in own}
+        with naming(self.path, f"{layer}.weight"):
+            if self._method == "mlx":
+                k, entry = self._columns(layer), self._settings.get(layer)
+                weight = mlx_folder.stored_weight(rows, self._settings, entry, k)
+            else:
+                weight = self._foreign_weight(layer, rows)
+            return weight.checked()
+
+    def _foreign_weight(self, layer: str, rows: dict[str, mx.array]) -> StoredWeight:
+        codes, scales = rows["weight"], rows["scales"]
+        bits, group_size = self._widths(layer, codes, scales)
+        mode = "zero_point" if "biases" in rows else "symmetric"
+        return StoredWeight(
+            codes=codes,
+            scales=scales,
+            biases=rows.get("biases"),
+            group_size=group_size,
+            bits=bits,
+            mode="nvfp4" if scales.dtype == mx.uint8 else mode,
+            global_scale=rows.get("global_scale"),
+            input_order=rows.get("input_order"),
+        )
+
+    def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:
+        """Returns bits and group size of a layer, which the model's k implies.
+
+        Raises:
+            ValueError: If no layer of the checkpoint is stored so.
+        """
+        k, words, groups = self._columns(layer), codes.shape[-1], scales.shape[-1]
+        for bits, group_size in self._stored_widths:
+            if words * 32 == k * bits and groups * group_size == k:
+                return bits, group_size
+        raise ValueError(
+            f"{self.path}: tensor {layer + '.weight'!r} has {words} words and {groups} "
+            f"scales in a row of k={k}, expected those of (bits, group size) in "
+            f"{sorted(self._stored_widths)}"
+        )
+
+    def _columns(self, name: str) -> int:
+        weight = getattr(self.layer(name), "weight", None)
+        if weight is None:
+            raise ValueError(
+                f"{self.path}: tensor {name + '.weight'!r} has no layer in mlx-lm's "
+                f"{type(self.model).__module__}"
+            )
+        return int(weight.shape[-1])
+
+    def copy_other_files(self, folder: Path) -> None:
+        """Copies the tokenizer, the licence and whatever else is in the folder.
+
+        Raises:
+            OSError: If a file cannot be copied.
+            ValueError: If a file is a link that leads out of the checkpoint.
+        """
+        for file in sorted(self.path.iterdir()):
+            if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
+                copy_within(file, folder / file.name)
+
+
+def _is_zero_bias(name: str, value: Value) -> bool:
+    if not isinstance(value, mx.array) or not name.endswith(".bias"):
+        return False
+    return not mx.any(value)
+
+
+@contextmanager
+def _no_dequantizing(method: str) -> Iterator[None]:
+    """Makes `mx.dequantize` raise a ValueError, unless weights are quantized as in MLX.
+
+    Some models of mlx-lm divide a quantized weight (DeepSeek's `kv_b_proj`): they
+    decode it as MLX's affine mode and quantize it again. Zero points would be taken for
+    biases. Calls of other threads are not affected.
+    """
+    if method in ("", "mlx"):
+        yield
+        return
+    own = threading.get_ident()
+    with _replacing:
+        original = mx.dequantize
+
+        def refuse(*args: Any, **options: Any) -> mx.array:
+            if threading.get_ident() == own:
+                raise ValueError("it would quantize a weight again")
+            return original(*args, **options)
+
+        mx.dequantize = refuse
+        try:
+            yield
+        finally:
+            mx.dequantize = original
+
+
+def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
+    """Returns the arrays of a quantized layer by their names."""
+    biases = weight.biases
+    if biases is None and weight.mode == "symmetric" and ".experts." in layer:
+        # Experts are stacked, and others of them may have zero points.
+        biases = mx.full(weight.scales.shape, 2 ** (weight.bits - 1))
+        biases = biases.astype(weight.scales.dtype)
+    parts = (weight.codes, weight.scales, biases, weight.global_scale)
+    named = zip(ROWS, (*parts, weight.input_order), strict=True)
+    return {f"{layer}.{part}": array for part, array in named if array is not None}

@@ -1,0 +1,215 @@
+"""`optimize(compute="float16")`: models in bfloat16 compute in float16.
+
+GPUs without bfloat16 arithmetic emulate it. Converting a model's parameters is enough:
+activations and caches have their dtype.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.lm.float16_check import check_logits, logits_dtype
+from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.module_tree import named_arrays
+
+_RECORD = "_float16_record"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """Elements of a parameter that bfloat16 cannot regain from float16.
+
+    Attributes:
+        positions: Their positions in the flat array, of NumPy.
+        values: Their bfloat16 bits, of NumPy, uint16.
+    """
+
+    positions: Any
+    values: Any
+
+
+@dataclass(slots=True)
+class Record:
+    """What `restore` needs, at the converted model.
+
+    Attributes:
+        rounded: The rounded elements of each converted parameter, by its path.
+    """
+
+    rounded: dict[str, Rounded] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float16Outcome:
+    """What `optimize(compute="float16")` does with the parameters of a model.
+
+    Attributes:
+        arrays: Arrays that become float16.
+        elements: Their elements.
+        rounded: Elements that float16 does not hold exactly. Each is below 2^-17, and
+            is changed by at most 2^-25.
+    """
+
+    arrays: int
+    elements: int
+    rounded: int
+
+    def __str__(self) -> str:
+        """Returns a sentence."""
+        return (
+            f"compute=float16: {self.arrays} bfloat16 arrays convert; {self.rounded} "
+            f"of {self.elements} elements are rounded, by at most 3e-8"
+        )
+
+
+def outcome_of(model: nn.Module) -> Float16Outcome:
+    """Returns what becomes of the parameters of a model."""
+    found: dict[int, mx.array] = {}  # keeps copies, so that no ID occurs twice
+    rounded = 0
+    for container, key, _ in named_arrays(model, mx.bfloat16):
+        array = container[key]
+        if id(array) not in found:
+            found[id(array)] = array
+            rounded += _rounded(array, _to_half(array)).positions.size
+    return Float16Outcome(
+        arrays=len(found),
+        elements=sum(array.size for array in found.values()),
+        rounded=rounded,
+    )
+
+
+def use_float16(model: nn.Module, changes: Changes) -> None:
+    """Converts the bfloat16 parameters of a model to float16, and runs a short prompt.
+
+    Args:
+        model: A model that `float16_check` accepts, without joined layers.
+        changes: Records the changes.
+
+    Raises:
+        ValueError: If the logits of the prompt are not finite, or are wider than those
+            of the model in bfloat16.
+    """
+    dtype = logits_dtype(model)
+    record = vars(model).get(_RECORD) or Record()
+    known = {*record.rounded}
+
+    # Undoing is exact, so that no parameter is held twice.
+    def undo() -> None:
+        _give_back(model, record, {*record.rounded} - known)
+
+    changes.record(undo)
+    vars(model)[_RECORD] = record
+    for container, key, path in named_arrays(model, mx.bfloat16):
+        array = container[key]
+        half = _to_half(array)
+        record.rounded[path] = _rounded(array, half)
+        container[key] = half
+    if record.rounded.keys() != known:
+        check_logits(model, dtype)
+
+
+def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
+    """Converts the parameters that `use_float16` has converted back to bfloat16.
+
+    A parameter has the bits that it had, unless it was changed. Parameters of packed
+    layers have other names than MLX's: call it before and after their conversion.
+
+    Args:
+        model: The model.
+        changes: Records the changes.
+    """
+    record: Record | None = vars(model).get(_RECORD)
+    if record is None:
+        return
+    before = dict(record.rounded)
+
+    def undo() -> None:
+        given = before.keys() - record.rounded.keys()
+        for container, key, path in named_arrays(model, mx.bfloat16):
+            if path in given:
+                container[key] = _to_half(container[key])
+        record.rounded.update(before)
+        vars(model)[_RECORD] = record
+
+    changes.record(undo)
+    _give_back(model, record, {*before})
+
+
+def drop_float16_record(model: nn.Module, changes: Changes) -> None:
+    """Drops what is known of parameters that were converted and are no longer there.
+
+    If another conversion has replaced them, as quantization does, the float16 arrays of
+    the same layer are rounded to bfloat16, so that the layer computes in one dtype.
+
+    Args:
+        model: A model whose other parameters have been given back.
+        changes: Records the changes.
+    """
+    record: Record | None = vars(model).get(_RECORD)
+    if record is None:
+        return
+    layers = {_layer_of(path) for path in record.rounded}
+    rounded: list[tuple[Any, Any, mx.array]] = []
+
+    def undo() -> None:
+        for container, key, half in rounded:
+            container[key] = half
+        vars(model)[_RECORD] = record
+
+    changes.record(undo)
+    del vars(model)[_RECORD]
+    for container, key, path in named_arrays(model, mx.float16):
+        if _layer_of(path) in layers:
+            rounded.append((container, key, container[key]))
+            container[key] = container[key].astype(mx.bfloat16)
+            mx.eval(container[key])
+
+
+def _layer_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _give_back(model: nn.Module, record: Record, paths: set[str]) -> None:
+    """Converts the parameters with these paths back, if they are there."""
+    for container, key, path in named_arrays(model, mx.float16):
+        if path in paths and path in record.rounded:
+            container[key] = _to_bfloat16(container[key], record.rounded[path])
+            del record.rounded[path]
+    if not record.rounded:
+        vars(model).pop(_RECORD, None)
+
+
+def _to_half(array: mx.array) -> mx.array:
+    # On the CPU, whose conversion keeps subnormal numbers.
+    half = array.astype(mx.float16, stream=mx.cpu)
+    mx.eval(half)
+    return half
+
+
+def _rounded(array: mx.array, half: mx.array) -> Rounded:
+    import numpy as np  # here, because serving does not need it
+
+    own = _bits(array)
+    positions = np.flatnonzero(own != _bits(half.astype(mx.bfloat16, stream=mx.cpu)))
+    return Rounded(positions, own[positions])
+
+
+def _to_bfloat16(half: mx.array, rounded: Rounded) -> mx.array:
+    array = half.astype(mx.bfloat16, stream=mx.cpu)
+    bits, positions = _bits(array), rounded.positions
+    if positions.size and positions[-1] < bits.size:
+        own = mx.array(rounded.values).view(mx.bfloat16).astype(mx.float16)
+        unchanged = bits[positions] == _bits(own.astype(mx.bfloat16))
+        bits[positions[unchanged]] = rounded.values[unchanged]
+        array = mx.array(bits).view(mx.bfloat16).reshape(half.shape)
+    mx.eval(array)
+    return array
+
+
+def _bits(array: mx.array) -> Any:
+    """Returns the bits of a bfloat16 array, uint16 [size] of NumPy."""
+    import numpy as np
+
+    return np.array(array.flatten().view(mx.uint16))

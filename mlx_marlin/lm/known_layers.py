@@ -1,0 +1,146 @@
+"""Recognizes the layers of MLX, mlx-lm and this package in a model.
+
+This module does not import mlx-lm, which models without its layers do not need.
+"""
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.backends import selection
+from mlx_marlin.backends.traits import Traits
+from mlx_marlin.lm.layer_structure import EXPERTS, HEADS, structure_of
+from mlx_marlin.planning.block_plans import RoutePlan
+from mlx_marlin.products import eligibility
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
+
+
+def are_kernels_active() -> bool:
+    """Returns whether our kernels would serve a call now."""
+    if eligibility.unsupported_device() is not None:
+        return False
+    return eligibility.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
+
+
+def is_packed_faster() -> bool:
+    """Returns whether our kernels run here and are faster with packed weights."""
+    return selection.traits().default_layout == "marlin" and are_kernels_active()
+
+
+def is_routing_fused() -> bool:
+    """Returns whether kernels choose experts here and add their results."""
+    return RoutePlan in selection.traits().launches and are_kernels_active()
+
+
+def is_tracing_faster() -> bool:
+    """Returns whether our kernels run here and replaying graphs is faster."""
+    return selection.traits().replays_graphs and are_kernels_active()
+
+
+def is_experts(layer: nn.Module) -> bool:
+    """Returns whether a layer is mlx-lm's layer of several experts, or like it."""
+    own = _is_of_mlx_lm(layer, "switch_layers", "QuantizedSwitchLinear")
+    return own or structure_of(layer) == EXPERTS
+
+
+def is_heads(layer: nn.Module) -> bool:
+    """Returns whether a layer is mlx-lm's layer of several heads, or like it."""
+    own = _is_of_mlx_lm(layer, "mla", "QuantizedMultiLinear")
+    return own or structure_of(layer) == HEADS
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Returns whether a layer of MLX or mlx-lm multiplies by plain weights."""
+    return (
+        isinstance(layer, nn.Linear | nn.Embedding)
+        or _is_of_mlx_lm(layer, "switch_layers", "SwitchLinear")
+        or _is_of_mlx_lm(layer, "mla", "MultiLinear")
+    )
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Returns whether a layer of any class holds codes of weights and their scales."""
+    weight = layer.get("weight")
+    codes = isinstance(weight, mx.array) and mx.issubdtype(weight.dtype, mx.integer)
+    return "scales" in layer or codes
+
+
+def is_sharded(layer: nn.Module) -> bool:
+    """Returns whether a quantized layer is one of MLX's sharded layers."""
+    sharded = nn.QuantizedAllToShardedLinear, nn.QuantizedShardedToAllLinear
+    return isinstance(layer, sharded)
+
+
+def are_supported_experts(layer: Any, invariant: bool) -> bool:
+    """Returns whether the back end has kernels for a layer of experts."""
+    return has_expert_kernels(layer, selection.traits()) and supports_experts(invariant)
+
+
+def has_expert_kernels(layer: Any, traits: Traits) -> bool:
+    """Returns whether a back end with such traits reads a layer of experts."""
+    if (
+        not is_supported_format(layer)
+        or getattr(layer, "global_scale", None) is not None
+    ):
+        return False
+    scales = dtype_name(layer.scales.dtype)
+    return scales not in DTYPE_BYTES or scales in traits.dtypes
+
+
+def supports_experts(invariant: bool) -> bool:
+    """Returns whether experts can be converted, and be invariant if requested."""
+    if invariant and not selection.traits().keeps_experts_bits:
+        return False
+    # Layers in MLX's layout can be converted anywhere: stock MLX reads them too.
+    return selection.traits().default_layout == "mlx" or are_kernels_active()
+
+
+def supports_heads(invariant: bool) -> bool:
+    """Returns whether layers of several heads can be converted.
+
+    Args:
+        invariant: Whether they must be invariant.
+    """
+    # Heads keep MLX's layout by default, which only such a back end reads.
+    return not invariant or selection.traits().default_layout == "mlx"
+
+
+def _is_of_mlx_lm(layer: nn.Module, module: str, name: str) -> bool:
+    cls = getattr(sys.modules.get(f"mlx_lm.models.{module}"), name, None)
+    return cls is not None and type(layer) is cls
+
+
+def is_marlin_experts(layer: nn.Module) -> bool:
+    """Returns whether a layer is a `MarlinSwitchLinear`."""
+    return type(layer).__name__ == "MarlinSwitchLinear"
+
+
+def is_marlin_heads(layer: nn.Module) -> bool:
+    """Returns whether a layer is a `MarlinMultiLinear`."""
+    return type(layer).__name__ == "MarlinMultiLinear"
+
+
+def marlin_experts() -> Any:
+    """Returns `MarlinSwitchLinear`, whose module imports mlx-lm."""
+    from mlx_marlin.layers.experts import MarlinSwitchLinear
+
+    return MarlinSwitchLinear
+
+
+def marlin_heads() -> Any:
+    """Returns `MarlinMultiLinear`, whose module imports mlx-lm."""
+    from mlx_marlin.layers.heads import MarlinMultiLinear
+
+    return MarlinMultiLinear
+
+
+def is_supported_format(layer: nn.Module) -> bool:
+    """Returns whether our kernels read the format of a quantized layer."""
+    format = FORMATS.get((layer.mode, layer.bits))
+    if format is None or layer.group_size not in format.group_sizes:
+        return False
+    k = layer.weight.shape[-1] * 32 // layer.bits
+    return bool(k % format.k_multiple(layer.group_size) == 0)

@@ -1,0 +1,271 @@
+"""Decides which layers `optimize` converts, and converts them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.sharded.linear import SHARDED, class_for
+from mlx_marlin.lm.known_layers import (
+    are_supported_experts,
+    is_experts,
+    is_heads,
+    is_marlin_experts,
+    is_marlin_heads,
+    is_packed_faster,
+    is_plain,
+    is_sharded,
+    is_supported_format,
+    marlin_experts,
+    marlin_heads,
+    supports_experts,
+    supports_heads,
+)
+from mlx_marlin.lm.module_changes import (
+    Changes,
+    Positions,
+    module_at,
+)
+from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.products.reference.weight import rounds_biases
+from mlx_marlin.weights.formats import CHANNEL, FORMATS, LAYOUTS, format_of
+
+Convert = Callable[[Any], nn.Module]
+STAYS_STOCK = "stays_stock"
+"""Attribute of layers that stay on stock MLX, see `stock_layers`."""
+NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear layers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConversion:
+    """Conversion of single layers; the attributes are the options of `optimize`."""
+
+    layout: str | None
+    quantize: bool
+    group_size: int | Literal["channel"]
+    bits: int
+    invariant: bool
+
+    def __post_init__(self) -> None:
+        if self.layout not in (None, *LAYOUTS):
+            raise ValueError(f"layout={self.layout!r} is not one of {LAYOUTS}")
+        sizes = format_of("affine", self.bits).group_sizes_in(self.layout or "mlx")
+        named = tuple("channel" if size == CHANNEL else size for size in sizes)
+        if self.group_size not in named:
+            raise ValueError(f"group_size={self.group_size!r} is not one of {named}")
+
+    def applies_to(self, layer: nn.Module) -> bool:
+        """Returns whether a layer is to be converted."""
+        if getattr(layer, STAYS_STOCK, False):
+            return False
+        if type(layer) is nn.Linear:
+            return self.quantize and self._can_quantize(layer)
+        if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+            return is_supported_format(layer)
+        if is_experts(layer):
+            return are_supported_experts(layer, self.invariant)
+        if is_heads(layer):
+            return supports_heads(self.invariant) and is_supported_format(layer)
+        if is_sharded(layer):
+            return not self.invariant and is_supported_format(layer)
+        return is_marlin_layer(layer) and self._changes(layer)
+
+    def why_not(self, layer: Any) -> str:
+        """Returns why a layer that `applies_to` refuses stays as it is."""
+        if getattr(layer, STAYS_STOCK, False):
+            return "its error was above the limit of mlx-marlin verify"
+        if is_plain(layer):
+            return self._why_not_quantized(layer)
+        known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
+        if not (known or is_experts(layer) or is_heads(layer) or is_sharded(layer)):
+            return f"optimize does not convert a {type(layer).__name__}"
+        return _why_not_supported(layer) or (
+            "sums of machines, and heads on CUDA, are not invariant"
+            if is_heads(layer) or is_sharded(layer)
+            else "our kernels for experts do not run here, or do not take such scales, "
+            "a global scale, or invariant=True"
+        )
+
+    def convert(self, layer: Any) -> nn.Module:
+        """Returns the converted layer of a layer that `applies_to` accepts."""
+        layout, invariant = self.layout_of(layer), self.invariant
+        if is_experts(layer) or is_marlin_experts(layer):
+            experts: nn.Module = marlin_experts().from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
+            return experts
+        if is_heads(layer) or is_marlin_heads(layer):
+            heads: nn.Module = marlin_heads().from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
+            return heads
+        if is_sharded(layer) or type(layer) in SHARDED:
+            return class_for(layer).from_quantized(
+                layer, layout=layout, invariant=invariant
+            )
+        if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
+            return MarlinEmbedding.from_quantized(layer, invariant=invariant)
+        if isinstance(layer, PackedEmbedding):
+            weight = layer.packed
+            return PackedEmbedding.from_packed(weight, layer.dtype, invariant=invariant)
+        if type(layer) is nn.Linear:
+            return MarlinLinear.from_linear(
+                layer, self.group_size, self.bits, layout=layout, invariant=invariant
+            )
+        return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
+
+    def layout_of(self, layer: nn.Module) -> str:
+        """Returns the layout that the converted layer has."""
+        if getattr(layer, "is_packed_only", False):
+            return "marlin"
+        if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
+            return "mlx"
+        return self.layout or default_layout(layer)
+
+    def _can_quantize(self, layer: nn.Linear) -> bool:
+        return self._wrong_size(layer) is None
+
+    def _wrong_size(self, layer: nn.Linear) -> str | None:
+        k = layer.weight.shape[1]
+        size = k if self.group_size == "channel" else self.group_size
+        format = format_of("affine", self.bits)
+        return format.why_not(size, k, self.layout or "mlx")
+
+    def _why_not_quantized(self, layer: nn.Module) -> str:
+        if not self.quantize:
+            return NOT_QUANTIZED
+        wrong = self._wrong_size(layer) if type(layer) is nn.Linear else None
+        return wrong or "quantize=True quantizes nn.Linear layers only"
+
+    def _changes(self, layer: Any) -> bool:
+        """Returns whether a converted layer has other options."""
+        if isinstance(layer, MarlinEmbedding | PackedEmbedding):
+            return layer.invariant is not self.invariant
+        if is_marlin_heads(layer) and not supports_heads(self.invariant):
+            return False
+        if is_marlin_experts(layer) and not supports_experts(self.invariant):
+            return False
+        changed = layer.layout != self.layout_of(layer)
+        return changed or layer.invariant is not self.invariant
+
+
+def _why_not_supported(layer: Any) -> str | None:
+    """Returns why our kernels do not read the format of a quantized layer."""
+    format = FORMATS.get((layer.mode, layer.bits))
+    if format is None:
+        return f"{layer.mode} {layer.bits}-bit is not one of our formats"
+    k = layer.weight.shape[-1] * 32 // layer.bits
+    return format.why_not(layer.group_size, k, "mlx")
+
+
+def default_layout(layer: nn.Module) -> str:
+    """Returns the layout that a layer gets by default.
+
+    That is "marlin", if the back end prefers it, for layers whose products run on our
+    kernels. Heads also need the transposed product, and activations in float32 are
+    served by stock MLX; packed weights would have to be unpacked for either. If scales
+    are bytes, the dtype of activations is unknown and the layer is packed: give a model
+    in float32 with such scales `layout="mlx"`.
+    """
+    return layout_where_packed(layer) if is_packed_faster() else "mlx"
+
+
+def layout_where_packed(layer: nn.Module) -> str:
+    """Returns the default layout of a layer where packed weights are faster."""
+    if type(layer) is nn.Linear:
+        scales = layer.weight
+    elif (
+        type(layer) in (nn.QuantizedLinear, MarlinLinear, *SHARDED)
+        or is_sharded(layer)
+        or is_experts(layer)
+        or is_marlin_experts(layer)
+    ):
+        packed = getattr(layer, "layout", "mlx") == "marlin"
+        scales = layer["quantizers" if packed else "scales"]
+    else:
+        return "mlx"
+    return "mlx" if scales.dtype == mx.float32 else "marlin"
+
+
+def is_marlin_layer(layer: nn.Module) -> bool:
+    """Returns whether `optimize` or `load` has made a layer ours."""
+    ours = (MarlinLinear, MarlinEmbedding, PackedEmbedding, *SHARDED)
+    known = type(layer) in ours
+    return known or is_marlin_experts(layer) or is_marlin_heads(layer)
+
+
+def has_stock_format(layer: nn.Module) -> bool:
+    """Returns whether a layer is ours, and MLX's layer of it has the same weights."""
+    return is_marlin_layer(layer) and not getattr(layer, "is_packed_only", False)
+
+
+def can_unpack(layer: nn.Module) -> bool:
+    """Returns whether a layer is packed, and MLX's layout has the same weights."""
+    return has_stock_format(layer) and getattr(layer, "layout", "mlx") == "marlin"
+
+
+def to_stock(layer: Any) -> nn.Module:
+    """Returns MLX's layer of one of ours; warns once if that rounds a weight."""
+    packed = getattr(layer, "packed", None)
+    if packed is not None and (
+        packed.global_scale is not None
+        or rounds_biases(packed)
+        or isinstance(layer, PackedEmbedding)
+    ):
+        warn_once(
+            "restored with rounding",
+            f"restore rounds weights, such as those of {layer}: MLX has neither "
+            f"integer zero points, nor global scales of linear layers, nor embeddings "
+            f"in some formats",
+        )
+    stock: nn.Module = layer.to_stock()
+    return stock
+
+
+def inverse(layer: nn.Module) -> Convert:
+    """Returns a function that converts a converted layer back into a layer like this.
+
+    It refers to the layer itself only if the conversion loses information.
+    """
+    if type(layer) is nn.Linear or getattr(layer, "is_packed_only", False):
+        return lambda _: layer  # the other layer has rounded numbers or another format
+    if isinstance(layer, MarlinEmbedding):
+        return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
+    cls: Any = type(layer)
+    if isinstance(layer, MarlinLinear) or is_marlin_layer(layer):
+        return partial(
+            cls.from_quantized, layout=layer.layout, invariant=layer.invariant
+        )
+    return lambda new: new.to_stock()
+
+
+def replace_layers(
+    found: Sequence[Positions], convert: Convert, progress: bool, changes: Changes
+) -> None:
+    """Converts layers one by one, with a progress bar if `progress` is true.
+
+    It holds no reference to a layer, so that a large model needs memory for one
+    additional layer only.
+    """
+    for positions in _with_progress(found, progress):
+        layer = module_at(positions)
+        changes.replace([positions], [convert(layer)], _rebuilding(inverse(layer)))
+
+
+def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
+    return lambda modules: [convert_back(module) for module in modules]
+
+
+def _with_progress(found: Sequence[Positions], progress: bool) -> Iterable[Positions]:
+    if not (progress and found):
+        return found
+    from tqdm import tqdm
+
+    shown: Iterable[Positions] = tqdm(found, "mlx_marlin", unit="layer")
+    return shown

@@ -1,0 +1,296 @@
+"""`optimize` and `restore`: converts the layers of an mlx-lm model in place."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+
+import mlx.nn as nn
+
+from mlx_marlin.layers.sharded.linear import SHARDED
+from mlx_marlin.lm.dry_run import DryRun
+from mlx_marlin.lm.dry_run import dry_run as _dry_run
+from mlx_marlin.lm.float16 import (
+    drop_float16_record,
+    give_back_bfloat16,
+    outcome_of,
+    use_float16,
+)
+from mlx_marlin.lm.float16_check import check_compute
+from mlx_marlin.lm.fusions import fusions
+from mlx_marlin.lm.joining import join_layers, separate_layers
+from mlx_marlin.lm.known_layers import (
+    is_marlin_experts,
+    is_marlin_heads,
+    is_quantized,
+    is_tracing_faster,
+    supports_experts,
+    supports_heads,
+)
+from mlx_marlin.lm.layer_conversion import (
+    LayerConversion,
+    can_unpack,
+    has_stock_format,
+    is_marlin_layer,
+    replace_layers,
+    to_stock,
+)
+from mlx_marlin.lm.module_changes import (
+    Changes,
+    one_at_a_time,
+)
+from mlx_marlin.lm.module_tree import computing_layers, find_layers
+from mlx_marlin.lm.tracing_code import set_tracing, tracing_code
+from mlx_marlin.lm.tuned_models import lookup
+from mlx_marlin.lm.warm_up import check_rows, run_once
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Options(TypedDict, total=False):
+    """The options of `optimize`."""
+
+    layout: str | None
+    quantize: bool
+    group_size: int | Literal["channel"]
+    bits: int
+    invariant: bool
+    join: bool | None
+    trace: bool | None
+    fuse: Iterable[str] | None
+    compute: str | None
+    warm_up: Sequence[int]
+    progress: bool
+
+
+@overload
+def optimize(
+    model: Model, *, dry_run: Literal[False] = False, **options: Unpack[Options]
+) -> Model: ...
+
+
+@overload
+def optimize(
+    model: nn.Module, *, dry_run: Literal[True], **options: Unpack[Options]
+) -> DryRun: ...
+
+
+@one_at_a_time
+def optimize(
+    model: Any,
+    *,
+    layout: str | None = None,
+    quantize: bool = False,
+    group_size: int | Literal["channel"] = 64,
+    bits: int = 4,
+    invariant: bool = False,
+    join: bool | None = None,
+    trace: bool | None = None,
+    fuse: Iterable[str] | None = None,
+    compute: str | None = None,
+    warm_up: Sequence[int] = (),
+    progress: bool = False,
+    dry_run: bool = False,
+) -> Any:
+    """Converts a model's quantized layers to layers that run on our kernels, in place.
+
+    Converts `nn.QuantizedLinear` layers in a supported format, mlx-lm's layers of
+    several experts or heads, and `nn.QuantizedEmbedding` layers for tied output heads.
+    Also converts sharded layers of MLX's. Does not convert subclasses of these, other
+    formats, and experts that stock MLX would serve. If an error occurs, the model is
+    left unchanged.
+
+    If `mlx-marlin tune MODEL` has measured a model of this shape on this machine, what
+    was fastest replaces the defaults of `layout`, `join`, `trace` and `fuse`, unless
+    one of these, `quantize`, `invariant` or `compute` is given. If stock MLX was
+    faster, no layer is converted, `warm_up` has no effect, and layers that an earlier
+    call has converted become MLX's again, unless MLX does not have their format.
+    `dry_run` and `MLX_MARLIN_LOG` show it.
+
+    Args:
+        model: An mlx-lm model or any other `nn.Module`.
+        layout: "mlx" keeps the arrays of the weights. "marlin" packs all weights except
+            embeddings; such a model can be saved or sharded only after `restore`.
+            Default: "mlx"; on CUDA "marlin" for linear layers that our kernels serve.
+        quantize: Also quantize `nn.Linear` layers whose k is a multiple of
+            `group_size`. `restore` leaves these quantized.
+        group_size: Group size of `quantize`. With `layout="marlin"` also 16, 256 or
+            "channel", which is a whole row.
+        bits: Bits of a code of `quantize`.
+        invariant: Compute each row of a product as if it were the only one, so that its
+            bits do not depend on the batch. Attention is MLX's and is not invariant.
+        join: Compute layers with the same input in one launch: q, k and v; gate and up,
+            if their formats are the same. Such a model can be saved or sharded only
+            after `restore`. Default: False; on CUDA True, unless `layout="mlx"`.
+        trace: Compile each known decoder block of mlx-lm into two cached graphs for
+            calls with few rows and a cache, which reduces host overhead during
+            decoding. Residual sums and, on CUDA, gatings are then rounded once.
+            Default: False; on CUDA True. A warning is given if True traces nothing.
+        fuse: Names of the operations that traced blocks fuse into one kernel, from
+            "residual", "gate", "norm", "rope", "add_norm" and "experts". What a back
+            end has no kernel for runs as separate operations. Default: "residual"; on
+            CUDA all that it has.
+        compute: "float16" converts bfloat16 parameters, and so activations, to float16,
+            for GPUs that emulate bfloat16 (M1 and M2). With a model of mlx-lm's, a
+            prompt of 16 tokens is run to see that nothing overflows; longer ones may.
+            Default: the dtype stays.
+        warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are
+            compiled and checked before this function returns, with a progress bar.
+            Later calls with as many rows compile nothing.
+        progress: Show a progress bar; needs tqdm.
+        dry_run: Change nothing, and return what would become of each layer.
+
+    Returns:
+        The same model. With `dry_run=True` a `DryRun`: the layers that would be
+        converted and, with reasons, those that would stay, and with `trace=True` the
+        blocks that would be traced or not; `str` returns a table.
+
+    Raises:
+        TypeError: If `model` is not an `nn.Module`.
+        ValueError: If `layout`, `group_size`, `bits`, `fuse`, `compute` or `warm_up` is
+            invalid, if fusions are named and blocks are not traced, if the model has no
+            layer to convert or does not fit float16, or if `invariant` is true and some
+            quantized layers would remain stock MLX's.
+    """
+    check_model(model)
+    conversion = LayerConversion(
+        layout=layout,
+        quantize=quantize,
+        group_size=group_size,
+        bits=bits,
+        invariant=invariant,
+    )
+    check_rows(warm_up)
+    tuned = None
+    given = (layout, join, trace, fuse, compute) != (None,) * 5
+    if not (given or quantize or invariant):
+        tuned = lookup.find(model)
+    if tuned is not None and tuned.settings is not None:
+        layout, join = tuned.settings.layout, tuned.settings.join
+        trace, fuse = tuned.settings.trace, tuned.settings.fuse
+        conversion = replace(conversion, layout=layout)
+    faster = is_tracing_faster()
+    join = faster and layout != "mlx" if join is None else join
+    asked = trace is True and tuned is None
+    trace = faster if trace is None else trace
+    fused = fusions(fuse, trace)
+    _check_layers(model, conversion)
+    check_compute(model, compute)
+    is_left = tuned is not None and tuned.settings is None
+    if dry_run:
+        half = None if compute is None else outcome_of(model)
+        code = tracing_code(trace) if trace and not is_left else None
+        return _dry_run(model, conversion, half, tuned, code)
+    if is_left:
+        _leave_to_stock(model, progress)
+        return model
+    changes = Changes()
+    try:
+        separate_layers(model, changes)
+        if compute is not None:
+            # Its record has MLX's names, which a later change of layout does not have.
+            packed = find_layers(model, can_unpack)
+            replace_layers(packed, to_stock, progress, changes)
+            use_float16(model, changes)
+        wanted = find_layers(model, conversion.applies_to)
+        replace_layers(wanted, conversion.convert, progress, changes)
+        if join:
+            join_layers(model, changes)
+        set_tracing(model, trace, changes, fused, asked)
+        run_once(model, warm_up)
+    except BaseException:
+        changes.undo()
+        raise
+    return model
+
+
+@one_at_a_time
+def restore(model: Model, *, progress: bool = False) -> Model:
+    """Converts the layers that `optimize` converted back to MLX's, in place.
+
+    Args:
+        model: A model that `optimize` converted.
+        progress: Show a progress bar; needs tqdm.
+
+    Returns:
+        The same model, with all codes, scales, biases and dtypes as before. Layers that
+        `quantize` and `compute` have converted have scales and biases that are rounded
+        to the dtype before. A zero point becomes a bias, and a linear layer with a
+        global scale an `nn.Linear`; if that rounds a weight, a warning is given.
+
+    Raises:
+        TypeError: If `model` is not an `nn.Module`.
+    """
+    check_model(model)
+    changes = Changes()
+    try:
+        set_tracing(model, False, changes)
+        separate_layers(model, changes)
+        give_back_bfloat16(model, changes)
+        converted = find_layers(model, is_marlin_layer)
+        replace_layers(converted, to_stock, progress, changes)
+        give_back_bfloat16(model, changes)
+        drop_float16_record(model, changes)
+    except BaseException:
+        changes.undo()
+        raise
+    return model
+
+
+def _leave_to_stock(model: nn.Module, progress: bool) -> None:
+    """Converts layers back to MLX's, except those that MLX's layers would round."""
+    changes = Changes()
+    try:
+        set_tracing(model, False, changes)
+        separate_layers(model, changes)
+        converted = find_layers(model, has_stock_format)
+        replace_layers(converted, to_stock, progress, changes)
+    except BaseException:
+        changes.undo()
+        raise
+
+
+def check_model(model: object) -> None:
+    """Raises a TypeError if an argument is not an `nn.Module`."""
+    if isinstance(model, nn.Module):
+        return
+    hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"
+    raise TypeError(
+        f"model must be an nn.Module, got {type(model).__name__}"
+        + (hint if isinstance(model, tuple) else "")
+    )
+
+
+def _check_layers(model: nn.Module, conversion: LayerConversion) -> None:
+    """Checks that a model has a layer to convert, and can be invariant if requested."""
+    layers = computing_layers(model)
+    if not any(
+        conversion.applies_to(layer) or is_marlin_layer(layer) for layer in layers
+    ):
+        raise ValueError(
+            "model has no layer to convert: expected nn.QuantizedLinear in a supported "
+            "format, or quantize=True for nn.Linear"
+        )
+    if not conversion.invariant:
+        return
+    # Layers of other packages may contain modules beside their codes.
+    distinct = {id(layer): layer for layer in (*layers, *model.modules())}.values()
+    variant = [layer for layer in distinct if _remains_variant(layer, conversion)]
+    if variant:
+        raise ValueError(
+            f"invariant=True: {len(variant)} quantized layers have no invariant kernel "
+            f"and would stay as they are, such as {variant[0]}"
+        )
+
+
+def _remains_variant(layer: nn.Module, conversion: LayerConversion) -> bool:
+    """Returns whether a quantized layer would depend on the other rows.
+
+    Layers that are not quantized are MLX's responsibility, as attention is.
+    """
+    if is_marlin_experts(layer):
+        return not supports_experts(invariant=True)
+    if is_marlin_heads(layer):
+        return not supports_heads(invariant=True)
+    if is_marlin_layer(layer):
+        return type(layer) in SHARDED  # sums of machines
+    return is_quantized(layer) and not conversion.applies_to(layer)

@@ -1,0 +1,227 @@
+"""Who serves a product of a layer, and how long it takes."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mlx_marlin.backends import planner
+from mlx_marlin.lm.report.layer_product import LayerProduct
+from mlx_marlin.lm.report.target import Target
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.measurement import STOCK, Result, label
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem, in_stock_mlx
+from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
+from mlx_marlin.products import eligibility, serving
+from mlx_marlin.products.experts.request import GatherRequest
+from mlx_marlin.products.request import MatmulRequest
+
+Server = Literal["ours", "decoded", "stock", "nobody"]
+"""Our kernels; `mx.matmul` after our kernel has decoded the weight; stock MLX; or
+nobody, because the call raises an error."""
+Origin = Literal["predicted", "tuned"]
+"""Where a time comes from: the cost model, or `mlx-marlin tune` on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """The time of a product.
+
+    Attributes:
+        us: Microseconds.
+        origin: Where it comes from.
+        clock: What `tune` measured with; None for predictions.
+    """
+
+    us: float
+    origin: Origin
+    clock: str | None = None
+
+    @property
+    def mark(self) -> str:
+        """Where the time comes from."""
+        return self.origin if self.clock is None else f"{self.origin}, {self.clock}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Who serves a product with some rows.
+
+    Attributes:
+        rows: Rows of the activations.
+        served_by: Who serves the call.
+        kernel: The kernel that serves it; None if its name is not known.
+        plan: The plan of our kernels; None if they do not serve.
+        time: The time of whoever serves; None without a model of it.
+        stock_kernel: Stock MLX's kernel for the weight in MLX's layout, or None.
+        stock_time: The time of stock MLX for that, or None.
+        reason: Why our kernels do not serve; None if they do.
+        reason_origin: Where times in the reason come from; None if it has none.
+    """
+
+    rows: int
+    served_by: Server
+    kernel: str | None
+    plan: str | None
+    time: Time | None
+    stock_kernel: str | None
+    stock_time: Time | None
+    reason: str | None
+    reason_origin: Origin | None = None
+
+
+def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
+    """Returns who serves a product; its layer must have a quantized weight.
+
+    Args:
+        product: The product of a layer.
+        rows: Rows of the activations.
+        target: What to decide for.
+    """
+    if product.choices:
+        return _of_experts(product, rows, target)
+    request = product.request(rows, target.on_cpu)
+    answer = _answer(request, product, target)
+    if isinstance(answer, Refusal) and product.parts and request.layout == "marlin":
+        # As `packed_parts` does: the parts are then columns of one product.
+        whole = replace(product, parts=())
+        request = whole.request(rows, target.on_cpu)
+        answer = _answer(request, whole, target)
+    # There is no model of products with weights that are not transposed.
+    known = request.transpose and eligibility.not_ours(request) is None
+    problem = request.problem if known else None
+    tuned = target.serving.measured(problem) if problem else None
+    kernel, stock = _stock(problem, tuned, target)
+    if isinstance(answer, Refusal):
+        # Stock MLX has to decode packed weights, for which there is no model.
+        time = stock if request.layout == "mlx" else None
+    else:
+        time = _time(answer, tuned, target)
+    origin = _origin(answer, problem, tuned, target)
+    return _decision(rows, answer, request.invariant, time, (kernel, stock), origin)
+
+
+def _answer(
+    request: MatmulRequest | GatherRequest, product: LayerProduct, target: Target
+) -> Answer:
+    if product.stays:
+        return Refusal(product.stays)
+    return serving.serve(request, target.serving)
+
+
+def _origin(
+    answer: Answer, problem: Problem | None, tuned: Result | None, target: Target
+) -> Origin | None:
+    """Returns where the times in a reason come from; None if it has none."""
+    if not isinstance(answer, Refusal) or answer.cause != "speed" or problem is None:
+        return None
+    if tuned is not None:
+        return "tuned"
+    # Without a model of stock MLX, rules without times decide.
+    has_model = target.backend.stock_seconds(problem, target.device) is not None
+    return "predicted" if has_model else None
+
+
+def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
+    packed = product.weight is not None and product.weight.layout == "marlin"
+    biased = packed and target.backend.traits.fuses_experts
+    request = product.gather_request(rows, target.on_cpu, biased)
+    answer = _answer(request, product, target)
+    stock = ours = None
+    if eligibility.not_ours(request) is None:
+        ours, stock = _gather_times(request.problem, target)
+    refused = isinstance(answer, Refusal)
+    origin: Origin | None = None
+    if isinstance(answer, Refusal) and answer.cause == "speed":
+        origin = "predicted"
+    time = (None if packed else stock) if refused else ours
+    return _decision(rows, answer, request.invariant, time, (None, stock), origin)
+
+
+def _gather_times(
+    problem: GatherProblem, target: Target
+) -> tuple[Time | None, Time | None]:
+    """Returns the predicted times of our kernel and of stock MLX."""
+    backend, device = target.backend, target.device
+    own = backend.seconds(planner.choose_gather(problem, device), device)
+    native = in_stock_mlx(problem.problem)
+    if own is None or native is None:
+        return None if own is None else _predicted(own), None
+    stock = backend.stock_seconds(replace(problem, problem=native), device)
+    return _predicted(own), None if stock is None else _predicted(stock)
+
+
+def _decision(
+    rows: int,
+    answer: Answer,
+    invariant: bool,
+    time: Time | None,
+    stock: tuple[str | None, Time | None],
+    origin: Origin | None,
+) -> Decision:
+    kernel, stock_time = stock
+    if isinstance(answer, Refusal):
+        return Decision(
+            rows=rows,
+            served_by="nobody" if invariant else "stock",
+            # The kernel of a call whose time is not known is not known either.
+            kernel=None if invariant or time is None else kernel,
+            plan=None,
+            time=None if invariant else time,
+            stock_kernel=kernel,
+            stock_time=stock_time,
+            reason=answer.reason,
+            reason_origin=origin,
+        )
+    return Decision(
+        rows=rows,
+        served_by="decoded" if isinstance(answer, DensePlan) else "ours",
+        kernel=_kernel(answer),
+        plan=answer.explain(),
+        time=time,
+        stock_kernel=kernel,
+        stock_time=stock_time,
+        reason=None,
+    )
+
+
+def _kernel(plan: AnyPlan) -> str:
+    if isinstance(plan, DensePlan):
+        return "dequantize"
+    return "gather" if isinstance(plan, GatherPlan) else plan.kernel
+
+
+def _stock(
+    problem: Problem | None, tuned: Result | None, target: Target
+) -> tuple[str | None, Time | None]:
+    """Returns stock MLX's kernel and its time for a product in MLX's layout."""
+    native = None if problem is None else in_stock_mlx(problem)
+    if native is None:
+        return None, None
+    predicted = target.backend.predict_stock(native, target.device)
+    kernel = None if predicted is None else predicted.call.kernel
+    if tuned is not None and STOCK in tuned.medians_us:
+        return kernel, _measured(tuned, STOCK)
+    seconds = target.backend.stock_seconds(native, target.device)
+    return kernel, None if seconds is None else _predicted(seconds)
+
+
+def _time(plan: AnyPlan, tuned: Result | None, target: Target) -> Time | None:
+    """Returns the time of a plan of ours."""
+    if isinstance(plan, DensePlan):
+        if not plan.transposed:
+            return None
+        seconds = target.backend.seconds(plan, target.device)
+        return None if seconds is None else _predicted(seconds)
+    assert isinstance(plan, Plan)
+    if tuned is not None and plan == tuned.plan:
+        return _measured(tuned, label(plan))
+    return _predicted(planner.predict(plan, target.device).seconds)
+
+
+def _predicted(seconds: float) -> Time:
+    return Time(us=seconds * 1e6, origin="predicted")
+
+
+def _measured(tuned: Result, name: str) -> Time:
+    return Time(us=tuned.medians_us[name], origin="tuned", clock=tuned.clock)

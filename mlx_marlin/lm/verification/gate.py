@@ -1,0 +1,309 @@
+"""`verify`: compares every quantized layer of a model with float64 and its source."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.argument_types import is_integer
+from mlx_marlin.backends import selection
+from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load, load_model
+from mlx_marlin.lm.checkpoints.model_source import ModelSource
+from mlx_marlin.lm.stock_layers import (
+    keep_on_stock,
+    record_stock_layers,
+)
+from mlx_marlin.lm.verification.activations import (
+    Capture,
+    random_activations,
+)
+from mlx_marlin.lm.verification.checked_layers import (
+    CheckedLayer,
+    checked_layers,
+    dtype_of_activations,
+    with_our_layers,
+)
+from mlx_marlin.lm.verification.comparison import compare
+from mlx_marlin.lm.verification.exact_weights import ExactWeight
+from mlx_marlin.lm.verification.perplexity import (
+    Tick,
+    passes,
+    perplexity,
+)
+from mlx_marlin.lm.verification.report import (
+    LayerReport,
+    Perplexities,
+    Report,
+)
+from mlx_marlin.lm.verification.texts import on_stock, windows
+
+MOST_ROWS = 4096
+"""Largest number of rows of activations."""
+
+
+def verify(
+    model: str | Path | nn.Module,
+    against: str | Path | None = None,
+    *,
+    text: str | None = None,
+    tokenizer: Any = None,
+    rows: Sequence[int] = (1, 8, 32),
+    seed: int = 0,
+    apply: bool = False,
+    progress: bool = False,
+) -> Report:
+    """Compares the results of a model's quantized layers with exact ones.
+
+    Every linear layer, embedding and layer of experts or heads is computed for random
+    activations, and compared with the product of its decoded weights in float64. With a
+    source, its weights and results are also compared with those of the source. Limits
+    follow from dtype, k and, for a source that is not quantized, bits.
+
+    Args:
+        model: A checkpoint that `load` reads, whose layers are converted by `optimize`;
+            or a model.
+        against: The checkpoint that the model was made from, plain or quantized. One
+            weight of it is in memory at a time.
+        text: A text, whose activations are used too. The perplexities of the source, or
+            of stock MLX with the same weights, and of the model are computed on it.
+            That of the source needs memory for the whole source.
+        tokenizer: The tokenizer of a model that is not a checkpoint, for `text`.
+        rows: Numbers of rows of activations, which decide which kernels are used.
+        seed: Seed of the random activations.
+        apply: Let layers with an error above a limit stay on stock MLX: those of a
+            model are converted in place; for a folder, config.json lists them, and
+            `load` converts them.
+        progress: Show a progress bar; needs tqdm.
+
+    Returns:
+        The errors of each layer. `print(report)` shows them.
+
+    Raises:
+        ImportError: If mlx-lm is not installed.
+        OSError: If a file is missing or cannot be read or written.
+        TypeError: If an argument has a wrong type.
+        ValueError: If an argument or a file is not valid, the model has no quantized
+            layer, or the source is not one of this model.
+    """
+    _check(model, text, tokenizer, rows, seed, apply)
+    source = None if against is None else open_source(against)
+    subject, tokenizer = _opened(model, tokenizer)
+    layers = [*checked_layers(subject)]
+    quantized = list(dict.fromkeys(each.name for each in layers if each.is_quantized))
+    if not quantized:
+        raise ValueError(f"model={_shown(model)} has no quantized layer to verify")
+    tokens = None if text is None else windows(text, tokenizer)
+    comparer = _Comparer(subject, layers, rows, seed, tokens)
+    reports = (
+        comparer.own_reports()
+        if source is None
+        else comparer.reports_against(source, {*quantized})
+    )
+    found = [*_with_progress(reports, len(quantized), progress)]
+    order = {(each.name, each.operation): i for i, each in enumerate(layers)}
+    found.sort(key=lambda report: order[report.name, report.operation])
+    report = Report(
+        backend=selection.backend(),
+        seed=seed,
+        layers=tuple(found),
+        without_source=_missing(quantized, found),
+        perplexity=None
+        if tokens is None
+        else _perplexities(subject, source, tokens, progress),
+    )
+    return _applied(report, subject, model) if apply else report
+
+
+class _Comparer:
+    """Compares layers with activations of a number of rows.
+
+    Args:
+        model: The model.
+        layers: Its layers.
+        rows: Numbers of rows.
+        seed: Seed of random activations.
+        tokens: Windows of a text; None for random activations only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[CheckedLayer],
+        rows: Sequence[int],
+        seed: int,
+        tokens: mx.array | None,
+    ) -> None:
+        self._layers = layers
+        self._rows = [*rows]
+        self._seed = seed
+        self._dtype = dtype_of_activations(model)
+        self._capture = Capture(layers, max(rows))
+        if tokens is not None:
+            self._capture.run(model, tokens.reshape(1, -1)[:, : max(rows)])
+
+    def own_reports(self) -> Iterator[LayerReport]:
+        """Yields a report for each quantized layer, compared with its own weights."""
+        for layer in self._layers:
+            if layer.is_quantized:
+                yield self._report(layer, None)
+
+    def reports_against(
+        self, source: ModelSource, quantized: set[str]
+    ) -> Iterator[LayerReport]:
+        """Yields a report for each layer that was quantized in the model or source.
+
+        Args:
+            source: The source, whose weights are read one at a time.
+            quantized: Names of the model's quantized layers.
+        """
+        for name, value in source.parameters():
+            path, _, part = name.rpartition(".")
+            if part == "weight":
+                weight = ExactWeight(value)
+                if weight.is_quantized or path in quantized:
+                    with naming(source.path, name):
+                        yield from self._reports_of(path, weight)
+                del weight
+            del value  # before the next one is read
+
+    def _reports_of(self, name: str, source: ExactWeight) -> Iterator[LayerReport]:
+        for layer in self._layers:
+            if layer.name == name:
+                yield self._report(layer, source)
+
+    def _report(self, layer: CheckedLayer, source: ExactWeight | None) -> LayerReport:
+        weight = layer.weight()
+        if source is not None and source.shape != weight.shape:
+            raise ValueError(
+                f"shape {source.shape} (matrices, n, k), expected {weight.shape} as in "
+                f"the model"
+            )
+        rows = max(self._rows)
+        drawn = random_activations(layer, weight, rows, self._dtype, self._seed)
+        captured = self._capture.of(layer)
+        inputs = [drawn] if captured is None else [drawn, captured]
+        return compare(layer, weight, inputs, self._rows, source)
+
+
+def _check(
+    model: object,
+    text: object,
+    tokenizer: object,
+    rows: Sequence[int],
+    seed: int,
+    apply: bool,
+) -> None:
+    """Checks the arguments of `verify` before anything is read."""
+    if not isinstance(model, str | Path | nn.Module):
+        raise TypeError(
+            f"model must be a path or an nn.Module, got {type(model).__name__}"
+        )
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"text must be a str, got {type(text).__name__}")
+    if isinstance(rows, str) or not rows or not all(map(_is_count, rows)):
+        raise ValueError(f"rows={rows!r}, expected integers from 1 to {MOST_ROWS}")
+    if not is_integer(seed) or seed < 0:
+        raise ValueError(f"seed={seed!r}, expected an integer from 0")
+    if isinstance(model, nn.Module):
+        if text is not None and tokenizer is None:
+            raise ValueError("tokenizer=None, expected one, which text needs")
+        return
+    if apply and Path(model).suffix == ".gguf":
+        raise ValueError(
+            f"apply=True: {model} is a GGUF file, which cannot say what stays on stock "
+            f"MLX, expected a folder (mlx-marlin convert makes one)"
+        )
+    if apply and Path(model).is_dir() and not os.access(model, os.W_OK):
+        raise PermissionError(f"apply=True: {model} cannot be written")
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 1 <= number <= MOST_ROWS
+
+
+def _opened(model: str | Path | nn.Module, tokenizer: Any) -> tuple[nn.Module, Any]:
+    """Returns a model and its tokenizer; that of a checkpoint has layers of ours."""
+    if isinstance(model, nn.Module):
+        return model, tokenizer
+    loaded, own = load(model)
+    return with_our_layers(loaded), own if tokenizer is None else tokenizer
+
+
+def _shown(model: object) -> str:
+    return type(model).__name__ if isinstance(model, nn.Module) else f"{model}"
+
+
+def _missing(quantized: Iterable[str], found: Sequence[LayerReport]) -> tuple[str, ...]:
+    """Returns the quantized layers without a report: the source does not have them."""
+    compared = {report.name for report in found}
+    missing = tuple(name for name in quantized if name not in compared)
+    if not compared:
+        raise ValueError(
+            f"against: the source has no weight of the model's layers, such as "
+            f"{missing[0]!r}"
+        )
+    return missing
+
+
+def _with_progress(
+    reports: Iterator[LayerReport], total: int, progress: bool
+) -> Iterator[LayerReport]:
+    """Yields reports, with a progress bar of so many layers if `progress` is true."""
+    with _bar("verify", total, "layer", progress) as tick:
+        last = ""
+        for report in reports:
+            if report.name != last:
+                tick()
+            last = report.name
+            yield report
+
+
+@contextmanager
+def _bar(label: str, total: int, unit: str, shown: bool) -> Iterator[Tick]:
+    """Yields a function that moves a progress bar on by one, if it is shown."""
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit=unit) as bar:
+        yield bar.update
+
+
+def _perplexities(
+    model: nn.Module, source: ModelSource | None, tokens: mx.array, progress: bool
+) -> Perplexities:
+    with _bar("perplexity", 2 * passes(tokens[:, 1:]), "pass", progress) as tick:
+        after = perplexity(model, tokens, tick)
+        if source is not None:
+            before = perplexity(load_model(source), tokens, tick)
+        else:
+            with on_stock():
+                before = perplexity(model, tokens, tick)
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
+    return Perplexities(before=before, after=after, tokens=count)
+
+
+def _applied(report: Report, model: nn.Module, given: object) -> Report:
+    """Moves the layers that failed to stock MLX, if they are ours and MLX has them."""
+    ours = {layer.name for layer in report.layers if layer.is_ours}
+    moved, not_moved = [], []
+    for name in report.failed:
+        if name not in ours:
+            continue
+        try:
+            keep_on_stock(model, [name])
+        except ValueError as error:
+            not_moved.append(f"{name}: {error}")
+        else:
+            moved.append(name)
+    if moved and isinstance(given, str | Path):
+        record_stock_layers(Path(given), moved)
+    return replace(report, moved=tuple(moved), not_moved=tuple(not_moved))

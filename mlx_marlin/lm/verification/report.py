@@ -1,0 +1,247 @@
+"""What a verification found, for layers and for a whole model."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_marlin.lm.verification.errors import Errors
+from mlx_marlin.planning.choice import aligned
+
+HEADS = (
+    *("layer", "format", "largest error", "rms error", "relative", "limit"),
+    *("kernels, relative", "limit", ""),
+)
+"""Heads of the table. Against a source, errors are those of its weights; those of the
+kernels alone then follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductReport:
+    """Errors of a layer's results for some rows of activations.
+
+    Attributes:
+        activations: "random" or "captured".
+        rows: Number of rows.
+        reference: "weights" if the exact result is that of the layer's own weights,
+            "source" if it is that of the source's.
+        dtype: Dtype of the results.
+        errors: Errors against the exact result.
+        limit: Limit of the relative error.
+        wrong_features: Output features whose results are above the limit for a single
+            one.
+        first_wrong_feature: The first of them, or None.
+    """
+
+    activations: str
+    rows: int
+    reference: str
+    dtype: str
+    errors: Errors
+    limit: float
+    wrong_features: int = 0
+    first_wrong_feature: int | None = None
+
+    @property
+    def failures(self) -> Iterator[str]:
+        """Yields what is above a limit."""
+        where = f"{self.rows} {self.activations} rows, against the {self.reference}"
+        if not self.errors.relative <= self.limit:  # NaN fails
+            yield (
+                f"{where}: relative error {self.errors.relative:.2e}, limit "
+                f"{self.limit:.2e}"
+            )
+        if self.wrong_features:
+            yield (
+                f"{where}: {self.wrong_features} output features are wrong, the first "
+                f"is {self.first_wrong_feature}"
+            )
+
+    def shares(self) -> list[str]:
+        """Returns the relative error and its limit as text."""
+        return [f"{self.errors.relative:.1e}", f"{self.limit:.1e}"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReport:
+    """Differences between a layer's weight and its source's.
+
+    Attributes:
+        source: Format of the source.
+        relative: Frobenius norm of the difference, relative to that of the source.
+        limit: Limit of the relative error; 0 if the weight has the codes of the source
+            and may differ only by rounding of single numbers.
+        wrong: Weights that differ by more than rounding; if `limit` is not 0, rows
+            whose relative error is above the limit for one row.
+        first_wrong: (matrix, row, column) of the first of them, or (matrix, row).
+    """
+
+    source: str
+    relative: float
+    limit: float
+    wrong: int
+    first_wrong: tuple[int, ...] | None
+
+    @property
+    def failures(self) -> Iterator[str]:
+        """Yields what is above a limit."""
+        if self.limit and not self.relative <= self.limit:
+            yield (
+                f"weights: relative error {self.relative:.2e} against the source, "
+                f"limit {self.limit:.2e}"
+            )
+        if self.wrong:
+            what = "rows are too far from" if self.limit else "codes or scales are not"
+            yield (
+                f"weights: {self.wrong} {what} the source's, first at "
+                f"{_position(self.first_wrong)}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport:
+    """The comparison of one layer.
+
+    Attributes:
+        name: Path of the module.
+        operation: "linear", "lookup", "head", "experts" or "heads".
+        format: Format of its weight.
+        is_ours: Whether it runs on our kernels.
+        products: Errors of its results.
+        weights: Differences from the source's weight; None without a source.
+    """
+
+    name: str
+    operation: str
+    format: str
+    is_ours: bool
+    products: tuple[ProductReport, ...]
+    weights: WeightReport | None = None
+
+    @property
+    def failures(self) -> list[str]:
+        """Everything that is above a limit; empty if the layer passes."""
+        of_products = [text for each in self.products for text in each.failures]
+        return [*of_products, *(self.weights.failures if self.weights else ())]
+
+    def worst(self, reference: str) -> ProductReport:
+        """Returns the product whose error is the largest part of its limit.
+
+        Args:
+            reference: "weights" or "source".
+        """
+        products = [each for each in self.products if each.reference == reference]
+        return max(products, key=lambda each: _part(each.errors.relative, each.limit))
+
+    def cells(self) -> list[str]:
+        """Returns the cells of the report's table, `HEADS`."""
+        own = self.worst("weights")
+        shown = own if self.weights is None else self.worst("source")
+        title = [self.name, *([] if self.operation == "linear" else [self.operation])]
+        errors = [shown.errors.max_error, shown.errors.rms_error]
+        kernels = ["", ""] if self.weights is None else own.shares()
+        return [
+            ", ".join(title),
+            self.format,
+            *(f"{error:.1e}" for error in errors),
+            *shown.shares(),
+            *kernels,
+            "FAILED" if self.failures else "ok",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexities:
+    """Perplexity on the text.
+
+    Attributes:
+        before: Of the source, or without one, of stock MLX with the same weights.
+        after: Of the model.
+        tokens: Tokens that were predicted.
+    """
+
+    before: float
+    after: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of `verify`.
+
+    Attributes:
+        backend: The back end that computed the products.
+        seed: Seed of the random activations.
+        layers: A report for each operation of each layer.
+        without_source: Quantized layers that the source has no weight for.
+        moved: Layers that `apply` put on stock MLX.
+        not_moved: Layers that it could not, each with the reason.
+        perplexity: Perplexity before and after; None without a text.
+    """
+
+    backend: str
+    seed: int
+    layers: tuple[LayerReport, ...]
+    without_source: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
+    not_moved: tuple[str, ...] = ()
+    perplexity: Perplexities | None = None
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the layers that are above a limit."""
+        return tuple(dict.fromkeys(each.name for each in self.layers if each.failures))
+
+    @property
+    def passed(self) -> bool:
+        """Whether all layers were compared and none is above a limit."""
+        return not self.failed and not self.without_source
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all values by name, for JSON."""
+        values = dataclasses.asdict(self)
+        return values | {"failed": [*self.failed], "passed": self.passed}
+
+    def __str__(self) -> str:
+        lines = [_table(self.layers)] if self.layers else []
+        failed = [layer for layer in self.layers if layer.failures]
+        lines += [f"{each.name}: {text}" for each in failed for text in each.failures]
+        lines += [
+            f"{name}: the source has no such weight" for name in self.without_source
+        ]
+        lines += [f"{name}: stays on stock MLX from now on" for name in self.moved]
+        lines += [f"{text}, so it stays on our kernels" for text in self.not_moved]
+        if self.perplexity is not None:
+            before, after = self.perplexity.before, self.perplexity.after
+            lines.append(
+                f"perplexity {before:.4f} before, {after:.4f} after "
+                f"({after / before - 1:+.2%}, {self.perplexity.tokens} tokens)"
+            )
+        return "\n".join([*lines, self._summary()])
+
+    def _summary(self) -> str:
+        names = {layer.name for layer in self.layers}
+        missing = len(self.without_source)
+        return (
+            f"{len(names) - len(self.failed)} of {len(names) + missing} layers passed, "
+            f"{len(self.failed)} failed, {missing} without a source (back end: "
+            f"{self.backend}, seed {self.seed})"
+        )
+
+
+def _table(layers: tuple[LayerReport, ...]) -> str:
+    """Returns a line for each layer, without the columns that are empty."""
+    rows = [layer.cells() for layer in layers]
+    filled = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
+    return aligned([[row[i] for i in filled] for row in ([*HEADS], *rows)])
+
+
+def _position(first: tuple[int, ...] | None) -> str:
+    names = ("matrix", "row", "column")
+    return ", ".join(f"{n} {i}" for n, i in zip(names, first or (), strict=False))
+
+
+def _part(error: float, limit: float) -> float:
+    """Returns how much of a limit an error takes; infinite for NaN."""
+    part = error / limit if limit else float("inf")
+    return part if part == part else float("inf")

@@ -1,0 +1,274 @@
+"""Times a product with our kernels, `mx.quantized_matmul`, and dequantizing first."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlx_marlin import guard
+from mlx_marlin.backends import launcher, planner, registry
+from mlx_marlin.backends.launcher import Product
+from mlx_marlin.measure import counting, operands
+from mlx_marlin.measure.operands import Operands
+from mlx_marlin.measure.rows import (
+    CHAIN,
+    CLOCKS,
+    DEQUANTIZED,
+    OURS,
+    STOCK,
+    ProductRow,
+    Timing,
+)
+from mlx_marlin.measure.timing import Spread
+from mlx_marlin.measure.tuner import Clock
+from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import eligibility, serving
+
+STAGED = ((1, 0), (2, 0), (3, 0), (2, 2), (3, 2))
+"""Buffers and loader simdgroups of `gemm_staged` that are compared on request."""
+PARTS = 3
+"""Arrays of a weight in one layout."""
+DRIFT = 0.05
+"""Drift of an arm that is worth a note."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to compute a product.
+
+    Attributes:
+        name: As in `ProductRow.arm`.
+        problem: The product, with the layout of the arm's weight.
+        product: Takes x, the weight in MLX's layout, and a packed one if there is one.
+        plan: The plan of a kernel of ours, or None.
+        handover: Why stock MLX would serve the call, or None.
+    """
+
+    name: str
+    problem: Problem
+    product: Product
+    plan: Plan | None = None
+    handover: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Times of a product.
+
+    Attributes:
+        rows: The times.
+        faults: What was left out because it is wrong or failed its check.
+        notes: What is doubtful.
+    """
+
+    rows: list[ProductRow]
+    faults: list[str]
+    notes: list[str]
+
+
+def check(problem: Problem) -> None:
+    """Checks that stock MLX has a problem's format and our kernels support it.
+
+    Raises:
+        ValueError: If not.
+    """
+    if problem.format.codes not in ("affine", "floating"):
+        raise ValueError(
+            f"mode={problem.mode!r} is not a mode of mx.quantized_matmul, with which "
+            f"our kernels are compared"
+        )
+    operands.check(problem)
+    target = eligibility.target()
+    reason = registry.of_device(target).unsupported(problem, target)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+def measure(
+    problem: Problem,
+    device: PlanningDevice,
+    clock: Clock,
+    layouts: Sequence[str],
+    *,
+    staged: bool = False,
+) -> Measured:
+    """Times a product in all ways, in chains and independently.
+
+    Arms whose product is wrong, or whose kernels fail the guard's check, are not timed.
+
+    Args:
+        problem: The product, without an epilogue.
+        device: The device that plans are made for.
+        clock: The clock.
+        layouts: Layouts in which our kernels read the weight.
+        staged: Also compare `gemm_register` with `gemm_staged` by buffers and loaders,
+            and with `gemm_tensor` if the device has tensor units, in the first layout.
+
+    Raises:
+        ValueError: If the product is not supported.
+    """
+    native = replace(problem, layout="mlx")
+    check(native)
+    arms = [_ours(replace(problem, layout=layout), device) for layout in layouts]
+    if staged:
+        arms += _experiments(replace(problem, layout=layouts[0]), device)
+    inputs = _operands(native, clock, "marlin" in layouts)
+    reasons = [_fault(arm, inputs) for arm in arms]
+    checked = [*zip(arms, reasons, strict=True)]
+    usable = [arm for arm, reason in checked if reason is None]
+    faults = [f"{_label(arm)} is left out: {why}" for arm, why in checked if why]
+    stock = [_quantized(native), _dequantized(native)]
+    timed = [*usable, *stock] if clock.times_stock else usable
+    products = {_key(arm): arm.product for arm in timed}
+    clocks = zip(CLOCKS, (clock.measure, clock.measure_independent), strict=True)
+    rows = []
+    for name, measured in clocks:
+        spreads = measured(products, inputs) if products else {}
+        rows += [_row(arm, name, _timing(spreads[_key(arm)], clock)) for arm in timed]
+        if not clock.times_stock:
+            rows += [_row(arm, name, _predicted(arm, device, name)) for arm in stock]
+    return Measured(rows=rows, faults=faults, notes=_drifts(rows))
+
+
+def _ours(problem: Problem, device: PlanningDevice) -> Arm:
+    """Returns what our package runs for a product if stock MLX does not serve it."""
+    served = serving.serve_problem(problem, serving.here())
+    if isinstance(served, DensePlan):
+        product = _reading(problem.layout, launcher.dense_product(served))
+        return Arm(name=OURS, problem=problem, product=product)
+    if isinstance(served, Plan):
+        return _of_plan(OURS, served, None)
+    return _of_plan(OURS, planner.choose(problem, device), str(served))
+
+
+def _experiments(problem: Problem, device: PlanningDevice) -> list[Arm]:
+    overrides = [PlanOverrides(kernel="gemm_register")]
+    overrides += [
+        PlanOverrides(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+        for buffers, loaders in STAGED
+    ]
+    plans = [planner.make(problem, device=device, **given) for given in overrides]
+    with suppress(ValueError):  # there are no tensor units for this product
+        plans.append(planner.make(problem, device=device, kernel="gemm_tensor"))
+    return [_of_plan(_staging(plan), plan) for plan in plans]
+
+
+def _staging(plan: Plan) -> str:
+    if not plan.buffers:
+        return plan.kernel
+    buffers = f"{plan.buffers} buffer{'s' * (plan.buffers > 1)}"
+    loaders = f", {plan.loaders} loaders" if plan.loaders else ""
+    return f"{plan.kernel}, {buffers}{loaders}"
+
+
+def _of_plan(name: str, plan: Plan, handover: str | None = None) -> Arm:
+    return Arm(
+        name=name,
+        problem=plan.problem,
+        product=_reading(plan.problem.layout, launcher.product(plan)),
+        plan=plan,
+        handover=handover,
+    )
+
+
+def _reading(layout: str, product: Product) -> Product:
+    """Returns a product that takes both weights and reads that of a layout."""
+    if layout == "mlx":
+        return lambda x, *weights: product(x, *weights[:PARTS])
+    return lambda x, *weights: product(x, *weights[PARTS:])
+
+
+def _quantized(problem: Problem) -> Arm:
+    product = _reading("mlx", operands.stock_product(problem))
+    return Arm(name=STOCK, problem=problem, product=product)
+
+
+def _dequantized(problem: Problem) -> Arm:
+    has_biases = problem.format.codes == "affine"
+
+    def product(
+        x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array
+    ) -> mx.array:
+        decoded = mx.dequantize(
+            w,
+            scales,
+            rest[0] if has_biases else None,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+        )
+        return x @ decoded.astype(x.dtype).T
+
+    return Arm(name=DEQUANTIZED, problem=problem, product=product)
+
+
+def _operands(native: Problem, clock: Clock, with_packed: bool) -> Operands:
+    """Returns operands with weights in MLX's layout and, if needed, packed ones."""
+    count = clock.weights(native)
+    inputs = operands.operands(native, count)
+    if not with_packed:
+        return inputs
+    packed = operands.operands(replace(native, layout="marlin"), count).weights
+    both = zip(inputs.weights, packed, strict=True)
+    return replace(inputs, weights=tuple(first + second for first, second in both))
+
+
+def _fault(arm: Arm, inputs: Operands) -> str | None:
+    """Returns why an arm of ours is not timed, or None."""
+    reason = None if arm.plan is None else guard.why_not(arm.plan)
+    if reason is None and not operands.is_right(arm.product, inputs):
+        return "its product is wrong; please report it"
+    return reason
+
+
+def _key(arm: Arm) -> tuple[str, str]:
+    return arm.name, arm.problem.layout
+
+
+def _label(arm: Arm) -> str:
+    return f"{arm.name} ({arm.problem.layout} layout) for {arm.problem.explain()}"
+
+
+def _row(arm: Arm, clock: str, timing: Timing) -> ProductRow:
+    return ProductRow(
+        problem=arm.problem,
+        arm=arm.name,
+        clock=clock,
+        timing=timing,
+        plan=arm.plan,
+        handover=arm.handover,
+    )
+
+
+def _timing(spread: Spread, clock: Clock) -> Timing:
+    return Timing(
+        seconds=spread.median,
+        method=clock.name,
+        range=spread.range,
+        samples=spread.samples,
+        drift=spread.drift,
+    )
+
+
+def _predicted(arm: Arm, device: PlanningDevice, clock: str) -> Timing:
+    """Returns the cost model's time of an arm of stock MLX."""
+    is_dense = arm.name == DEQUANTIZED
+    predict = counting.dequantized_seconds if is_dense else counting.stock_seconds
+    overlapped = clock != CHAIN
+    seconds = predict(arm.problem, device, overlapped)
+    return Timing(seconds=seconds, method="cost model")
+
+
+def _drifts(rows: Sequence[ProductRow]) -> list[str]:
+    return [
+        f"{row.arm} drifted by {row.timing.drift:+.0%} during the measurement of "
+        f"{row.problem.explain()} ({row.clock}): the chip may have warmed up or been "
+        f"busy"
+        for row in rows
+        if abs(row.timing.drift) > DRIFT
+    ]

@@ -1,0 +1,211 @@
+"""Result files of benchmarks: JSON with a version, without personal data.
+
+docs/first-mac.md describes the fields. A file may come from a stranger: `read` accepts
+only what `text` can have written, of limited size, and raises ValueError otherwise.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_marlin import regular_files
+from mlx_marlin.measure import row_encoding
+from mlx_marlin.measure.fields import Fields, as_name
+from mlx_marlin.measure.machine import MachineFacts
+from mlx_marlin.measure.privacy import redacted
+from mlx_marlin.measure.rows import (
+    SOURCES,
+    FirstTokenRow,
+    GenerationRow,
+    ProductRow,
+)
+from mlx_marlin.planning.measurement import DECODE_ERRORS
+
+SCHEMA = "mlx-marlin result"
+VERSION = 1
+MOST_BYTES = 32 * 2**20
+"""Largest file that is read; one of `make mac` has less than a megabyte."""
+MOST_ROWS = 100_000
+STATUSES = ("passed", "failed", "timed out", "skipped")
+LONGEST_STAGE = 86400.0
+"""Most seconds of a stage."""
+
+Decoded = TypeVar("Decoded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of `make mac`.
+
+    Attributes:
+        name: Its name.
+        status: One of `STATUSES`.
+        host_seconds: How long it took on the computer that ran it, compiling included;
+            never the time of a kernel.
+        detail: What failed or was counted, in a line.
+    """
+
+    name: str
+    status: str
+    host_seconds: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultFile:
+    """The content of a result file.
+
+    Attributes:
+        machine: The machine.
+        date: Day of the measurement, ISO 8601.
+        products: Times of products.
+        generation: Speeds of models.
+        first_tokens: Times to the first token.
+        stages: Stages of `make mac`; none if only `bench` was run.
+        notes: What was left out or is doubtful.
+    """
+
+    machine: MachineFacts
+    date: str
+    products: list[ProductRow] = field(default_factory=list)
+    generation: list[GenerationRow] = field(default_factory=list)
+    first_tokens: list[FirstTokenRow] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether every time is a measurement; one without any time is not."""
+        timings = [row.timing for row in self.products]
+        timings += [row.step for row in self.generation]
+        timings += [row.warm for row in self.first_tokens]
+        return bool(timings) and {t.source for t in timings} == {"measured"}
+
+    @property
+    def file_name(self) -> str:
+        """The usual name: `mlx-marlin-CHIP-DATE.json`."""
+        chip = re.sub(r"[^a-z0-9]+", "-", self.machine.chip.lower()).strip("-")
+        return f"mlx-marlin-{chip}-{self.date}.json"
+
+
+def text(result: ResultFile) -> str:
+    """Returns the JSON of a result; free texts are redacted."""
+    data = {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "date": result.date,
+        "source": "measured" if result.is_measured else "predicted",
+        "machine": {
+            name: as_name(value) if isinstance(value, str) else value
+            for name, value in asdict(result.machine).items()
+        },
+        "stages": [
+            {
+                "name": as_name(stage.name),
+                "status": stage.status,
+                "host_seconds": round(stage.host_seconds, 1),
+                "detail": redacted(stage.detail),
+            }
+            for stage in result.stages
+        ],
+        "products": [*map(row_encoding.product, result.products)],
+        "generation": [*map(row_encoding.generation, result.generation)],
+        "first_tokens": [*map(row_encoding.first_token, result.first_tokens)],
+        "notes": [*map(redacted, result.notes)],
+    }
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def write(path: Path, result: ResultFile) -> None:
+    """Writes a result file, whole or not at all.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    regular_files.write(part, text(result))
+    part.replace(path)
+
+
+def read(path: Path) -> ResultFile:
+    """Reads a result file.
+
+    Raises:
+        ValueError: If the file is not one that `write` can have written.
+        OSError: If it cannot be read.
+    """
+    content = regular_files.read(path, MOST_BYTES)
+    try:
+        data = json.loads(content.decode("utf-8"), parse_constant=_refuse)
+        return _result(Fields(data, "the file"))
+    except (RecursionError, *DECODE_ERRORS) as error:
+        reason = redacted(str(error))
+        raise ValueError(f"{path.name} is not a result file: {reason}") from error
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _result(data: Fields) -> ResultFile:
+    if data.raw("schema") != SCHEMA:
+        raise ValueError(f"its schema is {data.raw('schema')!r}, expected {SCHEMA!r}")
+    if data.raw("version") != VERSION:
+        raise ValueError(
+            f"its version is {data.raw('version')!r}, and this one reads {VERSION}"
+        )
+    machine, day = Fields(data.raw("machine"), "machine"), data.text("date")
+    if date.fromisoformat(day).isoformat() != day:
+        raise ValueError(f"date={day!r}, expected one such as 2026-11-24")
+    result = ResultFile(
+        machine=_machine(machine),
+        date=day,
+        products=_rows(data, "products", row_encoding.product_of),
+        generation=_rows(data, "generation", row_encoding.generation_of),
+        first_tokens=_rows(data, "first_tokens", row_encoding.first_token_of),
+        stages=_rows(data, "stages", _stage),
+        notes=_notes(data),
+    )
+    source = data.choice("source", SOURCES)
+    if (source == "measured") != result.is_measured:
+        raise ValueError(f"source={source!r} is not that of its rows")
+    data.done()
+    return result
+
+
+def _machine(data: Fields) -> MachineFacts:
+    values: dict[str, Any] = {}
+    for each in fields(MachineFacts):
+        is_number = each.type is int
+        values[each.name] = (
+            data.integer(each.name, 0, 2**20) if is_number else data.name(each.name)
+        )
+    data.done()
+    return MachineFacts(**values)
+
+
+def _stage(data: Fields) -> Stage:
+    return Stage(
+        name=data.name("name"),
+        status=data.choice("status", STATUSES),
+        host_seconds=data.number("host_seconds", 0, LONGEST_STAGE),
+        detail=data.text("detail"),
+    )
+
+
+def _rows(data: Fields, key: str, decode: Callable[[Fields], Decoded]) -> list[Decoded]:
+    rows = []
+    for index, row in enumerate(data.list(key, MOST_ROWS)):
+        found = Fields(row, f"{key}[{index}]")
+        rows.append(decode(found))
+        found.done()
+    return rows
+
+
+def _notes(data: Fields) -> list[str]:
+    notes = data.list("notes", MOST_ROWS)
+    return [Fields({"note": note}, "notes").text("note") for note in notes]

@@ -1,0 +1,291 @@
+"""Tunes a problem: chooses the arms and the clock, measures, and picks a plan."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from itertools import cycle
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from mlx_marlin import guard
+from mlx_marlin.backends import launcher, planner, registry, selection
+from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.measure import counting, operands, timing
+from mlx_marlin.measure.operands import Operands
+from mlx_marlin.measure.timing import Spread, Weight
+from mlx_marlin.planning.choice import Candidate
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.measurement import STOCK, Result, label
+from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.problem import Problem
+
+Arm = Plan | None
+"""One of our plans, or None for stock MLX."""
+Key = TypeVar("Key")
+Measure = Callable[[Mapping[Any, Product], Operands], dict[Any, Spread]]
+"""Measures the products of arms, which may have any keys."""
+Sampler = Callable[[Product, mx.array, Iterator[Weight], int], float]
+"""`timing.chain` or `timing.independent`."""
+
+BEST = 6
+"""Number of the cost model's best plans that are measured."""
+SECONDS = 2.0
+"""Default measuring time of a problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """A way to measure products.
+
+    Attributes:
+        name: Name of the clock in results.
+        measure: Measures all arms in chains of dependent products.
+        measure_independent: Measures all arms in products that may overlap.
+        weights: Returns the number of weights to measure a problem with.
+        times_stock: Whether it can measure stock MLX.
+    """
+
+    name: str
+    measure: Measure
+    measure_independent: Measure
+    weights: Callable[[Problem], int]
+    times_stock: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Outcome of tuning a problem.
+
+    Attributes:
+        arms: The measurements, with the cost model's choice first.
+        wrong: Plans that would have won, but whose product was wrong.
+        result: The result to store. None if the product of no plan was right.
+        failed: Plans that were not measured because their kernels failed the guard's
+            check.
+    """
+
+    arms: dict[Arm, Spread]
+    wrong: tuple[Plan, ...]
+    result: Result | None
+    failed: tuple[Plan, ...] = ()
+
+
+def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
+    """Returns the clock of the current back end.
+
+    Args:
+        device: The device that plans are made for.
+        seconds: Measuring time of a problem. The emulator ignores it.
+
+    Raises:
+        ValueError: If no back end can run our kernels on this machine.
+    """
+    missing = selection.missing()
+    if missing is not None:
+        raise ValueError(f"{missing}: nothing can be measured")
+    backend = selection.backend()
+    if backend in selection.ON_GPU:
+        return Clock(
+            name="wall time",
+            measure=partial(wall_time, seconds=seconds),
+            measure_independent=partial(
+                wall_time, seconds=seconds, sampler=timing.independent
+            ),
+            weights=lambda problem: operands.weight_count(problem, device),
+            times_stock=True,
+        )
+    if backend == "emulator" and isinstance(device, Device):
+        return Clock(
+            name="emulator counters",
+            measure=partial(emulator_counters, device=device),
+            measure_independent=partial(
+                emulator_counters, device=device, overlapped=True
+            ),
+            weights=lambda _: 1,
+            times_stock=False,
+        )
+    raise ValueError(
+        "no back end runs our kernels on this machine, or MLX_MARLIN_BACKEND is stock: "
+        "there is nothing to tune"
+    )
+
+
+def why_not(problem: Problem, device: PlanningDevice) -> str | None:
+    """Returns why a problem cannot be tuned, or None if it can.
+
+    Args:
+        problem: The problem.
+        device: The device that plans are made for.
+    """
+    reason = registry.of_device(device).unsupported(problem, device)
+    if reason is not None:
+        return reason
+    if not selection.may_hand_over():
+        return None
+    if planner.choose_dense(problem, device) is None:
+        return None
+    return (
+        f"{problem.m} rows are multiplied by the weight decoded once, which is not "
+        f"compared with other plans"
+    )
+
+
+def shortlist(candidates: Sequence[Candidate], best: int = BEST) -> list[Plan]:
+    """Returns the plans to measure, in the order of the cost model.
+
+    Args:
+        candidates: The candidates of the cost model, the best one first.
+        best: Number of best candidates to return. The best candidate of each strategy
+            and of each kernel is returned in addition.
+    """
+    seen: set[str] = set()
+    plans = []
+    for rank, candidate in enumerate(candidates):
+        plan = candidate.plan
+        names = {plan.strategy, plan.kernel}
+        if rank < best or names - seen:
+            plans.append(plan)
+        seen |= names
+    return plans
+
+
+def arms(problem: Problem, device: PlanningDevice, *, times_stock: bool) -> list[Arm]:
+    """Returns the arms to compare for a problem, with the cost model's choice first.
+
+    Stock MLX is one of them if it can serve the problem.
+
+    Args:
+        problem: The problem.
+        device: The device that plans are made for.
+        times_stock: Whether the clock can measure stock MLX.
+    """
+    choice = planner.compare(problem, device=device)
+    plans: list[Arm] = [*shortlist(choice.candidates)]
+    plans += planner.experiments(problem, device)
+    if not times_stock or problem.layout != "mlx":
+        return plans
+    return [None, *plans] if choice.reason else [*plans, None]
+
+
+def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
+    """Measures the arms of a problem and picks the fastest.
+
+    Plans whose kernels fail the guard's check are not measured. A plan whose product is
+    wrong is recorded as failed.
+
+    Args:
+        problem: The problem, without an epilogue.
+        device: The device that plans are made for.
+        clock: The clock.
+    """
+    inputs = operands.operands(problem, clock.weights(problem))
+    compared = arms(problem, device, times_stock=clock.times_stock)
+    failed = tuple(arm for arm in compared if arm is not None and guard.why_not(arm))
+    compared = [arm for arm in compared if arm not in failed]
+    if not any(compared):
+        return Outcome(arms={}, wrong=(), result=None, failed=failed)
+    products = {arm: _product(arm, problem) for arm in compared}
+    measured = clock.measure(products, inputs)
+    spreads = {arm: measured[arm] for arm in compared}
+    plan, wrong = _best_right(spreads, products, inputs)
+    for wrong_plan in wrong:
+        guard.condemn(
+            wrong_plan, f"its product was wrong in tuning: {problem.explain()}"
+        )
+    if plan is None:
+        return Outcome(arms=spreads, wrong=wrong, result=None, failed=failed)
+    finalists = {arm: spread for arm, spread in spreads.items() if arm in (plan, None)}
+    result = Result(
+        plan=plan,
+        stock=timing.winner(finalists) is None,
+        medians_us={name(arm): round(spreads[arm].median * 1e6, 4) for arm in compared},
+        clock=clock.name,
+        date=date.today().isoformat(),
+    )
+    return Outcome(arms=spreads, wrong=wrong, result=result, failed=failed)
+
+
+def name(arm: Arm) -> str:
+    """Returns the name of an arm."""
+    return STOCK if arm is None else label(arm)
+
+
+def wall_time(
+    products: Mapping[Key, Product],
+    inputs: Operands,
+    seconds: float,
+    sampler: Sampler = timing.chain,
+) -> dict[Key, Spread]:
+    """Measures the wall time of products in chains, or of independent ones.
+
+    Args:
+        products: The product of each arm.
+        inputs: The operands.
+        seconds: Measuring time of all arms together.
+        sampler: What measures a sample.
+    """
+    weights = cycle(inputs.weights)
+    x = inputs.x
+    # Compiles the kernels, and determines the length of the samples.
+    short = [
+        sampler(product, x, weights, timing.SHORTEST)
+        for product in products.values()
+        for _ in range(2)
+    ]
+    seconds_of_sample = seconds / (timing.ROUNDS * len(products))
+    length = timing.chain_length(min(short), seconds_of_sample)
+
+    def sampled(product: Product) -> timing.Sample:
+        return lambda: sampler(product, x, weights, length)
+
+    samples = {arm: sampled(product) for arm, product in products.items()}
+    return timing.interleaved(samples, seconds=seconds)
+
+
+def emulator_counters(
+    products: Mapping[Key, Product],
+    inputs: Operands,
+    device: Device,
+    overlapped: bool = False,
+) -> dict[Key, Spread]:
+    """Estimates the time of one product of each arm from the emulator's counters.
+
+    Args:
+        products: The product of each arm.
+        inputs: The operands.
+        device: The device whose rates to use.
+        overlapped: Whether other products run at the same time.
+    """
+    from mlx_marlin import emulator
+
+    def seconds(product: Product) -> float:
+        with warnings.catch_warnings():
+            # Where tiles are split, another kernel completes the output.
+            warnings.simplefilter("ignore", emulator.EmulatorWarning)
+            launches = emulator.trace(product, inputs.x, *inputs.weights[0])
+        return counting.counted_seconds(launches, device, overlapped)
+
+    return {arm: Spread(median=seconds(product)) for arm, product in products.items()}
+
+
+def _product(arm: Arm, problem: Problem) -> Product:
+    return operands.stock_product(problem) if arm is None else launcher.product(arm)
+
+
+def _best_right(
+    spreads: Mapping[Arm, Spread], products: Mapping[Arm, Product], inputs: Operands
+) -> tuple[Plan | None, tuple[Plan, ...]]:
+    """Returns the fastest plan whose product is right, and the faster wrong ones."""
+    plans = {arm: spread for arm, spread in spreads.items() if arm is not None}
+    wrong: list[Plan] = []
+    while plans:
+        best = timing.winner(plans)
+        if operands.is_right(products[best], inputs):
+            return best, tuple(wrong)
+        wrong.append(best)
+        del plans[best]
+    return None, tuple(wrong)
