@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlx_marlin.backends.metal.source.instances import variants
+    from mlx_marlin.backends.metal.instances import variants
     from mlx_marlin.backends.planner import plan
     from mlx_marlin.checkpoints.reading import read_checkpoint
     from mlx_marlin.layers.linear import MarlinLinear
@@ -67,7 +67,7 @@ _MODULES = {
     "restore": "lm.optimize",
     "save": "lm.checkpoints.saving",
     "unpack": "products.packing",
-    "variants": "backends.metal.source.instances",
+    "variants": "backends.metal.instances",
     "verify": "lm.verification.gate",
     "why_not": "products.matmul",
 }

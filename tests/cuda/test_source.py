@@ -15,7 +15,6 @@ from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
 from support.cuda_launches import FUSED, RING, SPLIT, WHOLE, K, N, plan_of
@@ -90,7 +89,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     assert body_of(text, "cuda/reduce.cu") == PLACES + declarations.AS_IT_IS.declaration
     own = body_of(cuda_source.of_reduce(fused), "cuda/reduce.cu")
     assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
-    assert metal.source == compaction.stripped(text_of("kernels/reduce.metal"))
+    assert metal.source == metal_source.stripped(text_of("kernels/reduce.metal"))
     assert "#include" not in metal.header
 
 
@@ -102,7 +101,7 @@ def test_and_that_of_what_decodes() -> None:
     before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
     assert body_of(text, "cuda/dequantize.cu") == before
     assert text.input_names == ("w", "scales", "numbers")
-    assert metal.source == compaction.stripped(text_of("kernels/dequantize.metal"))
+    assert metal.source == metal_source.stripped(text_of("kernels/dequantize.metal"))
 
 
 NVFP4 = {"mode": "nvfp4", "group_size": 16, "scale_dtype": "uint8"}

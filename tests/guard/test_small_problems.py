@@ -12,7 +12,7 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal.source import instances
+from mlx_marlin.backends.metal import instances
 from mlx_marlin.guard import experts, known_answers, operands, reference
 from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan

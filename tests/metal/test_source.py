@@ -10,7 +10,6 @@ from hypothesis import given
 from mlx_marlin.backends import arguments, source
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
@@ -68,13 +67,13 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     body = kernel + "_fused" * fused
     assert text.name == f"marlin_{body}"
     own = (folder / "kernels" / f"{body}.metal").read_text()
-    assert text.source == compaction.stripped(own)
+    assert text.source == metal_source.stripped(own)
     libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue", "tiling")
     libraries = (*libraries, *metal_source.DEPENDENCIES.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
     included = metal_source.TENSOR_HEADER if kernel == "gemm_tensor" else ""
-    assert text.header == included + metal_source.header(libraries, own)
+    assert text.header == included + metal_source.header(libraries)
     # A function of the kernel's own file has the line that it has there.
     files = [(folder / "lib" / f"{name}.metal").read_text() for name in libraries]
     function = f"METAL_FUNC void {kernel}("
@@ -95,18 +94,18 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
 
     folder = source.shader_folder()
     own = (folder / "kernels" / "dequantize.metal").read_text()
-    assert text.header == metal_source.header((*metal_source.WEIGHT, "dequantize"), own)
+    assert text.header == metal_source.header((*metal_source.WEIGHT, "dequantize"))
     files = [
         (folder / "lib" / f"{name}.metal").read_text()
         for name in (*metal_source.WEIGHT, "dequantize")
     ]
     assert text.header.count("\n") == "\n".join(files).count("\n") + 2
-    decode = compaction.stripped(files[metal_source.WEIGHT.index("values")]).split(
+    decode = metal_source.stripped(files[metal_source.WEIGHT.index("values")]).split(
         "}\n"
     )[0]
     assert decode in text.header
     assert decode in product.header
-    assert text.source == compaction.stripped(own)
+    assert text.source == metal_source.stripped(own)
     assert text.name == "marlin_dequantize"
     assert text.input_names == ("w", "scales", "biases", "shape")
     assert not re.search(r"(w|scales|biases|shape)_(shape|strides|ndim)", text.source)

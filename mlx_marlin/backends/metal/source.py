@@ -1,15 +1,14 @@
 """Metal source of the kernels.
 
 The source of a kernel is the body `kernels/NAME.metal`; its header consists of the
-declarations of `lib` that the body uses. Template arguments are its only configuration.
-`compaction` strips both.
+files of `lib` that the body uses. Template arguments are its only configuration.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cache
 
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.source import compaction
 from mlx_marlin.backends.source import (
     EPILOGUE_INPUTS,
     EXPERT_BIASES,
@@ -32,6 +31,8 @@ DEPENDENCIES = {
     "gemm_tensor": ("tensor_fragments",),
 }
 """Further files of `lib` that a kernel's own file depends on."""
+SPACE_OF_PUNCTUATION = re.compile(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)")
+"""A space that no two tokens need between them."""
 TENSOR_HEADER = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n"
 """Declares tensor operations; macOS has it from 26 on."""
 
@@ -181,21 +182,34 @@ def _of_metal(
         name=f"marlin_{body}" + "_atomic" * atomic,
         input_names=inputs,
         output_names=outputs,
-        header=included + header(files, text),
-        source=compaction.stripped(text),
+        header=included + header(files),
+        source=stripped(text),
         atomic=atomic,
     )
 
 
-def header(names: Sequence[str], body: str) -> str:
-    """Returns the declarations of `lib` that a body uses, in a namespace.
+def header(names: Sequence[str]) -> str:
+    """Returns files of `lib`, stripped, in a namespace.
 
     The namespace prevents conflicts with names of Metal's headers. The files have none
     themselves, because the CUDA sources include them inside one.
 
     Args:
         names: Files without suffix, in the order of their dependencies.
-        body: Metal text that uses them.
     """
-    text = compaction.lean([read(f"lib/{name}.metal") for name in names], body)
+    text = "\n".join([stripped(read(f"lib/{name}.metal")) for name in names])
     return f"namespace marlin {{\n{text}}}\n"
+
+
+def stripped(text: str) -> str:
+    """Returns Metal text without comments and without most spaces.
+
+    MLX concatenates the text of a kernel in each call and hashes it in each evaluation.
+    Line breaks stay, so every token keeps its line. Strings contain no comments.
+    """
+    lines = re.sub(r"^[ \t]+|[ \t]*//.*", "", text, flags=re.MULTILINE).split("\n")
+    # A space in a directive may end the name of a macro.
+    return "\n".join(
+        line if line.startswith("#") else SPACE_OF_PUNCTUATION.sub("", line)
+        for line in lines
+    )
