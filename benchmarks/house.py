@@ -15,13 +15,14 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeGuard
 
 import mlx_marlin
 
 PACKAGE = Path(mlx_marlin.__file__).parent
 ROUNDS = 5
-INTERFACE = ("backends/base.py", "backends/experts/interface.py")
-"""The files with the protocols that a back end implements."""
+INTERFACE = "backends/base.py"
+"""The file with the protocols that a back end implements."""
 FIRST_CALL = """
 import sys, time
 import mlx.core as mx
@@ -88,18 +89,13 @@ def rooms() -> dict[str, tuple[int, int]]:
 
 def interface_members() -> int:
     """Returns how many members the protocols of a back end have."""
-    count = 0
-    for name in INTERFACE:
-        file = PACKAGE / name
-        tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else None
-        for node in tree.body if tree else ():
-            if isinstance(node, ast.ClassDef) and _is_protocol(node):
-                count += sum(_is_member(each) for each in node.body)
-    return count
+    tree = ast.parse((PACKAGE / INTERFACE).read_text(encoding="utf-8"))
+    protocols = (node for node in tree.body if _is_protocol(node))
+    return sum(_is_member(each) for node in protocols for each in node.body)
 
 
-def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(
+def _is_protocol(node: ast.stmt) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef) and any(
         isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases
     )
 
