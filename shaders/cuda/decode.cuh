@@ -5,7 +5,7 @@
 // elements of w that begins at (row, first_k), a corner of a tile.
 template <typename W, typename T, typename S>
 METAL_FUNC void dequantize(
-    Weights<S> weights, const int* shape, T* out, uint simdgroup, int lane_index) {
+    Weights<S> source, const int* shape, T* out, uint simdgroup, int lane_index) {
   Work work;
   work.n = shape[0];
   work.k = shape[1];
@@ -20,8 +20,8 @@ METAL_FUNC void dequantize(
     return;
   }
   const Lane lane = lane_of(lane_index);
-  const WeightTile<S> tile = weight_tile<W>(weights, row + tile_row, work, lane, 0);
-  const float weight_scale = W::GLOBAL ? global_scale(weights.biases) : 1.0f;
+  const WeightTile<S> tile = weight_tile<W>(source, row + tile_row, work, lane, 0);
+  const float weight_scale = W::GLOBAL ? global_scale(source.biases) : 1.0f;
   uint words[words_of_step<W>()];
   load_words<W, false>(words, tile, first_k + k, work);  // mutant: words
   const GroupParams<T> params =
