@@ -3,18 +3,21 @@
 Usage: python -m benchmarks.results [--check]
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.document_table import ROOT, DocumentTable, line
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import CHAIN, OURS, STOCK
 
+ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-TABLE = DocumentTable("measured results", "benchmarks.results")
+BEGIN = "<!-- measured results: python -m benchmarks.results -->"
+END = "<!-- end of measured results -->"
+"""What the README has before and after the table."""
 NONE = (
     "No result file from a Mac exists yet: nothing has been measured on Apple "
     "hardware. [`make mac`](docs/first-mac.md) makes one in ten minutes."
@@ -49,11 +52,11 @@ def section(results: Sequence[ResultFile]) -> str:
         "Microseconds of a product in a chain, ours / `mx.quantized_matmul`, by rows; "
         "weights in MLX's layout:",
         "",
-        line(head),
+        _line(head),
         "|---" * len(head) + "|",
     ]
     for result in results:
-        lines += map(line, _products(result))
+        lines += map(_line, _products(result))
     return "\n".join(lines)
 
 
@@ -87,11 +90,41 @@ def _cell(by_arm: dict[str, float]) -> str:
     return f"{by_arm[OURS]:.3g} / {by_arm[STOCK]:.3g}"
 
 
+def _line(cells: Sequence[str]) -> str:
+    """Returns a line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def replaced(text: str, table: str) -> str:
+    """Returns a text with the part between its markers replaced.
+
+    Raises:
+        ValueError: If the text does not have both markers once, in order.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ValueError(f"expected {BEGIN} and {END} once, in this order")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Writes the table; with --check returns 1 if it is not up to date."""
-    return TABLE.main(
-        README, lambda: section(read_all(FOLDER)), __doc__.splitlines()[0], given
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.results", description=__doc__.splitlines()[0]
     )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, compare only"
+    )
+    args = parser.parse_args(given)
+    text = README.read_text(encoding="utf-8")
+    wanted = replaced(text, section(read_all(FOLDER)))
+    if args.check:
+        command = "run python -m benchmarks.results"
+        print("up to date" if wanted == text else command)
+        return int(wanted != text)
+    README.write_text(wanted, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -67,9 +67,7 @@ def test_the_chain_and_the_usual_layout_are_what_counts() -> None:
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes a repository with a README and no results."""
     readme = tmp_path / "README.md"
-    readme.write_text(
-        f"before\n{results.TABLE.begin}\nold\n{results.TABLE.end}\nafter\n"
-    )
+    readme.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nafter\n")
     monkeypatch.setattr(results, "README", readme)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     return tmp_path
@@ -86,8 +84,8 @@ def test_the_script_replaces_the_section_alone(
     assert results.main([]) == 0
 
     text = results.README.read_text()
-    assert text.startswith(f"before\n{results.TABLE.begin}\n")
-    assert text.endswith(f"{results.TABLE.end}\nafter\n")
+    assert text.startswith(f"before\n{results.BEGIN}\n")
+    assert text.endswith(f"{results.END}\nafter\n")
     assert "Apple M3 Max" in text
     assert "old" not in text
     assert results.main(["--check"]) == 0
@@ -108,11 +106,11 @@ def test_predicted_files_are_refused(repository: Path) -> None:
     "text",
     [
         "",
-        results.TABLE.begin,
-        results.TABLE.end + results.TABLE.begin,
-        2 * (results.TABLE.begin + results.TABLE.end),
+        results.BEGIN,
+        results.END + results.BEGIN,
+        2 * (results.BEGIN + results.END),
     ],
 )
 def test_missing_and_repeated_markers_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="in this order"):
-        results.TABLE.replaced(text, "table")
+        results.replaced(text, "table")
