@@ -65,7 +65,7 @@ def of_product(m: int, n: int, k: int) -> tuple[int, dict[str, float]]:
 
     def trace(traced: mx.array) -> mx.array:
         arrays = (x, *native)
-        options = True, None, None, "affine", NO_EPILOGUE, False
+        options = True, None, None, "affine", NO_EPILOGUE, False, None
         found = _kernel_calls(lambda: mlx_marlin.quantized_matmul(*arrays))
         calls = {
             "stock": lambda: mx.quantized_matmul(*arrays),

@@ -9,7 +9,6 @@ from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import NATIVE, PACKED, replace_entries
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.reference.weight import as_mlx, stock_group_size
-from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -56,13 +55,8 @@ class BatchLayer(GuardedParameters):
             result.keep_packed()
         return result
 
-    def packed_arrays(self) -> PackedArrays:
-        """Returns the arrays of the packed weights, which products take unchecked."""
-        words = self["words"]
-        batch = words.shape[:-3]
-        format = self._n, self._k, self.group_size, self.bits, self.mode, batch
-        scales = self["quantizers"]
-        return words, scales, scales, format
+    def _features(self) -> tuple[int, int]:
+        return self._n, self._k
 
     @property
     def weight(self) -> mx.array:

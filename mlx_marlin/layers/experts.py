@@ -61,10 +61,11 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         self, x: mx.array, indices: mx.array, sorted_indices: bool = False
     ) -> mx.array:
         """Returns the products of rows of x with the experts that indices select."""
-        if self.layout == "marlin":
+        weight = self.packed
+        if weight is not None:
             return gather_packed(
                 x,
-                self.packed_arrays(),
+                weight,
                 None,
                 indices,
                 sorted_indices=sorted_indices,

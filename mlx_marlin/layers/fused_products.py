@@ -15,11 +15,11 @@ from mlx_marlin.layers.native import (
     stock_product,
 )
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.products.linear import linears, native_linear
+from mlx_marlin.products.linear import linears
 from mlx_marlin.products.matmul import stock_serves
 from mlx_marlin.products.packed import (
     GATED,
-    packed_linear,
+    fused_linear,
     packed_parts,
     packed_product,
 )
@@ -170,9 +170,8 @@ class FusedProducts(LinearParameters):
         epsilon: float | None = None,
     ) -> Any:
         """Returns the product as one kernel; None if stock MLX would serve it."""
-        if self.layout == "marlin":
-            return packed_linear(x, self.packed_arrays(), epilogue, operands, epsilon)
-        return native_linear(x, native_weight(self), epilogue, operands, epsilon)
+        weight = self.packed or native_weight(self)
+        return fused_linear(x, weight, epilogue, operands, epsilon)
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
         """Returns whether kernels could compute a norm before this layer."""
@@ -226,16 +225,16 @@ class FusedProducts(LinearParameters):
     def _product(
         self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
     ) -> mx.array:
-        if self.layout == "mlx":
+        weight = self.packed
+        if weight is None:
             return native_product(self, x, bias, self.invariant, residual)
-        weight = self.packed_arrays()
         return packed_product(x, weight, bias, residual, invariant=self.invariant)
 
     def _parts(
         self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
     ) -> tuple[mx.array, ...]:
-        if self.layout == "marlin":
-            weight = self.packed_arrays()
+        weight = self.packed
+        if weight is not None:
             return packed_parts(x, weight, sizes, bias, invariant=self.invariant)
         w, scales, biases, (group_size, bits, mode) = native_weight(self)
         return linears(

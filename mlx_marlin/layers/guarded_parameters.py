@@ -10,7 +10,6 @@ import mlx.nn as nn
 
 from mlx_marlin import state
 from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
-from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -36,15 +35,17 @@ class GuardedParameters(nn.Module):
 
     # Slots are invisible to code that compares or copies attributes. Reading a slot
     # touches no other object, which would cost more than the look-up with cold caches.
-    __slots__ = ("_last_stock_call", "_stock_calls")
+    __slots__ = ("_known_weight", "_last_stock_call", "_stock_calls")
 
     layout: str = "mlx"
+    _known_weight: PackedWeight | None
     _last_stock_call: object
     _stock_calls: dict[object, Any]
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Returns a layer that remembers no calls."""
         layer = super().__new__(cls)
+        object.__setattr__(layer, "_known_weight", None)
         object.__setattr__(layer, "_last_stock_call", None)
         object.__setattr__(layer, "_stock_calls", {})
         return layer
@@ -58,18 +59,30 @@ class GuardedParameters(nn.Module):
         """The packed weight, or all of them as a batch; None with `layout="mlx"`."""
         if self.layout == "mlx":
             return None
-        words, scales, operand, format = self.packed_arrays()
-        n, k, group_size, bits, mode, _ = format
-        return PackedWeight(
-            words=words,
-            scales=scales,
+        words, scales = self["words"], self["quantizers"]
+        operand = self.get(GLOBAL_SCALE, scales)
+        known = self._known_weight
+        # `mx.compile` replaces parameters without calling a method of the layer.
+        if (
+            known is not None
+            and known.words is words
+            and known.scales is scales
+            and known.biases_or_global_scale is operand
+        ):
+            return known
+        n, k = self._features()
+        weight = PackedWeight.from_operand(
+            words,
+            scales,
+            operand,
             n=n,
             k=k,
-            group_size=group_size,
-            bits=bits,
-            mode=mode,
-            global_scale=None if operand is scales else operand[:1],
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
         )
+        object.__setattr__(self, "_known_weight", weight)
+        return weight
 
     @property
     def is_packed_only(self) -> bool:
@@ -80,8 +93,8 @@ class GuardedParameters(nn.Module):
         known = self.mode in MODE_DEFAULTS and self.group_size in sizes
         return not known or GLOBAL_SCALE in self
 
-    def packed_arrays(self) -> PackedArrays:
-        """Returns the arrays of the packed weight, which products take unchecked.
+    def _features(self) -> tuple[int, int]:
+        """Returns n and k of the packed weight.
 
         Subclasses that can be packed define it. It is not an `abstractmethod`: joined
         layers never are, and `dict`, the base of modules, does not enforce it.
@@ -168,7 +181,8 @@ class GuardedParameters(nn.Module):
         return True
 
     def forget_stock(self) -> None:
-        """Drops the calls that stock MLX serves."""
+        """Drops the calls that stock MLX serves, and the packed weight."""
+        object.__setattr__(self, "_known_weight", None)
         object.__setattr__(self, "_last_stock_call", None)
         self._stock_calls.clear()
 

@@ -42,8 +42,8 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             transpose: Whether the product is x @ w.T or x @ w.
         """
         invariant = self.invariant and transpose
-        if self.layout == "marlin":
-            weight = self.packed_arrays()
+        weight = self.packed
+        if weight is not None:
             return packed_product(x, weight, transpose=transpose, invariant=invariant)
         if not invariant:
             format = self.group_size, self.bits, self.mode

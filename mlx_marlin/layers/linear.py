@@ -240,9 +240,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             )
             return y + self["bias"] if "bias" in self else y
         bias: mx.array | None = self.get("bias")
-        if bias is None and self.layout == "marlin":  # most layers
-            return packed_product(x, self.packed_arrays(), invariant=self.invariant)
-        if self.layout == "mlx" and self._is_stock(x):
+        weight = self.packed
+        if bias is None and weight is not None:  # most layers
+            return packed_product(x, weight, invariant=self.invariant)
+        if weight is None and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
                 self.remember_stock(x.size)
             return stock_product(self, x)

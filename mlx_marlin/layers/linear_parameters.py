@@ -8,7 +8,6 @@ import mlx.core as mx
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
 from mlx_marlin.products.packing import pack, quantize, unpack
-from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
 
 
@@ -23,22 +22,8 @@ class LinearParameters(GuardedParameters):
     input_dims: int
     output_dims: int
 
-    def packed_arrays(self) -> PackedArrays:
-        """Returns the arrays of the packed weight, which products take unchecked."""
-        scales = self["quantizers"]
-        return (
-            self["words"],
-            scales,
-            self.get(GLOBAL_SCALE, scales),
-            (
-                self.output_dims,
-                self.input_dims,
-                self.group_size,
-                self.bits,
-                self.mode,
-                (),
-            ),
-        )
+    def _features(self) -> tuple[int, int]:
+        return self.output_dims, self.input_dims
 
     # In MLX's layer these are plain attributes, which are set once.
     @property

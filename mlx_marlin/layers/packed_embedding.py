@@ -9,7 +9,6 @@ from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.packed import packed_product
 from mlx_marlin.products.reference.rows import decoded_rows
-from mlx_marlin.products.request import PackedArrays
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
@@ -75,11 +74,8 @@ class PackedEmbedding(GuardedParameters):
         assert weight is not None
         return weight
 
-    def packed_arrays(self) -> PackedArrays:
-        """Returns the arrays of the weight, which products take unchecked."""
-        sizes = self.num_embeddings, self.dims, self.group_size, self.bits
-        scales = self["quantizers"]
-        return self["words"], scales, scales, (*sizes, self.mode, ())
+    def _features(self) -> tuple[int, int]:
+        return self.num_embeddings, self.dims
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Returns the rows [..., dims] of tokens [...]."""
@@ -88,7 +84,7 @@ class PackedEmbedding(GuardedParameters):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return packed_product(x, self.packed_arrays(), invariant=self.invariant)
+        return packed_product(x, self.packed, invariant=self.invariant)
 
     def to_stock(self) -> nn.Embedding:
         """Returns MLX's layer with the decoded weight, rounded to `dtype`."""

@@ -6,7 +6,6 @@ A decision is made once for each request and kept until `state.reset`.
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TypeVar
 
 import mlx.core as mx
 
@@ -29,12 +28,12 @@ from mlx_marlin.products.reference.epilogue import (
     with_placeholders,
 )
 from mlx_marlin.products.reference.weight import native_product, stock_product
-from mlx_marlin.products.request import CPU, MatmulRequest, Run
+from mlx_marlin.products.request import CPU, MatmulRequest, Run, Shape
 from mlx_marlin.weights.formats import TILE_N
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 4096
-"""Prepared calls that a memory keeps."""
+"""Prepared calls that are kept."""
 
 
 @dataclass(slots=True)
@@ -54,25 +53,27 @@ class PreparedCall:
     is_stock: bool = False
 
 
-Key = tuple[object, ...]
-Value = TypeVar("Value")
-Memory = dict[Key, PreparedCall]
-"""Prepared calls by a flat key, which a warm call builds from its arguments.
+Key = tuple[Shape, mx.Dtype, object, object, bool]
+"""What decides who serves a call: shape and dtype of x, the kind of the weight
+(`PackedWeight.kind`, or shapes and dtypes of its arrays in MLX's layout), the options
+of the call, and whether it runs on the CPU.
 
-A dictionary takes a third of the time of `lru_cache` or of a key that is an object,
-whose hash is a call of Python code.
+A warm call builds it from its arguments, of tuples: the hash of another object would be
+a call of Python code.
 """
+calls: dict[Key, PreparedCall] = state.register({})
+"""All prepared calls. A dictionary takes a third of the time of `lru_cache`."""
 
 
-def remembered(memory: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Keeps a value in a memory of at most `MOST_CALLS`, and returns it."""
-    if len(memory) >= MOST_CALLS:
-        memory.clear()
-    memory[key] = value
-    return value
+def remember(key: Key, prepared: PreparedCall) -> PreparedCall:
+    """Keeps a prepared call among at most `MOST_CALLS`, and returns it."""
+    if len(calls) >= MOST_CALLS:
+        calls.clear()
+    calls[key] = prepared
+    return prepared
 
 
-def is_for_good(prepared: PreparedCall) -> bool:
+def is_permanent(prepared: PreparedCall) -> bool:
     """Returns whether stock MLX serves a call until `state.reset`.
 
     Our kernels may serve a call that runs on the CPU once the default device is a GPU.

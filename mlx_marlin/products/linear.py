@@ -5,14 +5,15 @@ from typing import NoReturn, cast
 
 import mlx.core as mx
 
-from mlx_marlin import state
 from mlx_marlin.argument_types import check_activation
-from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products.dispatch import Memory, prepare, remembered
-from mlx_marlin.products.matmul import Options, Stream, prepared_call, refuse_types
+from mlx_marlin.products.matmul import (
+    Options,
+    Stream,
+    prepared_call,
+    refuse_types,
+)
 from mlx_marlin.products.reference.epilogue import check_operands, split_apart
-from mlx_marlin.products.reference.weight import NativeWeight
-from mlx_marlin.products.request import CPU, epilogue_of, native_request
+from mlx_marlin.products.request import epilogue_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
@@ -81,7 +82,7 @@ def linear(
                 mode=mode,
             )
     has = bias is not None, activation, multiply is not None, residual is not None
-    options: Options = True, group_size, bits, mode, (*has, ()), invariant
+    options: Options = True, group_size, bits, mode, (*has, ()), invariant, None
     try:
         prepared = prepared_call(x, w, scales, biases, options)
     except TypeError:
@@ -162,7 +163,7 @@ def linears(
     n = sum(parts)
     if getattr(w, "shape", ())[-2:-1] != (n,):
         _refuse_rows(x, w, scales, biases, epilogue[-1])
-    options = True, group_size, bits, mode, epilogue, invariant
+    options = True, group_size, bits, mode, epilogue, invariant, None
     prepared = prepared_call(x, w, scales, biases, options)
     check_operands((*x.shape[:-1], n), bias, None, None)
     if prepared.reason is not None:
@@ -183,44 +184,6 @@ def linears(
         weight = w.words, w.scales, w.biases_or_global_scale
         return as_tuple(prepared.run(x, *weight, *operands))
     return as_tuple(prepared.run(x, w, scales, biases, *operands))
-
-
-def native_linear(
-    x: mx.array,
-    weight: NativeWeight,
-    epilogue: Epilogue,
-    operands: Sequence[mx.array],
-    epsilon: float | None = None,
-) -> mx.array | tuple[mx.array, ...] | None:
-    """Does what `packed.packed_linear` does, for a weight in MLX's layout.
-
-    Args:
-        x: Activations [..., k].
-        weight: The weight [n, k].
-        epilogue: What follows the product.
-        operands: The epilogue's arrays, and with an RMSNorm last its weight [k], in the
-            dtype of x.
-        epsilon: RMSNorm epsilon, or None.
-
-    Returns:
-        The result, a tuple if the epilogue has parts; None if stock MLX would serve
-        the call.
-    """
-    w, scales, biases, format = weight
-    on_cpu = mx.default_device() == CPU
-    call = x.shape, x.dtype, on_cpu, epilogue, epsilon
-    others = () if biases is None else (biases.shape, biases.dtype)
-    key = *call, w.shape, w.dtype, scales.shape, scales.dtype, *others, format
-    prepared = _natives.get(key)
-    if prepared is None:
-        request = native_request(x, weight, True, epilogue, False, epsilon)
-        prepared = remembered(_natives, key, prepare(request))
-    if prepared.reason is not None:
-        return None
-    return prepared.run(x, w, scales, biases, *operands)
-
-
-_natives: Memory = state.register({})
 
 
 def _refuse_rows(

@@ -8,21 +8,21 @@ from typing import NoReturn
 
 import mlx.core as mx
 
-from mlx_marlin import state
 from mlx_marlin.argument_types import check_format
+from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.dispatch import (
-    Key,
-    Memory,
     PreparedCall,
-    is_for_good,
+    calls,
+    is_permanent,
     prepare,
-    remembered,
+    remember,
 )
 from mlx_marlin.products.reference.weight import NativeWeight
 from mlx_marlin.products.request import (
     CPU,
     NO_EPILOGUE,
     EpilogueKey,
+    MatmulRequest,
     epilogue_of,
     native_request,
     packed_request,
@@ -30,13 +30,13 @@ from mlx_marlin.products.request import (
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Stream = mx.Stream | mx.Device | None
-Options = tuple[bool, int | None, int | None, str, EpilogueKey, bool]
+Options = tuple[
+    bool, int | None, int | None, str, EpilogueKey | Epilogue, bool, float | None
+]
 """transpose, group_size, bits and mode as `quantized_matmul` takes them, the epilogue,
-and whether the product is invariant."""
+whether the product is invariant, and the epsilon of an RMSNorm before it."""
 DEFAULT_FORMAT = (None, None, "affine")
 """group_size, bits and mode of a call that leaves them to a packed weight."""
-
-_known: Memory = state.register({})
 
 
 def quantized_matmul(
@@ -84,7 +84,7 @@ def quantized_matmul(
             return quantized_matmul(
                 x, w, scales, biases, transpose, group_size, bits, mode
             )
-    options = transpose, group_size, bits, mode, NO_EPILOGUE, False
+    options = transpose, group_size, bits, mode, NO_EPILOGUE, False, None
     prepared = prepared_call(x, w, scales, biases, options)
     if isinstance(w, PackedWeight):
         return prepared.run(x, w.words, w.scales, w.biases_or_global_scale)
@@ -111,7 +111,7 @@ def why_not(
     if stream is not None:
         with mx.stream(stream):
             return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
-    options = transpose, group_size, bits, mode, NO_EPILOGUE, False
+    options = transpose, group_size, bits, mode, NO_EPILOGUE, False, None
     return prepared_call(x, w, scales, biases, options).reason
 
 
@@ -137,31 +137,33 @@ def prepared_call(
     """
     if not isinstance(x, mx.array):
         refuse_types(x, w, scales, biases)
-    on_cpu = mx.default_device() == CPU
-    key: Key
+    kind: object
     if isinstance(w, PackedWeight):
         if scales is not None or biases is not None or options[1:4] != DEFAULT_FORMAT:
             check_packed(w, scales, biases, *options[1:4])
-        key = (w.kind, x.shape, x.dtype, options, on_cpu)
-        return _known.get(key) or _prepare_packed(key, x, w, options)
-    is_odd = biases is not None and not isinstance(biases, mx.array)
-    if is_odd or not (isinstance(w, mx.array) and isinstance(scales, mx.array)):
-        refuse_types(x, w, scales, biases)
-    key = (
-        x.shape,
-        x.dtype,
-        w.shape,
-        w.dtype,
-        scales.shape,
-        scales.dtype,
-        None if biases is None else biases.shape,
-        None if biases is None else biases.dtype,
-        options,
-        on_cpu,
-    )
-    return _known.get(key) or _prepare_native(
-        key, x, (w, scales, biases, options[1:4]), options
-    )
+        kind = w.kind
+    else:
+        if not (isinstance(w, mx.array) and isinstance(scales, mx.array)):
+            refuse_types(x, w, scales, biases)
+        if biases is None:
+            kind = w.shape, w.dtype, scales.shape, scales.dtype
+        elif isinstance(biases, mx.array):
+            kind = (
+                w.shape,
+                w.dtype,
+                scales.shape,
+                scales.dtype,
+                biases.shape,
+                biases.dtype,
+            )
+        else:
+            refuse_types(x, w, scales, biases)
+    key = x.shape, x.dtype, kind, options, mx.default_device() == CPU
+    try:  # takes less time than `calls.get`
+        return calls[key]
+    except KeyError:
+        pass
+    return remember(key, prepare(_request(x, w, scales, biases, options)))
 
 
 def stock_serves(
@@ -183,8 +185,8 @@ def stock_serves(
     """
     w, scales, biases, (group_size, bits, mode) = weight
     epilogue = bias, None, False, False, parts
-    options = True, group_size, bits, mode, epilogue, invariant
-    return is_for_good(prepared_call(x, w, scales, biases, options))
+    options = True, group_size, bits, mode, epilogue, invariant, None
+    return is_permanent(prepared_call(x, w, scales, biases, options))
 
 
 def check_packed(
@@ -219,20 +221,21 @@ def refuse_types(*arguments: object) -> NoReturn:
     )
 
 
-def _prepare_packed(
-    key: Key, x: mx.array, w: PackedWeight, options: Options
-) -> PreparedCall:
-    transpose, _, _, _, epilogue, invariant = options
-    request = packed_request(
-        x, w.kind, epilogue_of(epilogue), transpose=transpose, invariant=invariant
-    )
-    return remembered(_known, key, prepare(request))
-
-
-def _prepare_native(
-    key: Key, x: mx.array, weight: NativeWeight, options: Options
-) -> PreparedCall:
-    transpose, group_size, bits, mode, epilogue, invariant = options
+def _request(
+    x: mx.array,
+    w: mx.array | PackedWeight,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    options: Options,
+) -> MatmulRequest:
+    transpose, group_size, bits, mode, epilogue, invariant, norm = options
+    if not isinstance(epilogue, Epilogue):
+        epilogue = epilogue_of(epilogue)
+    if isinstance(w, PackedWeight):
+        return packed_request(
+            x, w, epilogue, transpose=transpose, invariant=invariant, norm=norm
+        )
+    assert scales is not None
     check_format(group_size, bits, mode)
-    request = native_request(x, weight, transpose, epilogue_of(epilogue), invariant)
-    return remembered(_known, key, prepare(request))
+    weight = w, scales, biases, (group_size, bits, mode)
+    return native_request(x, weight, transpose, epilogue, invariant, norm)

@@ -1,37 +1,23 @@
-"""Products with a packed weight, for layers that hold its arrays themselves."""
+"""Products of layers, whose arrays are known to belong together."""
 
 from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_marlin import state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products.dispatch import Memory, prepare, remembered
 from mlx_marlin.products.linear import as_tuple
+from mlx_marlin.products.matmul import DEFAULT_FORMAT, Options, prepared_call
 from mlx_marlin.products.reference.epilogue import split_apart
-from mlx_marlin.products.request import (
-    CPU,
-    PackedArrays,
-    packed_kind,
-    packed_request,
-)
+from mlx_marlin.products.reference.weight import NativeWeight
+from mlx_marlin.products.request import NO_EPILOGUE
+from mlx_marlin.weights.packed_weight import PackedWeight
 
-EPILOGUES = {
-    (bias, residual): Epilogue(bias=bias, residual=residual)
-    for bias in (False, True)
-    for residual in (False, True)
-}
-"""The epilogue of a layer, by whether it has a bias and a residual."""
 GATED = Epilogue(activation="silu", gated=True)
-
-_products: Memory = state.register({})
-_parts: Memory = state.register({})
-_linears: Memory = state.register({})
 
 
 def packed_product(
     x: mx.array,
-    weight: PackedArrays,
+    w: PackedWeight,
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     *,
@@ -42,7 +28,7 @@ def packed_product(
 
     Args:
         x: Activations [..., k].
-        weight: The weight.
+        w: The weight.
         bias: Bias [n] of the layer.
         residual: Summands, of the result's shape.
         invariant: As for `linear`.
@@ -52,38 +38,21 @@ def packed_product(
     Returns:
         The product [..., n] or [..., k], plus bias and residual.
     """
-    words, scales, operand, format = weight
-    key = (
-        x.shape,
-        x.dtype,
-        format,
-        scales.dtype,
-        operand is scales,
-        transpose,
-        mx.default_device() == CPU,
-        invariant,
-        bias is None,
-        residual is None,
-    )
-    prepared = _products.get(key)
-    if prepared is None:
-        request = packed_request(
-            x,
-            packed_kind(weight),
-            EPILOGUES[bias is not None, residual is not None],
-            transpose=transpose,
-            invariant=invariant,
-        )
-        prepared = remembered(_products, key, prepare(request))
     if bias is None and residual is None:
-        return prepared.run(x, words, scales, operand)
+        options = transpose, None, None, "affine", NO_EPILOGUE, invariant, None
+        run = prepared_call(x, w, None, None, options).run
+        return run(x, w.words, w.scales, w.biases_or_global_scale)
+    epilogue = bias is not None, None, False, residual is not None, ()
+    run = prepared_call(
+        x, w, None, None, (transpose, *DEFAULT_FORMAT, epilogue, invariant, None)
+    ).run
     operands = [array for array in (bias, residual) if array is not None]
-    return prepared.run(x, words, scales, operand, *operands)
+    return run(x, w.words, w.scales, w.biases_or_global_scale, *operands)
 
 
 def packed_parts(
     x: mx.array,
-    weight: PackedArrays,
+    w: PackedWeight,
     parts: tuple[int, ...],
     bias: mx.array | None = None,
     *,
@@ -93,7 +62,7 @@ def packed_parts(
 
     Args:
         x: Activations [..., k].
-        weight: The joined weight.
+        w: The joined weight.
         parts: Rows of each weight, which add up to n.
         bias: Biases [n] of all layers.
         invariant: As for `linear`.
@@ -101,38 +70,31 @@ def packed_parts(
     Returns:
         A product [..., rows] for each weight.
     """
-    words, scales, operand, format = weight
-    on_cpu = mx.default_device() == CPU
-    alone = operand is scales, bias is None
-    key = x.shape, x.dtype, format, scales.dtype, on_cpu, invariant, alone, parts
-    prepared = _parts.get(key)
-    if prepared is None:
-        epilogue = Epilogue(bias=bias is not None, parts=parts)
-        kind = packed_kind(weight)
-        request = packed_request(x, kind, epilogue, invariant=invariant)
-        prepared = remembered(_parts, key, prepare(request))
+    epilogue = bias is not None, None, False, False, parts
+    options = True, *DEFAULT_FORMAT, epilogue, invariant, None
+    prepared = prepared_call(x, w, None, None, options)
     if prepared.reason is not None:
-        y = packed_product(x, weight, bias, invariant=invariant)
-        return split_apart(y, parts)
+        return split_apart(packed_product(x, w, bias, invariant=invariant), parts)
     operands = [] if bias is None else [bias]
-    return as_tuple(prepared.run(x, words, scales, operand, *operands))
+    arrays = w.words, w.scales, w.biases_or_global_scale
+    return as_tuple(prepared.run(x, *arrays, *operands))
 
 
-def packed_linear(
+def fused_linear(
     x: mx.array,
-    weight: PackedArrays,
+    weight: PackedWeight | NativeWeight,
     epilogue: Epilogue,
     operands: Sequence[mx.array],
     epsilon: float | None = None,
 ) -> mx.array | tuple[mx.array, ...] | None:
-    """Multiplies x [..., k] by a packed weight, with any epilogue and an RMSNorm.
+    """Multiplies x [..., k] by a weight, with any epilogue and an RMSNorm.
 
     It is for calls that are traced: its look-up takes longer than those of the other
     functions.
 
     Args:
         x: Activations [..., k].
-        weight: The weight.
+        weight: The weight [n, k].
         epilogue: What follows the product.
         operands: The epilogue's arrays, and with an RMSNorm last its weight [k], in the
             dtype of x.
@@ -142,14 +104,15 @@ def packed_linear(
         The result, a tuple if the epilogue has parts; None if stock MLX would serve
         the call.
     """
-    words, scales, operand, format = weight
-    on_cpu = mx.default_device() == CPU
-    call = x.shape, x.dtype, on_cpu, epilogue, epsilon
-    key = *call, format, scales.dtype, operand is scales
-    prepared = _linears.get(key)
-    if prepared is None:
-        request = packed_request(x, packed_kind(weight), epilogue, norm=epsilon)
-        prepared = remembered(_linears, key, prepare(request))
-    if prepared.reason is not None:
-        return None
-    return prepared.run(x, words, scales, operand, *operands)
+    arrays: tuple[mx.array | None, ...]
+    options: Options
+    if isinstance(weight, PackedWeight):
+        options = True, *DEFAULT_FORMAT, epilogue, False, epsilon
+        prepared = prepared_call(x, weight, None, None, options)
+        arrays = weight.words, weight.scales, weight.biases_or_global_scale
+    else:
+        w, scales, biases, format = weight
+        options = True, *format, epilogue, False, epsilon
+        prepared = prepared_call(x, w, scales, biases, options)
+        arrays = w, scales, biases
+    return None if prepared.reason is not None else prepared.run(x, *arrays, *operands)

@@ -14,25 +14,13 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.reference.weight import NativeWeight, native_product
 from mlx_marlin.weights.dtypes import dtype_name, result_dtype
 from mlx_marlin.weights.formats import MODE_DEFAULTS, TILE_N
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 CPU = mx.Device(mx.cpu)
 Shape = tuple[int, ...]
 Run = Callable[..., mx.array]
 """From x, codes, scales, biases and an epilogue's arrays, as the caller has them. With
 an epilogue that has parts, the result is a tuple of arrays."""
-PackedFormat = tuple[int, int, int, int, str, Shape]
-"""n, k, group_size, bits, mode and the leading axes of a packed weight."""
-PackedArrays = tuple[mx.array, mx.array, mx.array, PackedFormat]
-"""Words, scales, operand in the place of biases and format of a packed weight.
-
-The operand is the global scale, as `PackedWeight.biases_or_global_scale`, or the array
-of the scales itself if the weight has no global scale.
-
-A layer builds this value at every call, because `mx.compile` replaces parameters
-unnoticed. `PackedWeight`, which checks its arrays, would cost the host too much there.
-"""
-PackedKind = tuple[int, int, int, int, str, mx.Dtype, bool, Shape]
-"""As `PackedWeight.kind`."""
 EpilogueKey = tuple[bool, str | None, bool, bool, Shape]
 """An epilogue: has a bias, activation, has a multiplier, has a residual, parts.
 
@@ -238,7 +226,7 @@ def native_request(
 
 def packed_request(
     x: mx.array,
-    kind: PackedKind,
+    w: PackedWeight,
     epilogue: Epilogue,
     *,
     transpose: bool = True,
@@ -249,7 +237,7 @@ def packed_request(
 
     Args:
         x: Activations [..., k], or [..., n] if not transposed.
-        kind: The weight's, as `PackedWeight.kind`.
+        w: The weight.
         epilogue: What follows the product.
         transpose: Whether the product is x @ w.T.
         invariant: Whether a row's bits must not depend on the other rows.
@@ -258,7 +246,7 @@ def packed_request(
     Raises:
         ValueError: If x does not fit the weight, or a batch has a global scale.
     """
-    n, k, group_size, bits, mode, scale_dtype, global_scale, batch = kind
+    n, k, group_size, bits, mode, scale_dtype, global_scale, batch = w.kind
     inner, outer = (k, n) if transpose else (n, k)
     if not x.shape or x.shape[-1] != inner:
         raise ValueError(
@@ -292,13 +280,6 @@ def packed_request(
         global_scale=global_scale,
         norm=norm,
     )
-
-
-def packed_kind(weight: PackedArrays) -> PackedKind:
-    """Returns the kind of a packed weight."""
-    _, scales, operand, (n, k, group_size, bits, mode, batch) = weight
-    has_global_scale = operand is not scales
-    return n, k, group_size, bits, mode, scales.dtype, has_global_scale, batch
 
 
 def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:

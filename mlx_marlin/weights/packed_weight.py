@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import mlx.core as mx
 
@@ -93,6 +93,23 @@ class PackedWeight:
         sizes = self.n, self.k, self.group_size, self.bits, self.mode
         kind = *sizes, self.scales.dtype, scale is not None, self.batch
         object.__setattr__(self, "kind", kind)
+
+    @classmethod
+    def from_operand(
+        cls, words: mx.array, scales: mx.array, operand: mx.array, **format: Any
+    ) -> Self:
+        """Returns a weight with a given `biases_or_global_scale`.
+
+        Args:
+            words: As for the weight.
+            scales: As for the weight.
+            operand: The global scale twice, or `scales` itself if there is none.
+            format: n, k, group_size, bits and mode.
+        """
+        scale = None if operand is scales else operand[:1]
+        weight = cls(words=words, scales=scales, global_scale=scale, **format)
+        object.__setattr__(weight, "biases_or_global_scale", operand)
+        return weight
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Returns the arguments of the constructor, for `copy` and `pickle`.

@@ -105,8 +105,8 @@ def on_cuda(
 def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     traced: list[Any] = []
     monkeypatch.setattr(dispatch, "traced_call", traced.append)
-    dispatch.product_of(kind(on_cpu=False))
-    dispatch.product_of(kind(on_cpu=False, layout="marlin", n=64, gate="silu"))
+    dispatch.prepare(kind(on_cpu=False))
+    dispatch.prepare(kind(on_cpu=False, layout="marlin", n=64, gate="silu"))
     assert len(traced) == 2
 
 
@@ -404,8 +404,8 @@ def test_gradients_go_through_gate_and_up(
 )
 def test_no_kernel_gates_other_experts(changes: dict[str, Any]) -> None:
     fields = {"on_cpu": False, "layout": "marlin", "n": 64, "gate": "silu"}
-    assert dispatch.product_of(kind(**fields)) is not None
-    assert dispatch.product_of(kind(**fields | changes)) is None
+    assert dispatch.prepare(kind(**fields)).reason is None
+    assert dispatch.prepare(kind(**fields | changes)).reason is not None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mlx_marlin
 from mlx_marlin.backends import launcher, planner, tuned_results
 from mlx_marlin.backends.cuda import source
 from mlx_marlin.layers.linear import MarlinLinear
@@ -132,9 +133,9 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
 
 def test_no_rows_have_half_the_columns(backend: Callable[[str | None], None]) -> None:
     backend("stock")
-    kind = 192, 128, 64, 4, "affine", mx.float16, False, ()
+    w = mlx_marlin.quantize(mx.zeros((192, 128), mx.float16))
     x, none = mx.zeros((0, 128), mx.float16), mx.zeros(())
-    prepared = dispatch.prepare(packed_request(x, kind, GATED))
+    prepared = dispatch.prepare(packed_request(x, w, GATED))
     assert prepared.run(x, none, none, none).shape == (0, 96)
 
 

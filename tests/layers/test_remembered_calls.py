@@ -18,7 +18,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.joining import join_layers
 from mlx_marlin.lm.module_changes import Changes
 from mlx_marlin.products import linear, matmul
-from mlx_marlin.products.experts import dispatch as experts_dispatch
+from mlx_marlin.products.experts import matmul as experts_matmul
 
 K, N, EXPERTS = 128, 64, 4
 X = mx.random.normal((3, K), key=mx.random.key(1))
@@ -72,19 +72,19 @@ def layer(request: pytest.FixtureRequest, backend: Choose) -> Layer:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the times that a decision was asked for."""
     found: list[str] = []
-    prepared, product_of = matmul.prepared_call, experts_dispatch.product_of
+    prepared, experts_native = matmul.prepared_call, experts_matmul.gather_native
 
     def listed(*given: Any) -> Any:
         found.append("product")
         return prepared(*given)
 
-    def listed_experts(*given: Any) -> Any:
+    def listed_experts(*given: Any, **more: Any) -> Any:
         found.append("experts")
-        return product_of(*given)
+        return experts_native(*given, **more)
 
     for module in (matmul, linear):
         monkeypatch.setattr(module, "prepared_call", listed)
-    monkeypatch.setattr("mlx_marlin.products.experts.matmul.product_of", listed_experts)
+    monkeypatch.setattr("mlx_marlin.layers.experts.gather_native", listed_experts)
     return found
 
 

@@ -10,8 +10,9 @@ import pytest
 import mlx_marlin
 from mlx_marlin import PackedWeight, pack, state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products import linear, matmul, packed, request
+from mlx_marlin.products import matmul, packed, request
 from mlx_marlin.products.dispatch import PreparedCall
+from mlx_marlin.products.experts import matmul as experts_matmul
 from mlx_marlin.products.experts import packed as experts
 from mlx_marlin.products.experts import request as experts_request
 
@@ -86,13 +87,6 @@ class Call:
         return pack(*self.native, **self.format, global_scale=self.global_scale)
 
     @property
-    def arrays(self) -> request.PackedArrays:
-        """The packed weight as its layer holds it."""
-        w = self.packed
-        format = w.n, w.k, w.group_size, w.bits, w.mode, w.batch
-        return w.words, w.scales, w.biases_or_global_scale, format
-
-    @property
     def finish(self) -> dict[str, mx.array | None]:
         """A bias, factors and summands, those that the call has."""
         shape = (*self.x, self.n)
@@ -146,7 +140,7 @@ PACKED = of_public(lambda call: (call.packed,))
 LAYERS: dict[str, Callable[[Call], Any]] = {
     "packed_product": lambda call: packed.packed_product(
         call.rows,
-        call.arrays,
+        call.packed,
         call.finish["bias"],
         call.finish["residual"],
         invariant=call.invariant,
@@ -154,15 +148,15 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
     ),
     "packed_parts": lambda call: packed.packed_parts(
         call.rows,
-        call.arrays,
+        call.packed,
         call.parts,
         call.finish["bias"],
         invariant=call.invariant,
     ),
-    "packed_linear": lambda call: packed.packed_linear(
-        call.rows, call.arrays, call.epilogue(parts=True), (), call.norm
+    "packed_linear": lambda call: packed.fused_linear(
+        call.rows, call.packed, call.epilogue(parts=True), (), call.norm
     ),
-    "native_linear": lambda call: linear.native_linear(
+    "native_linear": lambda call: packed.fused_linear(
         call.rows,
         (*[*call.native, None][:3], (*call.format.values(),)),
         call.epilogue(parts=True),
@@ -171,7 +165,7 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
     ),
     "gather_packed": lambda call: experts.gather_packed(
         mx.expand_dims(call.rows, -2),
-        call.arrays,
+        call.packed,
         call.rows_of_pairs and mx.zeros(call.pairs, call.rows_of_pairs),
         mx.zeros(call.pairs, call.index),
         transpose=call.transpose,
@@ -181,8 +175,8 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
     ),
     "gather_gated": lambda call: experts.gather_gated(
         call.rows,
-        call.arrays,
-        call.arrays,
+        call.packed,
+        call.packed,
         mx.zeros((*call.x, *call.pairs), call.index),
         call.gate,
         (*call.biases_of_experts,),
@@ -257,7 +251,7 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
         if name not in ("native_linear", "gather_packed", "gather_gated")
     ),
 ]
-MODULES = (packed, matmul, linear, experts, request, experts_request)
+MODULES = (matmul, experts, experts_matmul, request, experts_request)
 
 
 @pytest.fixture
@@ -267,9 +261,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Call], Any]:
     def decided(*decided_for: object) -> PreparedCall:
         return PreparedCall(lambda *_: decided_for)  # type: ignore[arg-type,return-value]
 
-    for module in (packed, matmul, linear):
+    for module in (matmul, experts, experts_matmul):
         monkeypatch.setattr(module, "prepare", decided)
-    monkeypatch.setattr(experts, "product_of", decided)
 
     def asked(function: Callable[[Call], Any], call: Call) -> Any:
         device = mx.Device(mx.cpu if call.on_cpu else mx.gpu)

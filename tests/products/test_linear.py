@@ -13,7 +13,7 @@ import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.products import dispatch, eligibility
-from mlx_marlin.products.linear import native_linear
+from mlx_marlin.products.packed import fused_linear
 from mlx_marlin.products.packing import pack
 from support import oracles
 from support.arguments import K, N, activations, weight
@@ -291,7 +291,7 @@ def test_every_call_checks_the_shapes_of_a_weight(backend: Choose) -> None:
 
     def call(*arrays: mx.array) -> object:
         weight = (*arrays, (64, 4, "affine"))
-        return native_linear(x, weight, Epilogue(activation="silu"), ())
+        return fused_linear(x, weight, Epilogue(activation="silu"), ())
 
     assert call(w, scales, biases) is not None
     with pytest.raises(ValueError, match="scales"):

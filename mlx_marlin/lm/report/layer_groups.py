@@ -164,7 +164,8 @@ def has_weight(layer: nn.Module) -> bool:
 def weight_of(layer: Any, layout: str) -> Weight:
     """Returns a layer's weight, as if it had a layout."""
     if "quantizers" in layer:
-        _, scales, _, (n, k, group_size, bits, mode, batch) = layer.packed_arrays()
+        scales = layer["quantizers"]
+        n, k, group_size, bits, mode, _, _, batch = layer.packed.kind
     else:
         scales = layer["scales"]
         group_size, bits, mode = layer.group_size, layer.bits, layer.mode

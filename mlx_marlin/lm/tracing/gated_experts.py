@@ -73,11 +73,10 @@ def _gated(
     gating: str,
 ) -> mx.array | None:
     """Returns the gated product as one launch; None if the formats differ."""
-    if any(layer.layout != "marlin" or layer.invariant for layer in (gate, up)):
+    first, second = gate.packed, up.packed
+    if first is None or second is None or gate.invariant or up.invariant:
         return None
     biases = tuple(layer["bias"] for layer in (gate, up) if "bias" in layer)
-    weights = gate.packed_arrays(), up.packed_arrays()
-    formats = [(format, scales.dtype) for _, scales, _, format in weights]
-    if formats[0] != formats[1] or len(biases) == 1:
+    if first.kind != second.kind or len(biases) == 1:
         return None
-    return gather_gated(x, *weights, indices, gating, biases)
+    return gather_gated(x, first, second, indices, gating, biases)

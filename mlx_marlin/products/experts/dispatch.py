@@ -1,8 +1,10 @@
 """Decides whether our kernel or stock MLX serves experts' products."""
 
+from typing import NoReturn
+
 import mlx.core as mx
 
-from mlx_marlin import decision_log, state
+from mlx_marlin import decision_log
 from mlx_marlin.backends import launcher, selection
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.verdict import Refusal
@@ -13,37 +15,60 @@ from mlx_marlin.products.eligibility import refuse_variance
 from mlx_marlin.products.experts.reference import (
     flat_indices,
     stock_gated,
+    stock_packed,
     stock_product,
 )
 from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.request import Run
 
 
-@state.cache(maxsize=4096)
-def product_of(request: GatherRequest) -> PreparedCall | None:
-    """Returns the prepared call of a request, or None if stock MLX serves it; cached.
+def prepare(request: GatherRequest) -> PreparedCall:
+    """Decides who serves a request, and prepares the call.
 
-    The call takes x, the row of x of each pair or None, the experts, codes, scales,
-    biases and, if the request has them, the biases [experts, n] that are added. If the
-    request has a gate, it takes x, codes and scales of gate, those of up, the biases
-    of both if the request has them, and the experts.
+    Of what stock MLX serves, only the plain product with packed weights is prepared;
+    callers compute the others. The call takes x, the row of x of each pair or None, the
+    experts, codes, scales, biases and, if the request has them, the biases [experts, n]
+    that are added. If the request has a gate, it takes x, codes and scales of gate,
+    those of up, the biases of both if the request has them, and the experts.
 
     Raises:
         ValueError: If the request is invariant and stock MLX would have to serve it.
     """
     if request.gate and not selection.traits().fuses_experts:
-        return None
+        return PreparedCall(_callers_own, "no kernel fuses experts")
     answer = serving.serve(request, serving.here())
     if isinstance(answer, Refusal):
         refuse_variance(request.invariant, answer.reason)
         if not request.gate:
             decision_log.stock(request, answer.reason)
-        return None
+        is_stock = request.layout == "mlx"
+        run = _callers_own if is_stock or request.gate else _stock_call(request)
+        return PreparedCall(run, answer.reason, is_stock)
     assert isinstance(answer, GatherPlan)
     decision_log.ours(request, answer)
     build = _gated_call if request.gate else _single_weight_call
     run = build(request, answer)
     return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
+
+
+def _callers_own(*_: object) -> NoReturn:
+    raise AssertionError("callers compute what stock MLX serves")
+
+
+def _stock_call(request: GatherRequest) -> Run:
+    def run(
+        x: mx.array,
+        lhs: mx.array | None,
+        rhs: mx.array,
+        words: mx.array,
+        scales: mx.array,
+        _: mx.array,
+        *bias: mx.array,
+    ) -> mx.array:
+        y = stock_packed(request, x, words, scales, lhs, rhs)
+        return y + mx.expand_dims(bias[0][rhs], -2) if bias else y
+
+    return run
 
 
 def _single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:

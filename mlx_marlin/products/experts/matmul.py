@@ -9,9 +9,9 @@ from mlx_marlin.argument_types import (
     check_format,
     check_optional_arrays,
 )
-from mlx_marlin.backends import selection
+from mlx_marlin.products.dispatch import calls, is_permanent, remember
 from mlx_marlin.products.eligibility import refuse_variance
-from mlx_marlin.products.experts.dispatch import product_of
+from mlx_marlin.products.experts.dispatch import prepare
 from mlx_marlin.products.experts.packed import gather_packed
 from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.matmul import Stream, check_packed
@@ -92,11 +92,10 @@ def gather_qmm(
     if isinstance(w, PackedWeight):
         check_packed(w, scales, biases, group_size, bits, mode)
         _check_experts(w, global_scale)
-        format = w.n, w.k, w.group_size, w.bits, w.mode, w.batch
         try:
             return gather_packed(
                 x,
-                (w.words, w.scales, w.scales, format),
+                w,
                 lhs_indices,
                 rhs_indices,
                 transpose=transpose,
@@ -202,10 +201,10 @@ def gather_native(
         has_global_scale=global_scale is not None,
         on_cpu=mx.default_device() == CPU,
     )
-    prepared = product_of(request)
-    if prepared is None:
-        # Our kernels may serve a call on the CPU once the default device is a GPU.
-        return result, not (request.on_cpu and selection.may_hand_over())
+    key = x.shape, x.dtype, None, request, request.on_cpu
+    prepared = calls.get(key) or remember(key, prepare(request))
+    if prepared.reason is not None:
+        return result, is_permanent(prepared)
     biases = scales if biases is None else biases
     return prepared.run(x, lhs_indices, rhs_indices, w, scales, biases), False
 

@@ -4,24 +4,25 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin import state
 from mlx_marlin.backends import selection
-from mlx_marlin.products.dispatch import Key, PreparedCall, remembered
-from mlx_marlin.products.experts.dispatch import product_of
-from mlx_marlin.products.experts.reference import stock_packed
-from mlx_marlin.products.experts.request import GatherRequest, packed_request
-from mlx_marlin.products.request import CPU, PackedArrays
+from mlx_marlin.products.dispatch import PreparedCall, calls, remember
+from mlx_marlin.products.experts.dispatch import prepare
+from mlx_marlin.products.experts.request import (
+    ArrayType,
+    GatherOptions,
+    packed_request,
+)
+from mlx_marlin.products.request import CPU
+from mlx_marlin.weights.packed_weight import PackedWeight
 
-Decision = tuple[GatherRequest, PreparedCall | None]
-"""A request and its prepared call; None if stock MLX serves it."""
-
-_known: dict[Key, Decision] = state.register({})
-_gated: dict[Key, Decision] = state.register({})
+Options = tuple[ArrayType | None, ArrayType, GatherOptions, str | None]
+"""Indices of rows and of experts, the other options, and how one weight gates another.
+"""
 
 
 def gather_packed(
     x: mx.array,
-    weight: PackedArrays,
+    w: PackedWeight,
     lhs_indices: mx.array | None = None,
     rhs_indices: mx.array | None = None,
     *,
@@ -34,7 +35,7 @@ def gather_packed(
 
     Args:
         x: Activations [..., m, k].
-        weight: All weights; the batch of their format is (experts,).
+        w: All weights, a batch (experts,) without a global scale.
         lhs_indices: As for `gather_qmm`.
         rhs_indices: As for `gather_qmm`.
         transpose: As for `gather_qmm`.
@@ -45,24 +46,15 @@ def gather_packed(
     Returns:
         The products [..., m, n], one for each pair of indices, plus their biases.
     """
-    words, scales, _, format = weight
     if rhs_indices is None:
-        rhs_indices = mx.arange(words.shape[0], dtype=mx.uint32)
-    added = [bias] if bias is not None and _is_fused(bias, x, weight) else []
+        rhs_indices = mx.arange(w.words.shape[0], dtype=mx.uint32)
+    added = [bias] if bias is not None and _is_fused(bias, x, w) else []
     lhs = None if lhs_indices is None else (lhs_indices.shape, lhs_indices.dtype)
     rhs = rhs_indices.shape, rhs_indices.dtype
     options = transpose, sorted_indices, invariant, bool(added)
-    on_cpu = mx.default_device() == CPU
-    key = x.shape, x.dtype, format, scales.dtype, lhs, rhs, options, on_cpu
-    decision = _known.get(key)
-    if decision is None:
-        request = packed_request((x.shape, x.dtype), weight, lhs, rhs, options)
-        decision = remembered(_known, key, (request, product_of(request)))
-    request, prepared = decision
-    if prepared is None:
-        y, added = stock_packed(request, x, words, scales, lhs_indices, rhs_indices), []
-    else:
-        y = prepared.run(x, lhs_indices, rhs_indices, words, scales, scales, *added)
+    prepared = _prepared((x.shape, x.dtype), w, (lhs, rhs, options, None))
+    weight = w.words, w.scales, w.scales
+    y = prepared.run(x, lhs_indices, rhs_indices, *weight, *added)
     if bias is None or added:
         return y
     return y + mx.expand_dims(bias[rhs_indices], -2)
@@ -70,8 +62,8 @@ def gather_packed(
 
 def gather_gated(
     x: mx.array,
-    gate: PackedArrays,
-    up: PackedArrays,
+    gate: PackedWeight,
+    up: PackedWeight,
     indices: mx.array,
     gating: str = "silu",
     biases: tuple[mx.array, ...] = (),
@@ -92,27 +84,28 @@ def gather_gated(
     """
     if not all(_is_fused(bias, x, gate) for bias in biases):
         return None
-    words, scales, _, format = gate
+    # The shape with one row per expert. A view would cost the host 2 us (docs/lab).
+    rows = (*x.shape[:-1], 1, 1, gate.k), x.dtype
     rhs = indices.shape, indices.dtype
-    on_cpu = mx.default_device() == CPU
-    fused = gating, bool(biases)
-    key = x.shape, x.dtype, format, scales.dtype, rhs, fused, on_cpu
-    decision = _gated.get(key)
-    if decision is None:
-        # The shape with one row per expert. A view would cost the host 2 us (docs/lab).
-        rows = (*x.shape[:-1], 1, 1, format[1]), x.dtype
-        options = True, False, False, bool(biases)
-        request = packed_request(rows, gate, None, rhs, options)
-        request = replace(request, gate=gating)
-        decision = remembered(_gated, key, (request, product_of(request)))
-    prepared = decision[1]
-    if prepared is None:
+    options = True, False, False, bool(biases)
+    prepared = _prepared(rows, gate, (None, rhs, options, gating))
+    if prepared.reason is not None:
         return None
-    return prepared.run(x, words, scales, up[0], up[1], *biases, indices)
+    weights = gate.words, gate.scales, up.words, up.scales
+    return prepared.run(x, *weights, *biases, indices)
 
 
-def _is_fused(bias: mx.array, x: mx.array, weight: PackedArrays) -> bool:
+def _prepared(x: ArrayType, w: PackedWeight, options: Options) -> PreparedCall:
+    key = *x, w.kind, options, mx.default_device() == CPU
+    known = calls.get(key)
+    if known is not None:
+        return known
+    lhs, rhs, call, gate = options
+    request = replace(packed_request(x, w, lhs, rhs, call), gate=gate)
+    return remember(key, prepare(request))
+
+
+def _is_fused(bias: mx.array, x: mx.array, w: PackedWeight) -> bool:
     """Returns whether a kernel adds a bias of each expert, which has x's dtype."""
-    n, *_, batch = weight[-1]
-    fits = bias.dtype == x.dtype and bias.shape == (*batch, n)
+    fits = bias.dtype == x.dtype and bias.shape == (*w.batch, w.n)
     return fits and selection.traits().fuses_experts

@@ -8,9 +8,10 @@ import mlx.core as mx
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.reference.weight import stock_groups
-from mlx_marlin.products.request import CPU, PackedArrays, Shape
+from mlx_marlin.products.request import CPU, Shape
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 ArrayType = tuple[Shape, mx.Dtype]
 """Shape and dtype of an array."""
@@ -98,7 +99,7 @@ class GatherRequest:
 
 def packed_request(
     x: ArrayType,
-    weight: PackedArrays,
+    w: PackedWeight,
     lhs: ArrayType | None,
     rhs: ArrayType,
     options: GatherOptions,
@@ -107,7 +108,7 @@ def packed_request(
 
     Args:
         x: Shape and dtype of the activations.
-        weight: The weights; its batch is the experts.
+        w: The weights; its batch is the experts.
         lhs: Shape and dtype of the rows' indices; None without such indices.
         rhs: Shape and dtype of the experts' indices.
         options: The other options of the call.
@@ -115,9 +116,8 @@ def packed_request(
     Raises:
         ValueError: If the arguments do not belong together, in MLX's words.
     """
-    _, own_scales, _, (n, k, group_size, bits, mode, (experts,)) = weight
+    n, k, group_size, bits, mode, scale_dtype, _, (experts,) = w.kind
     transpose, is_sorted, invariant, biased = options
-    scale_dtype = own_scales.dtype
     # MLX does not support every group size that our kernels do. The result and the
     # errors for x and the indices do not depend on it.
     size = stock_groups(mode, bits, group_size) or GROUPS[0]
