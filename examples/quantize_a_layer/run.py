@@ -49,5 +49,5 @@ print(
 marlin = mlx_marlin.MarlinLinear.from_linear(layer, **FORMAT, layout="marlin")
 print(marlin)
 print(f"the layer against float64: {error(marlin(x), exact):.0e}")
-sizes = layer.weight.nbytes, marlin.words.nbytes + marlin.quantizers.nbytes
+sizes = layer.weight.nbytes, marlin.words.nbytes + marlin.packed_scales.nbytes
 print(f"{sizes[0]} bytes of float16, {sizes[1]} bytes packed")

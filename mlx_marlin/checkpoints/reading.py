@@ -131,7 +131,8 @@ def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
     packed = marlin_folder.layers_of(folder)
     layers = _quantized_layers(folder, method)
     parts = {f"{layer}.{part}" for layer in layers for part in PARTS.get(method, ())}
-    parts |= {f"{layer}.{part}" for layer in packed for part in marlin_folder.PARTS}
+    for layer in packed:
+        parts.update(marlin_folder.names_of(folder, layer).values())
     plain = [name for name in folder.arrays if name not in parts]
     if method == "compressed-tensors":
         plain = [name for name in plain if name.rpartition(".")[2] not in CACHE_PARTS]

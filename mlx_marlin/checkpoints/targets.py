@@ -36,7 +36,7 @@ def packed_target(weight: StoredWeight | PackedLayer) -> Written:
         ValueError: If our kernels have no such format.
     """
     packed = weight.packed()
-    arrays = {"words": packed.words, "quantizers": packed.scales}
+    arrays = {"words": packed.words, "packed_scales": packed.scales}
     if packed.global_scale is not None:
         arrays["global_scale"] = packed.global_scale
     if weight.input_order is not None:

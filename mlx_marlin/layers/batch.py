@@ -19,7 +19,7 @@ class BatchLayer(GuardedParameters):
     """The parameters of a quantized layer with several weights, in either layout.
 
     With `layout="mlx"` they are mlx-lm's own. With `layout="marlin"` they are `words`
-    and `quantizers`; reading `weight`, `scales` or `biases` unpacks them.
+    and `packed_scales`; reading `weight`, `scales` or `biases` unpacks them.
 
     Attributes:
         layout: "mlx" or "marlin".

@@ -16,7 +16,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
     """A quantized layer of several experts whose products run on our kernels.
 
     It is a `QuantizedSwitchLinear`. With `layout="mlx"` it has the same parameters.
-    With `layout="marlin"` its parameters are `words` and `quantizers`; reading
+    With `layout="marlin"` its parameters are `words` and `packed_scales`; reading
     `weight`, `scales` or `biases` unpacks them.
 
     Attributes:
@@ -51,7 +51,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         result.group_size, result.bits = packed.group_size, packed.bits
         result.mode = packed.mode
         result.global_scale = None
-        result["words"], result["quantizers"] = packed.words, packed.scales
+        result["words"], result["packed_scales"] = packed.words, packed.scales
         result._mark_packed(packed)
         if bias is not None:
             result["bias"] = bias

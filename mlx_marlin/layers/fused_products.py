@@ -208,7 +208,7 @@ class FusedProducts(LinearParameters):
         return self.parts(x, (n // 2, n // 2))
 
     def _keeps_dtype(self, x: mx.array, bias: mx.array) -> bool:
-        scales = self["scales"] if self.layout == "mlx" else self["quantizers"]
+        scales = self["scales"] if self.layout == "mlx" else self["packed_scales"]
         return bias.dtype in (scales.dtype, x.dtype)
 
     def _is_stock(self, x: mx.array, parts: tuple[int, ...] = ()) -> bool:

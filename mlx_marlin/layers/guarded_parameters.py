@@ -59,7 +59,7 @@ class GuardedParameters(nn.Module):
         """The packed weight, or all of them as a batch; None with `layout="mlx"`."""
         if self.layout == "mlx":
             return None
-        words, scales = self["words"], self["quantizers"]
+        words, scales = self["words"], self["packed_scales"]
         operand = self.get(GLOBAL_SCALE, scales)
         known = self._known_weight
         # `mx.compile` replaces parameters without calling a method of the layer.
@@ -199,7 +199,7 @@ class GuardedParameters(nn.Module):
         stored = format_of(packed.mode, packed.bits).scale_dtypes
         dtypes = {
             "words": ("uint32",),
-            "quantizers": stored,
+            "packed_scales": stored,
             GLOBAL_SCALE: ("float32",),
         }.get(name, DTYPE_BYTES)
         is_array = isinstance(value, mx.array)

@@ -20,8 +20,8 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
     It is a `QuantizedMultiLinear`. With `layout="mlx"` it has the same parameters, and
     stock MLX serves the products with weights that are not transposed, which latent
     attention needs for prompts. With `layout="marlin"` its parameters are `words` and
-    `quantizers`; for products that are not transposed, our kernel decodes the weights
-    and MLX multiplies by them.
+    `packed_scales`; for products that are not transposed, our kernel decodes the
+    weights and MLX multiplies by them.
 
     Products that are not transposed make keys of latents: they are part of attention,
     which is MLX's also in an invariant model.
@@ -71,5 +71,5 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             super().update(parameters, strict)
         else:
             replace(packed, words=words, scales=scales)  # which checks them
-            dict.update(self, words=words, quantizers=scales)
+            dict.update(self, words=words, packed_scales=scales)
         return self

@@ -199,7 +199,7 @@ def separate(joined: Joined) -> list[MarlinLinear]:
 
 def _format(layer: nn.Module) -> tuple[object, ...]:
     packed = layer.layout == "marlin"
-    scales = layer["quantizers" if packed else "scales"]
+    scales = layer["packed_scales" if packed else "scales"]
     columns = layer.input_dims if packed else layer["weight"].shape[-1]
     bias = layer["bias"].dtype if "bias" in layer else None
     scale = layer[GLOBAL_SCALE][0].item() if GLOBAL_SCALE in layer else None

@@ -27,7 +27,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     """A quantized linear layer whose product runs on our kernels.
 
     It is an `nn.QuantizedLinear`. With `layout="mlx"` it has the same parameters. With
-    `layout="marlin"` its parameters are `words` and `quantizers`; reading `weight`,
+    `layout="marlin"` its parameters are `words` and `packed_scales`; reading `weight`,
     `scales` or `biases` unpacks them. A packed weight may have a global scale, which is
     the parameter `global_scale`.
 

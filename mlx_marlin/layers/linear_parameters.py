@@ -15,8 +15,8 @@ class LinearParameters(GuardedParameters):
     """The parameters of an `nn.QuantizedLinear`, in either layout.
 
     With `layout="mlx"` they are MLX's own. With `layout="marlin"` they are `words` and
-    `quantizers`, and `global_scale` if the weight has one; reading `weight`, `scales`
-    or `biases` unpacks them.
+    `packed_scales`, and `global_scale` if the weight has one; reading `weight`,
+    `scales` or `biases` unpacks them.
     """
 
     input_dims: int
@@ -119,7 +119,7 @@ class LinearParameters(GuardedParameters):
 
     def _take(self, packed: PackedWeight) -> None:
         self.output_dims, self.input_dims = packed.n, packed.k
-        self["words"], self["quantizers"] = packed.words, packed.scales
+        self["words"], self["packed_scales"] = packed.words, packed.scales
         names = [*PACKED]
         if packed.global_scale is not None:
             self[GLOBAL_SCALE] = packed.biases_or_global_scale

@@ -15,7 +15,7 @@ from mlx_marlin.weights.formats import DTYPE_BYTES
 
 NATIVE = ("weight", "scales", "biases")
 """A layer's arrays in MLX's layout."""
-PACKED = ("words", "quantizers")
+PACKED = ("words", "packed_scales")
 """A layer's arrays in the packed layout."""
 GLOBAL_SCALE = "global_scale"
 """An array of a packed linear layer: its global scale, float32 [2].

@@ -16,7 +16,7 @@ class PackedEmbedding(GuardedParameters):
     """An embedding that holds a packed weight, such as GGUF's Q6_K.
 
     Looking up a row decodes that row alone. A tied output head, `as_linear`, runs on
-    our kernels. Its parameters are `words` and `quantizers`.
+    our kernels. Its parameters are `words` and `packed_scales`.
 
     Attributes:
         num_embeddings (int): Rows of the weight.
@@ -63,7 +63,7 @@ class PackedEmbedding(GuardedParameters):
         layer.group_size, layer.bits = packed.group_size, packed.bits
         layer.mode, layer.dtype = packed.mode, dtype
         layer.invariant = invariant
-        layer.words, layer.quantizers = packed.words, packed.scales
+        layer.words, layer.packed_scales = packed.words, packed.scales
         layer.freeze()
         return layer
 

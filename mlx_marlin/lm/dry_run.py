@@ -163,7 +163,7 @@ def dry_run(
         tuple(
             _outcome(name, layer, conversion, stock)
             for name, layer in layers
-            if is_plain(layer) or "scales" in layer or "quantizers" in layer
+            if is_plain(layer) or "scales" in layer or "packed_scales" in layer
         ),
         float16,
         f"{name_of(tuned.settings)}: {tuned.reason}" if tuned else None,

@@ -187,7 +187,7 @@ def layout_where_packed(layer: nn.Module) -> str:
         or is_marlin_experts(layer)
     ):
         packed = getattr(layer, "layout", "mlx") == "marlin"
-        scales = layer["quantizers" if packed else "scales"]
+        scales = layer["packed_scales" if packed else "scales"]
     else:
         return "mlx"
     return "mlx" if scales.dtype == mx.float32 else "marlin"

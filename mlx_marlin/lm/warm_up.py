@@ -172,5 +172,5 @@ def _products(
 
 
 def _scales(layer: nn.Module) -> mx.array:
-    scales: mx.array = layer["scales" if "scales" in layer else "quantizers"]
+    scales: mx.array = layer["scales" if "scales" in layer else "packed_scales"]
     return scales

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx_lm.models import llama
 
 from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
@@ -60,7 +62,7 @@ def read_back(path: Path) -> dict[str, np.ndarray]:
     for layer, record in folder.config["mlx_marlin"]["layers"].items():
         packed = PackedWeight(
             words=folder.read(f"{layer}.words"),
-            scales=folder.read(f"{layer}.quantizers"),
+            scales=folder.read(f"{layer}.packed_scales"),
             **{name: record[name] for name in ("n", "k", "group_size", "bits", "mode")},
         )
         value = np.array(dequantize(packed, mx.float32))
@@ -161,6 +163,27 @@ def test_packed_layers_that_do_not_match_stay_packed(tmp_path: Path) -> None:
     after = json.loads((tmp_path / "result" / "config.json").read_text())
     assert len(before["layers"]) == 2
     assert after["mlx_marlin"] == before
+
+
+def test_packed_scales_of_old_checkpoints_are_read(tmp_path: Path) -> None:
+    written(tmp_path / "model", "gptq")
+    [*convert(open_source(tmp_path / "model"), tmp_path / "new")]
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    file = str(tmp_path / "old" / "model.safetensors")
+    arrays = mx.load(file)
+    mx.eval(arrays)
+    renamed = {
+        name.replace("packed_scales", marlin_folder.OLD_SCALES): array
+        for name, array in arrays.items()
+    }
+    mx.save_safetensors(file, renamed, {"format": "mlx"})
+    assert renamed.keys() != arrays.keys()
+
+    [*convert(open_source(tmp_path / "old"), tmp_path / "again")]
+
+    again = mx.load(str(tmp_path / "again" / "model.safetensors"))
+    assert again.keys() == arrays.keys()
+    assert all(mx.array_equal(again[name], arrays[name]) for name in arrays)
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_packed_embedding_is_saved_and_loaded_bit_for_bit(tmp_path: Path) -> N
     mlx_marlin.save(tmp_path / "ours", model, Tokenizer())
     again = load_model(open_source(tmp_path / "ours"))
 
-    for part in ("words", "quantizers"):
+    for part in ("words", "packed_scales"):
         stored = model.model.embed_tokens[part]
         assert mx.array_equal(again.model.embed_tokens[part], stored)
     tokens = mx.array([[0, 5, 9]])

@@ -62,8 +62,11 @@ def test_numbers_that_are_none_are_refused(mode: str, bits: int) -> None:
             each.checked()
 
 
+@pytest.mark.parametrize("scales", ["packed_scales", marlin_folder.OLD_SCALES])
 @pytest.mark.parametrize(("mode", "bits"), FORMATS)
-def test_packed_layers_of_a_folder_are_checked(mode: str, bits: int) -> None:
+def test_packed_layers_of_a_folder_are_checked(
+    mode: str, bits: int, scales: str
+) -> None:
     record = {"layout": TILES, "mode": mode}
     for weight, is_right in (
         (stored(mode, bits), True),
@@ -71,7 +74,7 @@ def test_packed_layers_of_a_folder_are_checked(mode: str, bits: int) -> None:
     ):
         packed = weight.packed()
         record |= {name: getattr(packed, name) for name in marlin_folder.SIZES}
-        arrays = {"a.words": packed.words, "a.quantizers": packed.scales}
+        arrays = {"a.words": packed.words, f"a.{scales}": packed.scales}
         folder = SimpleNamespace(arrays=arrays, read=arrays.__getitem__)
         with nullcontext() if is_right else pytest.raises(ValueError, match="is NaN"):
             marlin_folder.read(folder, "a", record)

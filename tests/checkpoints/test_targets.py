@@ -73,7 +73,7 @@ def test_what_mlx_cannot_say_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="act-order"):
         mlx_target(weight)
-    assert {*packed_target(weight).arrays} == {"words", "quantizers", "input_order"}
+    assert {*packed_target(weight).arrays} == {"words", "packed_scales", "input_order"}
 
 
 def test_the_record_says_what_a_packed_weight_is() -> None:

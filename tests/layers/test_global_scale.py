@@ -98,7 +98,7 @@ def test_layers_with_one_global_scale_are_joined(served: str) -> None:
     for part, layer in zip(parts, layers, strict=True):
         assert oracles.error(part(x), exact(x, layer)) < 1e-3
     for back, layer in zip(separate(parts[0].shared), layers, strict=True):
-        assert {*back} == {"words", "quantizers", "global_scale"}
+        assert {*back} == {"words", "packed_scales", "global_scale"}
         assert all(mx.array_equal(back[name], layer[name]) for name in back)
 
 

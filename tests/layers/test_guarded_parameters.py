@@ -102,7 +102,7 @@ def apply(layer: nn.Module, name: str, array: mx.array) -> None:
     nn.Sequential(layer).apply(lambda each: array if each is old else each)
 
 
-NAMES = {linear: ("words", "quantizers", "bias"), heads: ("words", "quantizers")}
+NAMES = {linear: ("words", "packed_scales", "bias"), heads: ("words", "packed_scales")}
 NAMES[experts], NAMES[embedding] = NAMES[linear], NAMES[heads]
 
 
@@ -158,6 +158,13 @@ def test_a_packed_parameter_takes_what_fits(mode: str, bits: int) -> None:
     assert layer.bias.dtype == mx.float16
     with pytest.raises(ValueError, match=r"words of .* got float16"):
         layer.set_dtype(mx.float16, predicate=None)
+
+
+def test_a_layer_does_not_take_the_old_name_of_packed_scales() -> None:
+    layer = linear()
+
+    with pytest.raises(ValueError, match="quantizers"):
+        layer.load_weights([("words", layer.words), ("quantizers", layer.words)])
 
 
 def test_a_bias_that_a_packed_layer_gets_later_fits_its_rows() -> None:

@@ -185,7 +185,7 @@ def test_a_parameter_that_changes_between_two_parts_is_seen(
     x, layer = activations(2, 128), first["joined"]
     name = "bias"
     if change == "scales":
-        name = "scales" if layout == "mlx" else "quantizers"
+        name = "scales" if layout == "mlx" else "packed_scales"
 
     before = first(x)
     new = 2 * layer[name] if change == "scales" else mx.arange(64.0)

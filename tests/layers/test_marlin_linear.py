@@ -105,7 +105,7 @@ def test_with_our_layout_the_native_arrays_are_unpacked_when_asked_for() -> None
 
     ours = MarlinLinear.from_quantized(stock, layout="marlin")
 
-    assert sorted(parameters(ours)) == ["bias", "quantizers", "words"]
+    assert sorted(parameters(ours)) == ["bias", "packed_scales", "words"]
     assert isinstance(ours.packed, PackedWeight)
     assert ours.packed.words is ours["words"]
     for name in ("weight", "scales", "biases"):

@@ -141,7 +141,7 @@ def test_packed_heads_hold_no_other_arrays_and_give_all_back(
         layer = model.layers[0]
         assert (layer is was) == (getattr(was, "layout", None) == layout)
         assert (layer.packed is None) == (layout == "mlx")
-        assert ({*layer} == {"words", "quantizers"}) == (layout == "marlin")
+        assert ({*layer} == {"words", "packed_scales"}) == (layout == "marlin")
         assert layer.trainable_parameters() == {}
         for name, each in before.items():
             assert mx.array_equal(getattr(layer, name), each)
@@ -193,15 +193,15 @@ def test_heads_can_be_divided_among_machines(layout: str) -> None:
 def test_packed_heads_are_divided_alike() -> None:
     model = mlx_marlin.optimize(nn.Sequential(heads()), layout="marlin")
     layer = model.layers[0]
-    words, scales = layer["words"], layer["quantizers"]
+    words, scales = layer["words"], layer["packed_scales"]
 
     with pytest.raises(ValueError, match="scales must be one of"):
-        layer.update({"words": words[:2], "quantizers": scales[:3]})
+        layer.update({"words": words[:2], "packed_scales": scales[:3]})
     with pytest.raises(ValueError, match="words of a packed MarlinMultiLinear must"):
         layer.update({"words": words[:2]})
 
     assert layer["words"] is words
-    assert layer["quantizers"] is scales
+    assert layer["packed_scales"] is scales
 
 
 @pytest.mark.thinned(2)

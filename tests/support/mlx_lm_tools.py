@@ -221,7 +221,7 @@ def changed_weights(model: nn.Module, _: Path) -> list[mx.array]:
 
 
 def _doubled(layer: Any) -> None:
-    for name in ("quantizers", "scales", "biases", "bias"):
+    for name in ("packed_scales", "scales", "biases", "bias"):
         if name in layer:
             layer[name] = 2 * layer[name]
 

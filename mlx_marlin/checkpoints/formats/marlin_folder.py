@@ -2,7 +2,8 @@
 
 `config["mlx_marlin"]` is {"version": 1, "layers": {LAYER: RECORD}}. A record has the
 layout's tag, n, k, group_size, bits and mode; the arrays are LAYER.words,
-LAYER.quantizers and perhaps LAYER.global_scale and LAYER.input_order. The key
+LAYER.packed_scales (once LAYER.quantizers) and perhaps LAYER.global_scale and
+LAYER.input_order. The key
 "stock_layers" may list layers, packed or not, that are loaded as layers of stock MLX.
 """
 
@@ -16,7 +17,9 @@ from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 VERSION = 1
-PARTS = ("words", "quantizers", "global_scale", "input_order")
+PARTS = ("words", "packed_scales", "global_scale", "input_order")
+OLD_SCALES = "quantizers"
+"""Name of `packed_scales` in checkpoints that were written before November 2026."""
 SIZES = ("n", "k", "group_size", "bits")
 
 
@@ -72,6 +75,15 @@ def _check_record(where: str, record: object) -> None:
         raise ValueError(f"{where}: mode={record.get('mode')!r}, expected a string")
 
 
+def names_of(folder: Folder, layer: str) -> dict[str, str]:
+    """Returns the names that a packed layer's arrays have or would have, by part."""
+    names = {part: f"{layer}.{part}" for part in PARTS}
+    old = f"{layer}.{OLD_SCALES}"
+    if names["packed_scales"] not in folder.arrays and old in folder.arrays:
+        names["packed_scales"] = old
+    return names
+
+
 def read(folder: Folder, layer: str, record: dict[str, Any]) -> PackedLayer:
     """Reads a layer's weight, or a batch of them.
 
@@ -85,13 +97,13 @@ def read(folder: Folder, layer: str, record: dict[str, Any]) -> PackedLayer:
             finite.
     """
     arrays = {
-        part: folder.read(f"{layer}.{part}")
-        for part in PARTS
-        if part in PARTS[:2] or f"{layer}.{part}" in folder.arrays
+        part: folder.read(name)
+        for part, name in names_of(folder, layer).items()
+        if part in PARTS[:2] or name in folder.arrays
     }
     packed = PackedWeight(
         words=arrays["words"],
-        scales=arrays["quantizers"],
+        scales=arrays["packed_scales"],
         mode=record["mode"],
         global_scale=arrays.get("global_scale"),
         **{name: record[name] for name in SIZES},

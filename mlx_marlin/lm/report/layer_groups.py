@@ -128,7 +128,7 @@ class _Describer:
         ours = is_marlin_layer(layer)
         layout = _layout(layer) if ours else self._target.layout_after(layer)
         stays = self._target.why_not(layer) if layout is None else None
-        scales = layer["quantizers" if "quantizers" in layer else "scales"].dtype
+        scales = layer["packed_scales" if "packed_scales" in layer else "scales"].dtype
         dtype = dtypes.floating(scales, self._activations)
         weight = weight_of(layer, layout or "mlx")
         # A bias of another dtype would promote the result, and is added afterwards.
@@ -163,8 +163,8 @@ def has_weight(layer: nn.Module) -> bool:
 
 def weight_of(layer: Any, layout: str) -> Weight:
     """Returns a layer's weight, as if it had a layout."""
-    if "quantizers" in layer:
-        scales = layer["quantizers"]
+    if "packed_scales" in layer:
+        scales = layer["packed_scales"]
         n, k, group_size, bits, mode, _, _, batch = layer.packed.kind
     else:
         scales = layer["scales"]

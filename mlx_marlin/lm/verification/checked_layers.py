@@ -34,7 +34,7 @@ from mlx_marlin.products import eligibility
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
-QUANTIZED_PARTS = ("scales", "biases", "words", "quantizers", "global_scale")
+QUANTIZED_PARTS = ("scales", "biases", "words", "packed_scales", "global_scale")
 """Last parts of the names of parameters that say nothing about activations."""
 
 

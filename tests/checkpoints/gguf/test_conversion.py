@@ -55,7 +55,7 @@ def test_weights_are_the_ones_of_the_file(source: Path, tmp_path: Path) -> None:
         if isinstance(value, StoredWeight):
             packed = PackedWeight(
                 words=folder.read(f"{layer}.words"),
-                scales=folder.read(f"{layer}.quantizers"),
+                scales=folder.read(f"{layer}.packed_scales"),
                 **{name: records[layer][name] for name in FIELDS},
             )
             decoded = dequantize(packed, mx.float32)
