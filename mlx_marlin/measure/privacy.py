@@ -10,8 +10,15 @@ LONGEST = 300
 PATH = re.compile(r"(?<![\w.])[~.]*/[^\s'\"`,;:()<>|]+")
 """Paths, absolute or from the home folder."""
 UNPRINTABLE = re.compile(r"[^ -~→]|[<>|`]")
+LONGEST_NAME = 120
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9 ._,()+:/#~-]")
 SHORTEST_NAME = 3
 """Shorter names of users and hosts are parts of ordinary words."""
+
+
+def as_name(text: str) -> str:
+    """Returns the name of a chip, system, version or model without markup."""
+    return NOT_IN_NAMES.sub("-", text)[:LONGEST_NAME]
 
 
 def redacted(text: str) -> str:

@@ -1,40 +1,28 @@
 """Result files of benchmarks: JSON with a version, without personal data.
 
-docs/first-mac.md describes the fields. A file may come from a stranger: `read` accepts
-only what `text` can have written, of limited size, and raises ValueError otherwise.
+docs/first-mac.md describes the fields. `read` decodes a file of limited size into
+dataclasses, and raises ValueError for what is missing, unknown or of another type.
 """
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mlx_marlin import regular_files
 from mlx_marlin.measure import row_encoding
-from mlx_marlin.measure.fields import Fields, as_name
 from mlx_marlin.measure.machine import MachineFacts
-from mlx_marlin.measure.privacy import redacted
-from mlx_marlin.measure.rows import (
-    SOURCES,
-    FirstTokenRow,
-    GenerationRow,
-    ProductRow,
-)
+from mlx_marlin.measure.privacy import as_name, redacted
+from mlx_marlin.measure.row_encoding import STATUSES as STATUSES
+from mlx_marlin.measure.rows import FirstTokenRow, GenerationRow, ProductRow
 from mlx_marlin.planning.measurement import DECODE_ERRORS
 
 SCHEMA = "mlx-marlin result"
 VERSION = 1
 MOST_BYTES = 32 * 2**20
 """Largest file that is read; one of `make mac` has less than a megabyte."""
-MOST_ROWS = 100_000
-STATUSES = ("passed", "failed", "timed out", "skipped")
-LONGEST_STAGE = 86400.0
-"""Most seconds of a stage."""
-
-Decoded = TypeVar("Decoded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +129,7 @@ def read(path: Path) -> ResultFile:
     content = regular_files.read(path, MOST_BYTES)
     try:
         data = json.loads(content.decode("utf-8"), parse_constant=_refuse)
-        return _result(Fields(data, "the file"))
+        return _result(data)
     except (RecursionError, *DECODE_ERRORS) as error:
         reason = redacted(str(error))
         raise ValueError(f"{path.name} is not a result file: {reason}") from error
@@ -151,61 +139,19 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number of JSON")
 
 
-def _result(data: Fields) -> ResultFile:
-    if data.raw("schema") != SCHEMA:
-        raise ValueError(f"its schema is {data.raw('schema')!r}, expected {SCHEMA!r}")
-    if data.raw("version") != VERSION:
+def _result(data: Any) -> ResultFile:
+    if not isinstance(data, dict):
+        raise ValueError("it is not an object")
+    found = {name: data.pop(name, None) for name in ("schema", "version", "source")}
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"its schema is {found['schema']!r}, expected {SCHEMA!r}")
+    if found["version"] != VERSION:
         raise ValueError(
-            f"its version is {data.raw('version')!r}, and this one reads {VERSION}"
+            f"its version is {found['version']!r}, and this one reads {VERSION}"
         )
-    machine, day = Fields(data.raw("machine"), "machine"), data.text("date")
-    if date.fromisoformat(day).isoformat() != day:
-        raise ValueError(f"date={day!r}, expected one such as 2026-11-24")
-    result = ResultFile(
-        machine=_machine(machine),
-        date=day,
-        products=_rows(data, "products", row_encoding.product_of),
-        generation=_rows(data, "generation", row_encoding.generation_of),
-        first_tokens=_rows(data, "first_tokens", row_encoding.first_token_of),
-        stages=_rows(data, "stages", _stage),
-        notes=_notes(data),
-    )
-    source = data.choice("source", SOURCES)
-    if (source == "measured") != result.is_measured:
-        raise ValueError(f"source={source!r} is not that of its rows")
-    data.done()
+    result: ResultFile = row_encoding.decoded(ResultFile, data, "the file")
+    if date.fromisoformat(result.date).isoformat() != result.date:
+        raise ValueError(f"date={result.date!r}, expected one such as 2026-11-24")
+    if found["source"] != ("measured" if result.is_measured else "predicted"):
+        raise ValueError(f"source={found['source']!r} is not that of its rows")
     return result
-
-
-def _machine(data: Fields) -> MachineFacts:
-    values: dict[str, Any] = {}
-    for each in fields(MachineFacts):
-        is_number = each.type is int
-        values[each.name] = (
-            data.integer(each.name, 0, 2**20) if is_number else data.name(each.name)
-        )
-    data.done()
-    return MachineFacts(**values)
-
-
-def _stage(data: Fields) -> Stage:
-    return Stage(
-        name=data.name("name"),
-        status=data.choice("status", STATUSES),
-        host_seconds=data.number("host_seconds", 0, LONGEST_STAGE),
-        detail=data.text("detail"),
-    )
-
-
-def _rows(data: Fields, key: str, decode: Callable[[Fields], Decoded]) -> list[Decoded]:
-    rows = []
-    for index, row in enumerate(data.list(key, MOST_ROWS)):
-        found = Fields(row, f"{key}[{index}]")
-        rows.append(decode(found))
-        found.done()
-    return rows
-
-
-def _notes(data: Fields) -> list[str]:
-    notes = data.list("notes", MOST_ROWS)
-    return [Fields({"note": note}, "notes").text("note") for note in notes]

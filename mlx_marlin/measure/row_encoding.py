@@ -1,31 +1,35 @@
-"""Rows of a benchmark as JSON objects, and back."""
+"""Rows of a benchmark as JSON objects, and JSON values as dataclasses."""
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from math import inf
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from mlx_marlin.backends import registry
-from mlx_marlin.measure.fields import Fields, as_name
-from mlx_marlin.measure.privacy import redacted
+from mlx_marlin.measure.privacy import as_name, redacted
 from mlx_marlin.measure.rows import (
     CLOCKS,
     METHODS,
-    OURS,
-    STOCK_MODEL,
     FirstTokenRow,
     GenerationRow,
     ProductRow,
     Timing,
 )
-from mlx_marlin.planning.measurement import decoded, encoded
+from mlx_marlin.planning import measurement
+from mlx_marlin.planning.measurement import DECODE_ERRORS, encoded
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.weights.formats import LAYOUTS, MODES
 
 PROBLEM = ("m", "n", "k", "mode", "bits", "group_size", "dtype", "layout")
 """Fields of a problem in a file."""
-LONGEST = 1e6
-"""Most milliseconds of anything that is measured."""
-MOST = 2**31
-MODEL_ARMS = (OURS, STOCK_MODEL)
+RATES = ("prompt_tokens_per_second", "generated_tokens_per_second")
+"""Fields of a generation in a file that are computed from others."""
+TIMING = ("milliseconds", "range_ms", "samples", "drift", "source", "method")
+"""Fields of a time in a file."""
+STATUSES = ("passed", "failed", "timed out", "skipped")
+CHOICES = {"clock": CLOCKS, "method": (*METHODS,), "status": STATUSES}
+"""Fields that are one of some texts."""
 
 
 def product(row: ProductRow) -> dict[str, Any]:
@@ -43,24 +47,6 @@ def product(row: ProductRow) -> dict[str, Any]:
     }
 
 
-def product_of(data: Fields) -> ProductRow:
-    """Returns the row that an object encodes.
-
-    Raises:
-        DECODE_ERRORS: If it does not encode one.
-    """
-    problem = _problem(Fields(data.raw("problem"), "problem"))
-    handover, plan = data.raw("handover"), data.raw("plan")
-    return ProductRow(
-        problem=problem,
-        arm=data.name("arm"),
-        clock=data.choice("clock", CLOCKS),
-        timing=_timing_of(data),
-        plan=None if plan is None else _plan(problem, plan),
-        handover=None if handover is None else data.text("handover"),
-    )
-
-
 def generation(row: GenerationRow) -> dict[str, Any]:
     """Returns the object of a model's speed."""
     return {
@@ -76,25 +62,6 @@ def generation(row: GenerationRow) -> dict[str, Any]:
     }
 
 
-def generation_of(data: Fields) -> GenerationRow:
-    """Returns the row that an object encodes; its rates are computed anew.
-
-    Raises:
-        DECODE_ERRORS: If it does not encode one.
-    """
-    for rate in ("prompt_tokens_per_second", "generated_tokens_per_second"):
-        data.number(rate, 0, 1e12)
-    return GenerationRow(
-        model=data.name("model"),
-        arm=data.choice("arm", MODEL_ARMS),
-        streams=data.integer("streams", 1, MOST),
-        prompt_tokens=data.integer("prompt_tokens", 1, MOST),
-        new_tokens=data.integer("new_tokens", 1, MOST),
-        prompt=_nested(data, "prompt"),
-        step=_nested(data, "step"),
-    )
-
-
 def first_token(row: FirstTokenRow) -> dict[str, Any]:
     """Returns the object of a time to the first token."""
     return {
@@ -104,21 +71,6 @@ def first_token(row: FirstTokenRow) -> dict[str, Any]:
         "cold": _timing(row.cold),
         "warm": _timing(row.warm),
     }
-
-
-def first_token_of(data: Fields) -> FirstTokenRow:
-    """Returns the row that an object encodes.
-
-    Raises:
-        DECODE_ERRORS: If it does not encode one.
-    """
-    return FirstTokenRow(
-        model=data.name("model"),
-        arm=data.choice("arm", MODEL_ARMS),
-        prompt_tokens=data.integer("prompt_tokens", 1, MOST),
-        cold=_nested(data, "cold"),
-        warm=_nested(data, "warm"),
-    )
 
 
 def _timing(timing: Timing) -> dict[str, Any]:
@@ -132,48 +84,111 @@ def _timing(timing: Timing) -> dict[str, Any]:
     }
 
 
-def _timing_of(data: Fields) -> Timing:
-    method = data.choice("method", [*METHODS])
-    data.choice("source", [METHODS[method]])
-    seconds = data.number("milliseconds", 0, LONGEST) / 1e3
-    if not seconds:
-        raise ValueError("milliseconds is 0, expected a time")
-    return Timing(
-        seconds=seconds,
-        method=method,
-        range=data.number("range_ms", 0, LONGEST) / 1e3,
-        samples=data.integer("samples", 1, MOST),
-        drift=data.number("drift", -1, 1e3),
+def decoded(type_: Any, data: Any, where: str) -> Any:
+    """Returns the value of a dataclass, or of a field's type, that `data` encodes.
+
+    Args:
+        type_: A dataclass, or the type of a field.
+        data: A value that was decoded from JSON.
+        where: Its place in the file, for messages.
+
+    Raises:
+        ValueError: If `data` does not encode such a value; the message says where.
+    """
+    if is_dataclass(type_):
+        return _dataclass(type_, data, where)
+    if get_origin(type_) is list:
+        _check_type(list, data, where)
+        (of,) = get_args(type_)
+        return [decoded(of, item, f"{where}[{i}]") for i, item in enumerate(data)]
+    if NoneType in get_args(type_):
+        (type_,) = {*get_args(type_)} - {NoneType}
+        return None if data is None else decoded(type_, data, where)
+    if type_ is float and type(data) is int:
+        data = float(data)
+    _check_type(type_, data, where)
+    choices = CHOICES.get(where.rpartition(".")[2], (data,))
+    if data not in choices:
+        raise ValueError(f"{where} is {data!r:.60}, expected one of {choices}")
+    return data
+
+
+def _dataclass(type_: Any, data: Any, where: str) -> Any:
+    _check_type(dict, data, where)
+    try:
+        values = FORMS[type_](data) if type_ in FORMS else data
+    except KeyError as error:
+        raise ValueError(f"{where} has no {error}") from error
+    except DECODE_ERRORS as error:
+        raise ValueError(f"{where}: {error}") from error
+    types = {field.name: field.type for field in fields(type_)}
+    if wrong := values.keys() ^ types.keys():
+        raise ValueError(
+            f"{where} has not the fields {', '.join(types)}: "
+            f"{', '.join(sorted(wrong))} is missing or unknown"
+        )
+    return type_(
+        **{
+            name: values[name]
+            if is_dataclass(values[name])
+            else decoded(types[name], values[name], f"{where}.{name}")
+            for name in types
+        }
     )
 
 
-def _nested(data: Fields, key: str) -> Timing:
-    found = Fields(data.raw(key), key)
-    timing = _timing_of(found)
-    found.done()
-    return timing
+def _check_type(type_: type, data: Any, where: str) -> None:
+    if type(data) is not type_:
+        raise ValueError(f"{where} is {data!r:.60}, expected {type_.__name__}")
 
 
-def _problem(data: Fields) -> Problem:
-    problem = problem_of(
-        *(data.integer(name, 1, MOST) for name in PROBLEM[:3]),
-        mode=data.choice("mode", MODES),
-        bits=data.integer("bits", 1, 16),
-        group_size=data.integer("group_size", 1, MOST),
-        dtype=data.name("dtype"),
-        layout=data.choice("layout", LAYOUTS),
-    )
-    data.done()
-    return problem
+def _product_form(data: dict[str, Any]) -> dict[str, Any]:
+    problem = _problem(data["problem"])
+    plan = None if data["plan"] is None else _plan(problem, data["plan"])
+    timing = {name: data[name] for name in TIMING}
+    rest = {name: value for name, value in data.items() if name not in timing}
+    return rest | {"problem": problem, "plan": plan, "timing": timing}
+
+
+def _timing_form(data: dict[str, Any]) -> dict[str, Any]:
+    values = {**data}
+    seconds = values.pop("milliseconds") / 1e3
+    if not 0 < seconds < inf:
+        raise ValueError(f"milliseconds is {seconds * 1e3:g}, expected a time")
+    method, source = values["method"], values.pop("source")
+    if method in METHODS and source != METHODS[method]:
+        raise ValueError(f"source={source!r} is not that of method={method!r}")
+    return values | {"seconds": seconds, "range": values.pop("range_ms") / 1e3}
+
+
+def _generation_form(data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a row; its rates are computed anew."""
+    return {name: value for name, value in data.items() if name not in RATES}
+
+
+FORMS: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    ProductRow: _product_form,
+    GenerationRow: _generation_form,
+    Timing: _timing_form,
+}
+"""What makes the fields of a dataclass of an object that has others."""
+
+
+def _problem(data: Any) -> Problem:
+    _check_type(dict, data, "problem")
+    if data.keys() != {*PROBLEM}:
+        raise ValueError(f"problem has not the fields {', '.join(PROBLEM)}")
+    for name in PROBLEM:
+        is_text = name in ("mode", "dtype", "layout")
+        _check_type(str if is_text else int, data[name], f"problem.{name}")
+    return problem_of(**data)
 
 
 def _plan(problem: Problem, plan: Any) -> Plan:
-    if not isinstance(plan, dict) or not isinstance(plan.get("kernel"), str):
-        raise ValueError("plan is not the object of a plan")
     if "problem" in plan:
         raise ValueError("plan has a problem of its own")
     whole = {"problem": encoded(problem), **plan}
-    found: Plan = decoded(registry.plan_type(plan["kernel"]), whole)
+    found: Plan = measurement.decoded(registry.plan_type(plan["kernel"]), whole)
     if found.work.threadgroups > found.work.total:
         raise ValueError(
             f"threadgroups={found.work.threadgroups} is more than {found.work.total}, "

@@ -9,7 +9,6 @@ CHAIN = "chain"
 CLOCKS = (CHAIN, "independent")
 """Dependent products one after the other, as in decoding, and products that the GPU may
 overlap."""
-SOURCES = ("measured", "predicted")
 METHODS = {
     "wall time": "measured",
     "emulator counters": "predicted",
