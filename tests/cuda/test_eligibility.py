@@ -193,8 +193,8 @@ def test_a_packed_weight_is_decoded_once(
     assert y.shape == (m, columns)
     (built,), (call,) = recorder.built, recorder.called
     assert (built["name"], built["shared_memory"]) == ("marlin_dequantize", 0)
-    assert call["output_shapes"] == ((N, K),)
-    assert call["output_dtypes"] == (mx.float16,)
+    assert call["output_shapes"] == [(N, K)]
+    assert call["output_dtypes"] == [mx.float16]
 
 
 def test_invariance_is_refused_where_stock_would_serve(recorder: Recorder) -> None:

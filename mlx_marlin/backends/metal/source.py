@@ -96,7 +96,7 @@ def _files(kernel: str) -> tuple[str, ...]:
 @cache
 def probe_source(name: str) -> Source:
     """Returns the source of "tensor_probe" or "tensor_layout", which have no inputs."""
-    files = ("work", "lane", "tensor_fragments", "tensor_probe")
+    files = (*WEIGHT[:-1], "tensor_fragments", "tensor_probe")
     return _of_metal(name, ("unused",), files)
 
 
