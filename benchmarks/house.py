@@ -43,10 +43,12 @@ import sys
 from pathlib import Path
 import mlx.core as mx
 import mlx_marlin
+from mlx_marlin.backends import registry
 
 package = Path(mlx_marlin.__file__).parent
 x, native = mx.zeros((3, 128)), mx.quantize(mx.zeros((64, 128)))
 mlx_marlin.quantized_matmul  # imports it
+registry.named("metal")
 
 def call(x):
     for name in ("cold", "warm"):

@@ -2,19 +2,16 @@
 
 A file is ignored if it, its folder or the package's root belongs to another user or can
 be written by other users. If the cache cannot be used, a temporary folder replaces it
-until the process ends.
+until the process ends. Modules that only these need are imported inside functions,
+because a first product imports this one.
 """
 
 import atexit
 import os
-import shutil
 import stat
-import tempfile
 import warnings
 from pathlib import Path
 from typing import BinaryIO
-
-import platformdirs
 
 from mlx_marlin import regular_files
 
@@ -28,6 +25,8 @@ _replacement: Path | None = None
 
 def root() -> Path:
     """Returns the package's folder in the user's cache; it may not exist."""
+    import platformdirs
+
     return Path(platformdirs.user_cache_dir("mlx_marlin"))
 
 
@@ -116,6 +115,8 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
     Raises:
         OSError: If the file cannot be written, or the folder is not trusted.
     """
+    import tempfile
+
     make(folder)
     handle, temporary = tempfile.mkstemp(suffix=".new", dir=folder)
     try:
@@ -187,11 +188,15 @@ def temporary_prefix() -> str:
 def _replace() -> Path:
     """Creates the temporary folder that replaces the cache."""
     global _replacement
+    import tempfile
+
     _replacement = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
     atexit.register(_remove, _replacement, os.getpid())
     return _replacement
 
 
 def _remove(folder: Path, process: int) -> None:
+    import shutil
+
     if os.getpid() == process:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)

@@ -46,8 +46,9 @@ def cache(maxsize: int | None = None) -> Callable[[Function], Function]:
 def reset() -> None:
     """Clears all registered state, so that the next call decides everything again.
 
-    Modules register in the order of their imports, lower layers first. A decision that
-    another thread makes meanwhile from old state is therefore cleared too.
+    Modules register in the order of their imports, lower layers first, but for those
+    that are imported when they are needed. In a second pass, decisions that another
+    thread has made meanwhile from old state are cleared too.
     """
-    for clear in list(_resets):
+    for clear in [*_resets, *_resets]:
         clear()

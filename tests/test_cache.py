@@ -152,7 +152,7 @@ def test_a_cache_that_becomes_full_or_read_only_is_replaced(
     root: Path, code: int, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = cache.store("emulator", "first", b"1")
-    module = {"mkstemp": cache.tempfile, "replace": cache.os}[call]  # type: ignore[attr-defined]
+    module = {"mkstemp": tempfile, "replace": cache.os}[call]
     real = getattr(module, call)
 
     def refuse(*arguments: Any, **more: Any) -> Any:

@@ -22,7 +22,7 @@ ALLOWED = {
     "backends/registry.py": "lists the back ends",
     "backends/selection.py": "the values of MLX_MARLIN_BACKEND and MLX's devices",
     "backends/kernels.py": "names MLX's functions that make kernels",
-    "backends/tuned_results.py": "suffixes of the kernels' files",
+    "backends/source.py": "suffixes of the kernels' files",
     "lm/tuned_models/machine.py": "asks macOS for the chip without MLX",
     "cli/demo/report.py": "descriptions by the value of MLX_MARLIN_BACKEND",
 }

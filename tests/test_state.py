@@ -63,4 +63,20 @@ def test_what_was_registered_first_is_cleared_first() -> None:
     for name in ("lower", "upper"):
         state.register(Named(name))
     state.reset()
-    assert cleared == ["lower", "upper"]
+    assert cleared == 2 * ["lower", "upper"]
+
+
+def test_a_decision_from_state_that_registered_later_is_cleared() -> None:
+    decisions = state.register({"call": "old"})
+
+    class Verdicts(dict[str, str]):
+        """Whose old content another thread still reads when its turn comes."""
+
+        def clear(self) -> None:
+            if self:
+                decisions["call"] = self["kernel"]
+            super().clear()
+
+    state.register(Verdicts(kernel="old"))
+    state.reset()
+    assert decisions == {}

@@ -187,7 +187,7 @@ def numpy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[NumPy]:
     monkeypatch.setitem(registry.MODULES, "numpy", __name__)
     monkeypatch.setitem(registry._loaded, "numpy", added)
     monkeypatch.setattr(selection, "backend", lambda: "numpy")
-    monkeypatch.setattr(devices, "current", Host)
+    monkeypatch.setattr(devices, "current", lambda *_: Host())
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     state.reset()

@@ -14,34 +14,41 @@ WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
 """Format of that variable."""
 
 
-@state.cache(maxsize=1)
-def current() -> PlanningDevice:
+@state.cache()
+def current(backend: str | None = None) -> PlanningDevice:
     """Returns the device to plan for.
 
     It is the device that the environment variable MLX_MARLIN_DEVICE names, if it is
     set; otherwise this machine's GPU; otherwise the default device of the first back
     end. Variables of MLX that change a device are respected.
 
+    Args:
+        backend: The back end in use. Others are imported only if the variable names a
+            device that this one does not know.
+
     Raises:
         ValueError: If a variable does not name a device or an architecture.
     """
     wish = os.environ.get(ENVIRONMENT)
-    device = _named_by_environment(wish) if wish else _detected()
+    device = _named_by_environment(wish, backend) if wish else _detected(backend)
     return device.in_mlx()
 
 
-def named(name: str, cores: int | None = None) -> PlanningDevice:
+def named(
+    name: str, cores: int | None = None, first: str | None = None
+) -> PlanningDevice:
     """Returns a device by its name.
 
     Args:
         name: A name such as "Apple M3 Max", "M3 Max", "NVIDIA H200" or "H200".
         cores: GPU cores or multiprocessors. Default: the largest variant's.
+        first: The back end to ask first.
 
     Raises:
         ValueError: If no back end knows the name.
     """
     errors = []
-    for backend in registry.every():
+    for backend in registry.every(first):
         try:
             found: PlanningDevice = backend.find_device(name, cores)
         except UnknownDeviceError as error:
@@ -60,8 +67,12 @@ def is_known(device: PlanningDevice) -> bool:
     return True
 
 
-def parse(text: str) -> PlanningDevice:
+def parse(text: str, first: str | None = None) -> PlanningDevice:
     """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names.
+
+    Args:
+        text: The name.
+        first: The back end to ask first.
 
     Raises:
         ValueError: If the text does not name a device.
@@ -73,21 +84,24 @@ def parse(text: str) -> PlanningDevice:
             "'Apple M3 Max, 30 cores'"
         )
     cores = found["cores"]
-    return named(found["name"], int(cores) if cores else None)
+    return named(found["name"], int(cores) if cores else None, first)
 
 
-def _named_by_environment(wish: str) -> PlanningDevice:
+def _named_by_environment(wish: str, first: str | None) -> PlanningDevice:
     try:
-        return parse(wish)
+        return parse(wish, first)
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
 
 
-def _detected() -> PlanningDevice:
-    """Returns this machine's GPU, or the default device."""
-    for backend in registry.every():
+def _detected(name: str | None) -> PlanningDevice:
+    """Returns this machine's GPU of one or any back end, or the default device."""
+    for backend in [registry.named(name)] if name else registry.every():
         device: PlanningDevice | None = backend.detect_device()
         if device is not None:
             return device
-    default: PlanningDevice = registry.named(registry.FIRST).traits.default_device
-    return default
+    return (
+        registry.named(name).traits.default_device
+        if name
+        else registry.default_device()
+    )

@@ -4,7 +4,6 @@ A back end turns a plan into launches (`Backend.launches`); `launcher` runs them
 the guard, the tuner and the counters take them as they are.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -137,6 +136,8 @@ def digest(launches: Sequence[Launch]) -> str:
 
     It changes with any character of their texts.
     """
+    import hashlib  # its library takes milliseconds
+
     whole = hashlib.sha256()
     for launch in launches:
         whole.update(_text_digest(launch.source))
@@ -148,5 +149,7 @@ def digest(launches: Sequence[Launch]) -> str:
 
 @lru_cache(256)
 def _text_digest(text: Source) -> bytes:
+    import hashlib
+
     fields = text.name, text.input_names, text.output_names, text.atomic
     return hashlib.sha256(repr((fields, text.header, text.source)).encode()).digest()

@@ -5,12 +5,11 @@ The functions depend on their arguments only: they use no clock, MLX or NumPy.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from mlx_marlin.backends import registry
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning import search
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
@@ -20,6 +19,9 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
+
+if TYPE_CHECKING:
+    from mlx_marlin.planning.choice import Choice
 
 __all__ = [
     "alternative",
@@ -36,8 +38,6 @@ __all__ = [
     "stock_reason",
     "usable",
 ]
-
-DEFAULT_DEVICE: PlanningDevice = registry.named(registry.FIRST).traits.default_device
 
 
 @lru_cache(maxsize=4096)
@@ -194,20 +194,21 @@ def predict(plan: Plan, device: PlanningDevice) -> Prediction:
 def make(
     problem: Problem,
     *,
-    device: PlanningDevice = DEFAULT_DEVICE,
+    device: PlanningDevice | None = None,
     **overrides: Unpack[PlanOverrides],
 ) -> Plan:
     """Returns the best plan that has the given fields.
 
     Args:
         problem: The product to compute.
-        device: The chip to plan for.
+        device: The chip to plan for. Default: a small one.
         **overrides: Fields of `Plan` and `Work` to keep as given, such as
             `strategy="stream_k"`; the remaining ones are chosen.
 
     Raises:
         ValueError: If no plan has these fields.
     """
+    device = device or registry.default_device()
     offer = registry.of_device(device).options
     return search.best(partial(offer, problem, device, overrides))
 
@@ -215,19 +216,22 @@ def make(
 def compare(
     problem: Problem,
     *,
-    device: PlanningDevice = DEFAULT_DEVICE,
+    device: PlanningDevice | None = None,
     **overrides: Unpack[PlanOverrides],
-) -> Choice:
+) -> "Choice":
     """Returns the plan that `make` returns, and the candidates it was compared to.
 
     Args:
         problem: The product to compute.
-        device: The chip to plan for.
+        device: The chip to plan for. Default: a small one.
         **overrides: As for `make`.
 
     Raises:
         ValueError: If no plan has these fields.
     """
+    from mlx_marlin.planning.choice import Choice
+
+    device = device or registry.default_device()
     backend = registry.of_device(device)
     candidates = search.ranked(partial(backend.options, problem, device, overrides))
     prediction = candidates[0].prediction
@@ -263,7 +267,7 @@ def plan(
     layout: str = "mlx",
     batch: int = 1,
     chip: str | None = None,
-) -> Choice:
+) -> "Choice":
     """Returns how our kernels would compute a product of m rows, k→n.
 
     Args:

@@ -26,9 +26,19 @@ def named(name: str) -> Backend:
     return _loaded[name]
 
 
-def every() -> Iterator[Backend]:
-    """Yields all back ends; each is imported when it is its turn."""
-    yield from map(named, MODULES)
+def every(first: str | None = None) -> Iterator[Backend]:
+    """Yields all back ends; each is imported when it is its turn.
+
+    Args:
+        first: The name of one that precedes the others.
+    """
+    yield from map(named, sorted(MODULES, key=lambda name: name != first))
+
+
+def default_device() -> PlanningDevice:
+    """Returns the device to plan for where nothing says which: the first back end's."""
+    device: PlanningDevice = named(FIRST).traits.default_device
+    return device
 
 
 def of_device(device: PlanningDevice) -> Backend:

@@ -4,11 +4,11 @@ The files in `shaders/` are ordinary Metal and CUDA. The module `source` of a ba
 composes the text of a kernel from them.
 """
 
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+SUFFIXES = (".metal", ".cu", ".cuh")
 OPERANDS = ("x", "w", "scales", "biases")
 NUMBERS = ("shape", "schedule")
 EPILOGUE_OPERANDS = ("bias", "multiplier", "residual")
@@ -56,10 +56,13 @@ def shader_folder() -> Path:
 
 @cache
 def digest_of_shaders() -> str:
-    """Returns a digest of all shaders."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in shader_folder().rglob("*") if path.is_file()):
-        digest.update(file.read_bytes())
+    """Returns a digest of all shaders: their paths and texts."""
+    import hashlib  # its library takes milliseconds
+
+    digest, root = hashlib.sha256(), shader_folder()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in SUFFIXES):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -14,9 +14,9 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mlx_marlin import cache, regular_files, removal, state
+from mlx_marlin import cache, regular_files, state
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.backends.source import shader_folder
+from mlx_marlin.backends.source import digest_of_shaders
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -26,8 +26,6 @@ from mlx_marlin.planning.work import Tile, Work
 
 ENVIRONMENT = "MLX_MARLIN_TUNED"
 """If it is 0, no results are read."""
-TEXTS = (".metal", ".cu", ".cuh")
-"""Suffixes of the kernels' files."""
 Results = dict[Problem, Result]
 
 
@@ -53,7 +51,7 @@ def machine(target: PlanningDevice, backend: str) -> Machine:
         backend=backend,
         system=f"{platform.system()} {version}",
         mlx=str(mx.__version__),  # type: ignore[attr-defined]
-        kernels=kernels(),
+        kernels=kernels(backend),
     )
 
 
@@ -135,25 +133,26 @@ def clear(results_folder: Path) -> int:
     """
     if not os.path.lexists(results_folder):
         return 0
+    from mlx_marlin import removal
+
     with removal.opened(results_folder) as opened, locked(results_folder):
         return removal.remove_matching("*.json", opened)
 
 
 @lru_cache(maxsize=1)
-def kernels() -> str:
+def kernels(backend: str) -> str:
     """Returns a digest of all kernels' texts and of the fields of a result.
 
     MLX is not imported.
+
+    Args:
+        backend: As for `machine`.
     """
     import hashlib
 
-    digest = hashlib.sha256()
-    root = shader_folder()
-    for path in sorted(path for path in root.rglob("*") if path.suffix in TEXTS):
-        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
-        digest.update(path.read_bytes() + b"\0")
-    plans = (backend.traits.plan_type for backend in registry.every())
-    for type_ in (Problem, Epilogue, *plans, Tile, Work, Result):
+    digest = hashlib.sha256(digest_of_shaders().encode())
+    plan = registry.named(backend).traits.plan_type
+    for type_ in (Problem, Epilogue, plan, Tile, Work, Result):
         names = [field.name for field in fields(type_)]
         digest.update(f"{type_.__name__} {names}".encode())
     return digest.hexdigest()[:16]

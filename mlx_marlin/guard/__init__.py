@@ -23,11 +23,9 @@ from mlx_marlin.guard.decisions import (
     verdicts_so_far,
     why_not,
 )
-from mlx_marlin.guard.verdicts import Verdict
 
 __all__ = [
     "ENVIRONMENT",
-    "Verdict",
     "condemn",
     "fault_of",
     "is_on",

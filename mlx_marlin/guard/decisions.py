@@ -1,14 +1,19 @@
-"""Whether a plan's kernels may be used on this machine."""
+"""Whether a plan's kernels may be used on this machine.
+
+What checks kernels is imported by the first check, because it takes a third of the time
+of a first call.
+"""
 
 import os
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_marlin import state
-from mlx_marlin.backends import kernels, selection, source
+from mlx_marlin.backends import kernels, selection
 from mlx_marlin.backends.launch import Launch, distinct
-from mlx_marlin.guard import checks, known_answers, verdicts
-from mlx_marlin.guard.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from mlx_marlin.guard.verdicts import Verdict
 
 ENVIRONMENT = "MLX_MARLIN_GUARD"
 
@@ -56,6 +61,8 @@ def why_not(plan: Launchable) -> str | None:
 
 def fault_of(plan: Launchable) -> str | None:
     """Returns what `why_not` does, also where the guard is off."""
+    from mlx_marlin.guard import checks
+
     return checks.reason(verdict_of(plan))
 
 
@@ -72,6 +79,8 @@ def known_fault(plan: Launchable) -> str | None:
     """
     if not is_on():
         return None
+    from mlx_marlin.guard import checks
+
     probes = selection.of_plan(plan).probes(plan)
     for launches in (*((probe.launch,) for probe in probes), _launches(plan)):
         known = checks.known(launches)
@@ -81,11 +90,13 @@ def known_fault(plan: Launchable) -> str | None:
     return None
 
 
-def verdict_of(plan: Launchable) -> Verdict:
+def verdict_of(plan: Launchable) -> "Verdict":
     """Returns the verdict on a plan's kernels; the first call for them checks them.
 
     It is the one on a probe that a kernel depends on, if that failed.
     """
+    from mlx_marlin.guard import checks, known_answers
+
     for probe in selection.of_plan(plan).probes(plan):
         check = partial(known_answers.fault_of_probe, probe)
         verdict = checks.verdict((probe.launch,), plan.explain(), check)
@@ -103,14 +114,19 @@ def condemn(plan: Launchable, fault: str) -> None:
         fault: What was wrong.
     """
     if is_on():
+        from mlx_marlin.guard import checks
+
         checks.record_failure(_launches(plan), plan.explain(), fault)
 
 
-def verdicts_so_far() -> list[Verdict]:
+def verdicts_so_far() -> "list[Verdict]":
     """Returns the verdicts on this machine's disk and of this process, sorted.
 
     Verdicts on kernels that only other versions of this package have are omitted.
     """
+    from mlx_marlin.backends import source
+    from mlx_marlin.guard import checks, verdicts
+
     stored = verdicts.stored(verdicts.machine_folder(selection.backend()))
     current = source.digest_of_shaders()
     found = (stored | checks.verdicts_so_far()).values()

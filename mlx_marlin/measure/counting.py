@@ -43,9 +43,8 @@ def counted_seconds(
         + rates.exposed * (_accesses(launch) + sum(map(launch.count, OTHER)))
         for launch in launches
     )
-    clocks = device.cores * device.clock_ghz * 1e9
     memory = cost.memory_seconds(sum(map(_device_bytes, launches)), device)
-    issue = slots / (cost.SCHEDULERS_PER_CORE * clocks)
+    issue = slots / (cost.SCHEDULERS_PER_CORE * device.clocks)
     dispatches = 0 if overlapped else len(launches)
     return max(memory, issue) + cost.level_seconds(device) * dispatches
 

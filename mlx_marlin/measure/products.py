@@ -24,13 +24,11 @@ from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Clock
 from mlx_marlin.planning.dense_plan import DensePlan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.overrides import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility, serving
 
-STAGED = ((1, 0), (2, 0), (3, 0), (2, 2), (3, 2))
-"""Buffers and loader simdgroups of `gemm_staged` that are compared on request."""
 PARTS = 3
 """Arrays of a weight in one layout."""
 DRIFT = 0.05
@@ -162,8 +160,8 @@ def _staging(plan: Plan) -> str:
     if not plan.buffers:
         return plan.kernel
     buffers = f"{plan.buffers} buffer{'s' * (plan.buffers > 1)}"
-    loaders = f", {plan.loaders} loaders" if plan.loaders else ""
-    return f"{plan.kernel}, {buffers}{loaders}"
+    loaders = f"{plan.loaders} loader{'s' * (plan.loaders > 1)}"
+    return f"{plan.kernel}, {buffers}" + f", {loaders}" * (plan.loaders > 0)
 
 
 def _of_plan(name: str, plan: Plan, handover: str | None = None) -> Arm:

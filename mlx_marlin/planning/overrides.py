@@ -5,6 +5,9 @@ from typing import TypedDict
 from mlx_marlin.planning.work import Partition, Strategy, Work
 from mlx_marlin.planning.work.tiles import Kernel, Reduction
 
+STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
+"""(buffers, loaders) of `gemm_staged` that are listed, tuned and compared."""
+
 
 class PlanOverrides(TypedDict, total=False):
     """Plan fields with given values; the planner chooses the others."""

@@ -22,6 +22,8 @@ from mlx_marlin.weights.formats import (
     format_of,
 )
 
+INVARIANT_ROWS = 8
+"""Rows for which the splits of an invariant product are chosen, whatever its m."""
 MOST_ELEMENTS = 2**31
 """Upper bound, exclusive, of an array's elements: the shaders index with 32 bits."""
 

@@ -6,11 +6,13 @@ the lowest rank.
 
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
+
+if TYPE_CHECKING:
+    from mlx_marlin.planning.choice import Candidate
 
 MODEL_ERROR = 0.06
 """Relative error of the cost models against published and measured times. Split tiles
@@ -56,7 +58,7 @@ def best(offer: Callable[[Limit], Iterable[Option]]) -> Plan:
     raise first_error
 
 
-def ranked(offer: Callable[[Limit], Iterable[Option]]) -> tuple[Candidate, ...]:
+def ranked(offer: Callable[[Limit], Iterable[Option]]) -> "tuple[Candidate, ...]":
     """Returns all candidates with valid plans, ordered by rank.
 
     Args:
@@ -65,6 +67,8 @@ def ranked(offer: Callable[[Limit], Iterable[Option]]) -> tuple[Candidate, ...]:
     Raises:
         ValueError: If no option has a valid plan.
     """
+    from mlx_marlin.planning.choice import Candidate
+
     found: dict[Plan, Candidate] = {}
     first_error: ValueError | None = None
     for option in sorted(offer(lambda: inf), key=_rank):

@@ -6,7 +6,7 @@
 import os
 from math import prod
 
-from mlx_marlin.backends import devices, registry, selection
+from mlx_marlin.backends import devices, selection
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import MOST_ELEMENTS, largest_array
 from mlx_marlin.products.experts.request import GatherRequest
@@ -100,15 +100,12 @@ def target() -> PlanningDevice:
     Raises:
         ValueError: If MLX_MARLIN_DEVICE names a device of another back end.
     """
-    here: PlanningDevice = devices.current()
     backend = selection.active()
-    if registry.of_device(here) is backend:
-        return here
-    wish = os.environ.get(devices.ENVIRONMENT)
-    if wish:
+    here: PlanningDevice = devices.current(backend.name)
+    if here.backend != backend.name:
         raise ValueError(
-            f"{devices.ENVIRONMENT}={wish!r}: expected {backend.traits.device_noun}, "
-            f"because our kernels run on {selection.backend()}"
+            f"{devices.ENVIRONMENT}={os.environ.get(devices.ENVIRONMENT)!r}: expected "
+            f"{backend.traits.device_noun}, because our kernels run on "
+            f"{selection.backend()}"
         )
-    default: PlanningDevice = backend.traits.default_device
-    return default
+    return here

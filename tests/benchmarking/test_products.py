@@ -42,7 +42,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> tuner.Clock:
     """Pretends that there is a GPU, where stock MLX's product stands in for ours."""
     backend("metal")
     monkeypatch.setattr(selection, "missing", lambda: None)
-    monkeypatch.setattr(devices, "current", lambda: M3_MAX)
+    monkeypatch.setattr(devices, "current", lambda *_: M3_MAX)
     monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(
@@ -102,8 +102,7 @@ def test_stagings_are_compared_with_gemm_register(
         "gemm_staged, 1 buffer": ("gemm_staged", 1, 0),
         "gemm_staged, 2 buffers": ("gemm_staged", 2, 0),
         "gemm_staged, 3 buffers": ("gemm_staged", 3, 0),
-        "gemm_staged, 2 buffers, 2 loaders": ("gemm_staged", 2, 2),
-        "gemm_staged, 3 buffers, 2 loaders": ("gemm_staged", 3, 2),
+        "gemm_staged, 2 buffers, 1 loader": ("gemm_staged", 2, 1),
     }
 
 

@@ -43,6 +43,6 @@ def test_another_layout_is_reported_whole() -> None:
 
 
 def test_other_devices_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "current", lambda: devices.named("M4 Max"))
+    monkeypatch.setattr(devices, "current", lambda *_: devices.named("M4 Max"))
 
     assert [*tensor_layout.lines()] == ["none: Apple M4 Max 40-core GPU"]

@@ -39,7 +39,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretends that there is a GPU, where stock MLX's product stands in for ours."""
     backend("metal")
     monkeypatch.setattr(selection, "missing", lambda: None)
-    monkeypatch.setattr(devices, "current", lambda: devices.named("Apple M3 Max"))
+    monkeypatch.setattr(devices, "current", lambda *_: devices.named("Apple M3 Max"))
     monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(

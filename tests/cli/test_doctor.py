@@ -351,7 +351,7 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(devices, "current", lambda: device.Device.named("M3 Max"))
+    monkeypatch.setattr(devices, "current", lambda *_: device.Device.named("M3 Max"))
     state.reset()
     plans: list[Any] = []
     monkeypatch.setattr(known_answers, "fault_of", plans.append)

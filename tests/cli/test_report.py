@@ -29,7 +29,7 @@ MARKED = re.compile(r"\b(?:predicted|tuned|measured)\b")
 def tuned(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps results for a layer of 64→96: our plan for 3 rows, stock for 8."""
     here = devices.named("Apple M3 Max")
-    monkeypatch.setattr(devices, "current", lambda: here)
+    monkeypatch.setattr(devices, "current", lambda *_: here)
     target = eligibility.target()
     results = []
     for m, stock in ((3, False), (8, True)):

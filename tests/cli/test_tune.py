@@ -204,7 +204,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
 ) -> None:
     here = devices.named(chip)
     backend(on)
-    monkeypatch.setattr(devices, "current", lambda: here)
+    monkeypatch.setattr(devices, "current", lambda *_: here)
     monkeypatch.setattr(selection, "missing", lambda: None)
     monkeypatch.setattr(operands, "cache_bytes", lambda device: 2**15)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.

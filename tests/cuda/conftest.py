@@ -21,7 +21,7 @@ def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx.fast, "cuda_kernel", recorder)
-    monkeypatch.setattr(devices, "current", lambda: H200)
+    monkeypatch.setattr(devices, "current", lambda *_: H200)
     # Once, and not again without derivatives.
     monkeypatch.setattr(dispatch, "traced", lambda run, _: mx.compile(run))
     assert selection.backend() == "cuda"

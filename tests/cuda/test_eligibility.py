@@ -109,7 +109,7 @@ def test_an_old_device_is_stocks(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = replace(cuda_device.DEFAULT, name="an old device", arch="sm_75")
-    monkeypatch.setattr(devices, "current", lambda: old)
+    monkeypatch.setattr(devices, "current", lambda *_: old)
     packed = pack(*weight(N, K, dtype=mx.float16))
     x = activations(3, K, dtype=mx.float16)
 

@@ -128,7 +128,7 @@ def chosen(
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     # Not Hopper: what its kernel has in shared memory is more than the emulator's.
     older = replace(cuda_cases.h200(), arch="sm_80")
-    monkeypatch.setattr(devices, "current", lambda: older)
+    monkeypatch.setattr(devices, "current", lambda *_: older)
     backend(None)
     assert selection.backend() == "cuda"
 

@@ -32,6 +32,7 @@ def copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def forget_texts() -> None:
+    source.digest_of_shaders.cache_clear()
     cuda_source._included.cache_clear()
 
 

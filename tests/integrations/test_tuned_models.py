@@ -254,7 +254,7 @@ def test_a_result_of_another_version_is_ignored_with_one_message(
 
 
 def test_a_machine_has_the_kernels_of_this_process(kept: Path) -> None:
-    assert machine.here().kernels == tuned_results.kernels()
+    assert machine.here().kernels == tuned_results.kernels("metal")
 
 
 def broken(text: str) -> list[str]:

@@ -249,7 +249,7 @@ def pretend_a_mac(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(devices, "current", lambda: Device.named("M5"))
+    monkeypatch.setattr(devices, "current", lambda *_: Device.named("M5"))
 
 
 def large(rows: int) -> tuple[mx.array, tuple[mx.array, ...]]:

@@ -7,10 +7,9 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends.metal.candidates import candidates
-from mlx_marlin.backends.metal.choice import STAGED
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.overrides import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS

@@ -237,7 +237,7 @@ def _on_a_mac(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     here = device.Device.named("Apple M3 Max")
-    monkeypatch.setattr(devices, "current", lambda: here)
+    monkeypatch.setattr(devices, "current", lambda *_: here)
 
 
 @pytest.mark.usefixtures("_on_a_mac")

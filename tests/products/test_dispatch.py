@@ -161,7 +161,7 @@ def on_a_mac(
         backend(None)
         monkeypatch.setattr(mx.metal, "is_available", lambda: True)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
-        monkeypatch.setattr(devices, "current", lambda: device.Device.named(chip))
+        monkeypatch.setattr(devices, "current", lambda *_: device.Device.named(chip))
 
     return pretend
 

@@ -13,7 +13,7 @@ from mlx_marlin.products import eligibility
 
 def on_a_mac(patch: pytest.MonkeyPatch, chip: str) -> None:
     """Decides as with a chip in this machine, for speed too; nothing can run."""
-    patch.setattr(devices, "current", lambda: devices.named(chip))
+    patch.setattr(devices, "current", lambda *_: devices.named(chip))
     with_a_gpu(patch)
 
 

@@ -45,5 +45,5 @@ def on_h200(
     assert isinstance(h200, CudaDevice)
     here = replace(h200, arch=arch)
     backend("cuda")
-    monkeypatch.setattr(devices, "current", lambda: here)
+    monkeypatch.setattr(devices, "current", lambda *_: here)
     monkeypatch.setattr(selection, "missing", lambda: None)

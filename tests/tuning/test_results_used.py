@@ -131,7 +131,7 @@ def on_an_m3(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Device:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(devices, "current", lambda: m3)
+    monkeypatch.setattr(devices, "current", lambda *_: m3)
     return m3
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from mlx_marlin.backends import planner, registry, tuned_results
+from mlx_marlin.backends import planner, registry, source, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.measurement import Machine, Result, label
@@ -99,11 +99,12 @@ def test_a_shader_that_changes_changes_the_machine(
     suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def kernels() -> str:
+        source.digest_of_shaders.cache_clear()
         tuned_results.kernels.cache_clear()
         return tuned_results.machine(DEFAULT, "metal").kernels
 
     before = kernels()
-    monkeypatch.setattr(tuned_results, "shader_folder", lambda: tmp_path)
+    monkeypatch.setattr(source, "shader_folder", lambda: tmp_path)
     (tmp_path / ".a.swp").write_text("an editor's")
     empty = kernels()
     shader = tmp_path / f"a.{suffix}"

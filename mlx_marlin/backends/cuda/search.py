@@ -17,11 +17,10 @@ from mlx_marlin.backends.cuda.cost import (
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.backends.metal.candidates import INVARIANT_ROWS
 from mlx_marlin.planning import search
 from mlx_marlin.planning.overrides import PlanOverrides, nothing_fits
 from mlx_marlin.planning.prediction import Prediction
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.search import Option
 from mlx_marlin.planning.work import STRATEGIES, Tile, data_parallel
 from mlx_marlin.planning.work.tiles import Kernel, Reduction, k_tile

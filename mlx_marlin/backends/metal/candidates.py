@@ -11,6 +11,7 @@ from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
+    MAX_SIMDGROUPS_M,
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
     THREADGROUP_LIMIT,
@@ -18,7 +19,7 @@ from mlx_marlin.backends.metal.limits import (
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.backends.metal.staging import buffer_bytes
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.work import (
     Work,
     data_parallel,
@@ -39,12 +40,8 @@ from mlx_marlin.weights.formats import TILE_N
 ROWS_OF_ONE_FRAGMENT = 8
 """Most rows for which a simdgroup holds one row fragment. For more rows it holds two,
 which share the decoded weights; the kernel skips a second one past the last row."""
-MAX_SIMDGROUPS_M = 4
-"""Most simdgroups along m: tiles of up to 64 rows, which leave room for two along k."""
 SIMDGROUPS_K = (1, 2, 4, 8)
 """Numbers of simdgroups that may share a tile's k."""
-INVARIANT_ROWS = 8
-"""Rows for which the splits of an invariant product are chosen, whatever its m."""
 INVARIANT_SIMDGROUPS_K = (1, 2)
 """Numbers of simdgroups along k that fit with any m."""
 DEFAULT_BUFFERS = 2
@@ -84,7 +81,8 @@ def candidates(
         x_bytes=problem.activation_bytes,
     )
     works = list(_works(body, space, overrides))
-    works = [pair for pair in works if can_meet(pair[0], overrides)]
+    if overrides:
+        works = [pair for pair in works if can_meet(pair[0], overrides)]
     if not WORK_OVERRIDES & overrides.keys():
         works = [pair for pair in works if _may_split(body, pair[0], device)]
     if not works:

@@ -10,7 +10,7 @@ from mlx_marlin.backends.metal.limits import KERNELS, TENSOR_KERNEL
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.tensor_gates import is_candidate
 from mlx_marlin.planning import search
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.overrides import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
@@ -20,8 +20,6 @@ from mlx_marlin.planning.work import STRATEGIES, Work
 TENSOR_MARGIN = 1 + search.MODEL_ERROR
 """Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such
 kernels did not always hold in a chain."""
-STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
-"""(buffers, loaders) of `gemm_staged` that the tuner tries."""
 EXPERIMENT_CUTOFF = 1.25
 """The tuner tries plans up to this many times the chosen plan's predicted time."""
 

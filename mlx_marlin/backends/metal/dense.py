@@ -35,12 +35,11 @@ def dense_seconds(problem: Problem, device: Device) -> float:
 
 
 def _arithmetic(problem: Problem, device: Device) -> float:
-    clocks = device.cores * device.clock_ghz * 1e9
     if device.has_tensor_units and problem.dtype != "float32":
-        return problem.flops / (clocks * device.matrix_flops)
+        return problem.flops / (device.clocks * device.matrix_flops)
     products = problem.flops / (2 * FRAGMENT**3)
     slots = products * rates_of(device).matrix_slots
-    return slots / (SCHEDULERS_PER_CORE * clocks * EFFICIENCY)
+    return slots / (SCHEDULERS_PER_CORE * device.clocks * EFFICIENCY)
 
 
 def dense_if_faster(

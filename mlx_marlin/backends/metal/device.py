@@ -151,6 +151,11 @@ class Device:
         return self.has_tensor_system and self.arch_gen >= first
 
     @property
+    def clocks(self) -> float:
+        """Clocks of all cores in a second."""
+        return self.cores * self.clock_ghz * 1e9
+
+    @property
     def tflops(self) -> float:
         """Peak without tensor units, in 10^12 operations per second.
 
@@ -275,8 +280,8 @@ def _cores() -> dict[str, Core]:
 def _data() -> dict[str, Any]:
     """Returns the content of the data file, which states the source of each figure."""
     import json
-    from importlib.resources import files
+    from pathlib import Path
 
-    text = files("mlx_marlin").joinpath("data/chips.json").read_text("utf-8")
-    table: dict[str, Any] = json.loads(text)
+    file = Path(__file__).parents[2] / "data" / "chips.json"
+    table: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return table

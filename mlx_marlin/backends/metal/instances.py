@@ -13,20 +13,20 @@ from itertools import product
 from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.backends.metal.candidates import (
-    MAX_SIMDGROUPS_M,
     SIMDGROUPS_K,
     most_rows,
     subtracts,
 )
-from mlx_marlin.backends.metal.choice import STAGED
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
 from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
+    MAX_SIMDGROUPS_M,
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
+from mlx_marlin.planning.overrides import STAGED
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.planning.work.decompositions import WIDTHS

@@ -16,6 +16,8 @@ TENSOR_ROUND_ROWS = 8
 """Rows of a simdgroup of `gemm_tensor` whose sums are in scratch at a time."""
 MAX_SIMDGROUPS = 8
 """Simdgroups of a threadgroup: with 256 threads no kernel is short of registers."""
+MAX_SIMDGROUPS_M = 4
+"""Most simdgroups along m: tiles of up to 64 rows, which leave room for two along k."""
 THREADGROUP_LIMIT = 32768
 """Bytes of threadgroup memory that a threadgroup may use."""
 GEMV_ROWS = {"float16": 5, "bfloat16": 3, "float32": 3}

@@ -88,6 +88,8 @@ class MetalPlan(Plan):
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage of a narrow tile; that of a wide tile is not larger."""
+        if not self.buffers:
+            return 0
         element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 

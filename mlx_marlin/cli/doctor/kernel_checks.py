@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
-    from mlx_marlin.guard import Verdict
+    from mlx_marlin.guard.verdicts import Verdict
 
 
 def verdicts() -> dict[str, Any]:

@@ -50,7 +50,7 @@ def here() -> ModelMachine:
         mlx=mlx,
         mlx_lm=mlx_lm,
         mlx_marlin=mlx_marlin,
-        kernels=tuned_results.kernels(),
+        kernels=tuned_results.kernels("metal"),
     )
 
 

@@ -4,9 +4,7 @@ The source of a kernel is a body of `shaders/cuda`, preceded by declarations. It
 includes files of `lib` after `cuda/prelude.cuh`, which maps Metal's names to CUDA.
 """
 
-import hashlib
 from functools import cache
-from pathlib import Path
 
 from mlx_marlin.backends import source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
@@ -129,16 +127,5 @@ def _included(file: str) -> str:
     docs/lab). Compiled kernels are found by the text, so the header has a digest of all
     files that may be included.
     """
-    files = [
-        *sorted(source.shader_folder().glob("lib/*")),
-        *sorted(_cuda_folder().iterdir()),
-    ]
-    digest = hashlib.sha256()
-    for included in files:
-        digest.update(included.read_bytes())
     path = (source.shader_folder() / file).as_posix()
-    return f'// {digest.hexdigest()[:16]}\n#include "{path}"\n'
-
-
-def _cuda_folder() -> Path:
-    return source.shader_folder() / "cuda"
+    return f'// {source.digest_of_shaders()}\n#include "{path}"\n'

@@ -75,11 +75,10 @@ def memory_seconds(size: int, device: Device) -> float:
 
 def slots_per_second(device: Device) -> float:
     """Returns the issue slots per second of all cores."""
-    return SCHEDULERS_PER_CORE * (device.cores * device.clock_ghz * 1e9)
+    return SCHEDULERS_PER_CORE * device.clocks
 
 
 def lane_bytes_per_second(device: Device) -> float:
     """Returns the bytes per second that the loads of all cores return to lanes."""
     share = ULTRA_LANES if device.tier == "ultra" else 1.0
-    clocks = device.cores * device.clock_ghz * 1e9
-    return share * rates_of(device).lane_bytes * clocks
+    return share * rates_of(device).lane_bytes * device.clocks

@@ -55,8 +55,9 @@ def tensor_loop(problem: Problem, device: Device) -> MainLoop:
     parameters = 4 * size / step_k(problem.group_size)
     of_x = OPERATION_ROWS / TILE_N * DTYPE_BYTES[problem.dtype]
     lane_bytes = readers * weights * (problem.bits / 8 + parameters + of_x)
-    clocks = device.cores * device.clock_ghz * 1e9
-    matrix = 2 * OPERATION_ROWS * readers * weights / (clocks * device.matrix_flops)
+    matrix = (
+        2 * OPERATION_ROWS * readers * weights / (device.clocks * device.matrix_flops)
+    )
     return MainLoop(
         bytes=problem.bytes,
         slots=slots,

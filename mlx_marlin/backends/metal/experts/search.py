@@ -15,7 +15,11 @@ from mlx_marlin.backends.metal.cost import (
 )
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
-from mlx_marlin.backends.metal.limits import FRAGMENTS_M, MAX_SIMDGROUPS
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENTS_M,
+    MAX_SIMDGROUPS,
+    MAX_SIMDGROUPS_M,
+)
 from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction, tensor_slots
 from mlx_marlin.backends.metal.stock.slots import stock_slots
@@ -24,8 +28,6 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
-MAX_SIMDGROUPS_M = 4
-"""Limit of the simdgroups side by side along the rows."""
 SIMDGROUPS_K = 4
 """Simdgroups along k, unless that exceeds the limit of a threadgroup."""
 SORTED_ROWS = 16
@@ -262,5 +264,4 @@ def _sorted_tile(gather: GatherProblem, device: Device) -> tuple[int, float]:
 
 
 def _issue(slots: float, device: Device) -> float:
-    clocks = device.cores * device.clock_ghz * 1e9
-    return slots / (SCHEDULERS_PER_CORE * clocks)
+    return slots / (SCHEDULERS_PER_CORE * device.clocks)

@@ -137,7 +137,6 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
         device: The chip to compute it on.
     """
     call = stock_call(problem, device)
-    clocks = device.cores * device.clock_ghz * 1e9
     columns = call.geometry.columns
     decoded = problem.k * columns * ceil(problem.n / columns) * call.passes
     decoded *= problem.batch
@@ -146,7 +145,7 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
     return StockPrediction(
         call=call,
         memory=memory_seconds(_traffic(call, problem), device),
-        issue=slots / (SCHEDULERS_PER_CORE * clocks),
+        issue=slots / (SCHEDULERS_PER_CORE * device.clocks),
         loads=lane_bytes / lane_bytes_per_second(device),
         stretch=_stretch(call, device),
         waves=_waves(call, device),
