@@ -29,7 +29,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_marlin.backends import launcher
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from support import cuda_cases, cuda_experts, epilogues, launches, oracles
 from support.cuda_cases import (
@@ -203,7 +203,7 @@ def finish(case: Case, epilogue: Epilogue) -> float:
 
 def decode(case: Case) -> float:
     weight, _ = cuda_cases.draw(case)
-    plan = dense_plan(cuda_cases.plan_of(case).problem)
+    plan = dequantize_plan(cuda_cases.plan_of(case).problem)
     y = launches.dequantized(plan)(*map(at_end, arguments(weight, case[3])))
     return judged(y, weight.decoded, case)
 

@@ -138,7 +138,7 @@ def described(pair: Pair) -> str:
     choice = planner.compare(pair.problem, device=named(pair.device))
     ours, stock = choice.prediction.seconds, choice.stock
     served = "ours" if choice.reason is None else "stock"
-    if planner.choose_dense(choice.plan.problem, choice.device) is not None:
+    if planner.choose_dequantize(choice.plan.problem, choice.device) is not None:
         served += ", decoded once"
     other = "" if stock is None else f", stock {stock.seconds * 1e6:.2f} us"
     return (
@@ -163,7 +163,7 @@ def digest(choice: Choice) -> str:
     """Returns a digest of the candidates with their times, and of what else differs."""
     stock, dense = (
         choice.stock,
-        planner.choose_dense(choice.plan.problem, choice.device),
+        planner.choose_dequantize(choice.plan.problem, choice.device),
     )
     values = [
         [(values_of(each.plan), number(each.seconds)) for each in choice.candidates],

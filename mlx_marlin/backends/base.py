@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Limit, Option
+from mlx_marlin.planning.search import BestSoFar, Option
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -118,7 +118,7 @@ class Backend(Protocol):
         ...
 
     def options(
-        self, problem: Problem, device: Any, overrides: PlanOverrides, limit: Limit
+        self, problem: Problem, device: Any, overrides: PlanOverrides, limit: BestSoFar
     ) -> Iterable[Option]:
         """Yields the plans to compare, at least one.
 
@@ -170,9 +170,9 @@ class Backend(Protocol):
         """
         ...
 
-    def decode_once(
+    def dequantize_first(
         self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
-    ) -> DensePlan | None:
+    ) -> DequantizePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
         ...
 

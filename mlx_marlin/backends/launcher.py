@@ -22,7 +22,7 @@ from mlx_marlin.backends.source import (
     ROTATION,
     SECOND,
 )
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -106,7 +106,7 @@ def gather_product(plan: GatherPlan) -> Product:
     return _sequence(plan, names)
 
 
-def decoded_blocks(plan: DensePlan) -> Callable[..., list[mx.array]]:
+def decoded_blocks(plan: DequantizePlan) -> Callable[..., list[mx.array]]:
     """Builds the call that decodes a weight block by block.
 
     Returns:
@@ -120,7 +120,7 @@ def decoded_blocks(plan: DensePlan) -> Callable[..., list[mx.array]]:
     return lambda *weight: [decode(*weight) for decode in decoders]
 
 
-def dense_product(plan: DensePlan) -> Product:
+def dequantized_product(plan: DequantizePlan) -> Product:
     """Builds the call that decodes a weight and multiplies it with MLX's own product.
 
     Returns:

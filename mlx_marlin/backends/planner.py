@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 from mlx_marlin.backends import registry
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning import search
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.measurement import Result
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "alternative",
     "choose",
-    "choose_dense",
+    "choose_dequantize",
     "choose_gather",
     "compare",
     "experiments",
@@ -52,7 +52,9 @@ def choose(problem: Problem, device: PlanningDevice) -> Plan:
 
 
 @lru_cache(maxsize=4096)
-def choose_dense(problem: Problem, device: PlanningDevice) -> DensePlan | None:
+def choose_dequantize(
+    problem: Problem, device: PlanningDevice
+) -> DequantizePlan | None:
     """Returns the plan that decodes the weight first, if it is faster; cached.
 
     Args:
@@ -60,7 +62,7 @@ def choose_dense(problem: Problem, device: PlanningDevice) -> DensePlan | None:
         device: The chip to plan for.
     """
     predicted = partial(_of_chosen, problem, device)
-    return registry.of_device(device).decode_once(problem, device, predicted)
+    return registry.of_device(device).dequantize_first(problem, device, predicted)
 
 
 @lru_cache(maxsize=4096)
@@ -134,15 +136,15 @@ def serve(
         reason = gather_handover(problem, device) if hands_over else None
         return Refusal(reason, "speed") if reason else choose_gather(problem, device)
     if not transpose:
-        return dense_plan(problem, transposed=False)
+        return dequantize_plan(problem, transposed=False)
     if measured is not None:
         refused = hands_over and measured.reason is not None
         return Refusal(str(measured.reason), "speed") if refused else measured.plan
-    dense = choose_dense(problem, device) if hands_over else None
-    reason = stock_reason(problem, device) if hands_over and dense is None else None
+    decoded = choose_dequantize(problem, device) if hands_over else None
+    reason = stock_reason(problem, device) if hands_over and decoded is None else None
     if reason is not None:
         return Refusal(reason, "speed")
-    return dense or choose(problem, device)
+    return decoded or choose(problem, device)
 
 
 def usable(

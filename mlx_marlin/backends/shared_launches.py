@@ -17,7 +17,7 @@ from mlx_marlin.backends.source import (
     Source,
 )
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -149,7 +149,7 @@ def gather(plan: GatherPlan, text: Source, template: Template) -> Launch:
     )
 
 
-def dequantize(plan: DensePlan, text: Source) -> tuple[Launch, ...]:
+def dequantize(plan: DequantizePlan, text: Source) -> tuple[Launch, ...]:
     """Returns the launches that decode the blocks of a weight, in order."""
     problem = plan.problem
     launches = []

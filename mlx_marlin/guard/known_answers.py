@@ -20,7 +20,7 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
@@ -49,9 +49,9 @@ fault_of.register(HeadsPlan, blocks.fault_of_rotation)
 fault_of.register(AddNormPlan, blocks.fault_of_add_norm)
 
 
-@fault_of.register(DensePlan)
-def _fault_of_decoded(plan: DensePlan) -> str | None:
-    faults = (_fault_of_dense(small) for small in miniatures(plan))
+@fault_of.register(DequantizePlan)
+def _fault_of_decoded(plan: DequantizePlan) -> str | None:
+    faults = (_fault_of_dequantized(small) for small in miniatures(plan))
     return next(filter(None, faults), None)
 
 
@@ -134,7 +134,7 @@ def _fault_of_nan(y: mx.array, x: mx.array, result: launcher.Product) -> str | N
     return None
 
 
-def _fault_of_dense(plan: DensePlan) -> str | None:
+def _fault_of_dequantized(plan: DequantizePlan) -> str | None:
     problem = plan.problem
     weight = operands.draw(problem)
     axis = 0 if plan.transposed else 1

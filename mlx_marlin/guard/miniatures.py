@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.launch import distinct
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
@@ -22,7 +22,7 @@ from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
 
-AnyPlan = Plan | DensePlan | GatherPlan
+AnyPlan = Plan | DequantizePlan | GatherPlan
 P = TypeVar("P", bound=AnyPlan)
 
 RAGGED_COLUMNS = 19
@@ -191,15 +191,15 @@ def _split_work(tiles: int, k_tiles: int) -> Iterator[Work]:
     )
 
 
-@_smaller.register(DensePlan)
-def _small_dense(plan: DensePlan) -> Iterator[DensePlan]:
+@_smaller.register(DequantizePlan)
+def _small_dequantized(plan: DequantizePlan) -> Iterator[DequantizePlan]:
     problem = plan.problem
     group_size, k = _small_k(problem, 3 * TILE_K)
     n = TILE_N + RAGGED_COLUMNS
     small = replace(problem, m=1, n=n, k=k, group_size=group_size, batch=1)
     small = replace(small, epilogue=Epilogue(), norm=None, invariant=False)
-    yield DensePlan(problem=small, transposed=True, chunk=TILE_N)
-    yield DensePlan(problem=small, transposed=False, chunk=TILE_K)
+    yield DequantizePlan(problem=small, transposed=True, chunk=TILE_N)
+    yield DequantizePlan(problem=small, transposed=False, chunk=TILE_K)
 
 
 @_smaller.register(GatherPlan)

@@ -9,7 +9,7 @@ times are the cost model's.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlx_marlin.backends.metal import cost, dense
+from mlx_marlin.backends.metal import cost, dequantize
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.device import PlanningDevice
@@ -77,7 +77,7 @@ def dequantized_seconds(
     """
     assert isinstance(device, Device)
     hidden = 2 * cost.level_seconds(device) if overlapped else 0.0
-    return dense.dense_seconds(problem, device) - hidden
+    return dequantize.dequantize_seconds(problem, device) - hidden
 
 
 def _accesses(counters: "Counters") -> int:

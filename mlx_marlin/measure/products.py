@@ -22,7 +22,7 @@ from mlx_marlin.measure.rows import (
 )
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Clock
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.overrides import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
@@ -136,8 +136,8 @@ def measure(
 def _ours(problem: Problem, device: PlanningDevice) -> Arm:
     """Returns what our package runs for a product if stock MLX does not serve it."""
     served = serving.serve_problem(problem, serving.here())
-    if isinstance(served, DensePlan):
-        product = _reading(problem.layout, launcher.dense_product(served))
+    if isinstance(served, DequantizePlan):
+        product = _reading(problem.layout, launcher.dequantized_product(served))
         return Arm(name=OURS, problem=problem, product=product)
     if isinstance(served, Plan):
         return _of_plan(OURS, served, None)

@@ -126,7 +126,7 @@ def why_not(problem: Problem, device: PlanningDevice) -> str | None:
         return reason
     if not selection.may_hand_over():
         return None
-    if planner.choose_dense(problem, device) is None:
+    if planner.choose_dequantize(problem, device) is None:
         return None
     return (
         f"{problem.m} rows are multiplied by the weight decoded once, which is not "

@@ -18,7 +18,7 @@ MODEL_ERROR = 0.06
 """Relative error of the cost models against published and measured times. Split tiles
 must be predicted to gain more than this."""
 
-Limit = Callable[[], float]
+BestSoFar = Callable[[], float]
 """Returns the first value of the lowest rank so far. A back end may omit options that
 cannot have a lower one."""
 
@@ -34,11 +34,11 @@ class Option(NamedTuple):
     """Builds the plan; raises ValueError if it is not valid."""
 
 
-def best(offer: Callable[[Limit], Iterable[Option]]) -> Plan:
+def best(offer: Callable[[BestSoFar], Iterable[Option]]) -> Plan:
     """Returns the valid plan with the lowest rank.
 
     Args:
-        offer: Yields the options, given a `Limit`.
+        offer: Yields the options, given `BestSoFar`.
 
     Raises:
         ValueError: If no option has a valid plan.
@@ -58,11 +58,11 @@ def best(offer: Callable[[Limit], Iterable[Option]]) -> Plan:
     raise first_error
 
 
-def ranked(offer: Callable[[Limit], Iterable[Option]]) -> "tuple[Candidate, ...]":
+def ranked(offer: Callable[[BestSoFar], Iterable[Option]]) -> "tuple[Candidate, ...]":
     """Returns all candidates with valid plans, ordered by rank.
 
     Args:
-        offer: Yields the options, given a `Limit`.
+        offer: Yields the options, given `BestSoFar`.
 
     Raises:
         ValueError: If no option has a valid plan.

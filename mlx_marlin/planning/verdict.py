@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 
@@ -25,5 +25,5 @@ class Refusal:
         return self.reason
 
 
-AnyPlan = Plan | DensePlan | GatherPlan
+AnyPlan = Plan | DequantizePlan | GatherPlan
 Answer = AnyPlan | Refusal

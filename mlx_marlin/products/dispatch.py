@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_marlin import decision_log, guard, state
 from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.launcher import Product
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
@@ -102,10 +102,12 @@ def prepare(request: MatmulRequest) -> PreparedCall:
         return _by_stock(request, stock, answer.reason)
     decision_log.ours(request, answer)
     if not request.transpose:
-        assert isinstance(answer, DensePlan)
+        assert isinstance(answer, DequantizePlan)
         return _not_transposed(request, answer, stock)
     assert not isinstance(answer, GatherPlan)
-    product = _decoded(answer) if isinstance(answer, DensePlan) else _planned(answer)
+    product = (
+        _decoded(answer) if isinstance(answer, DequantizePlan) else _planned(answer)
+    )
     problem = request.problem
     of_x = partial(_backward, problem) if request.layout == "marlin" else None
     run = as_called(differentiable(product, stock, of_x), request)
@@ -159,9 +161,9 @@ def _stock_packed(request: MatmulRequest) -> Product:
 
 
 def _not_transposed(
-    request: MatmulRequest, plan: DensePlan, stock: Product
+    request: MatmulRequest, plan: DequantizePlan, stock: Product
 ) -> PreparedCall:
-    product = differentiable(launcher.dense_product(plan), stock)
+    product = differentiable(launcher.dequantized_product(plan), stock)
     # MLX broadcasts plain products itself, without copies of x.
     is_batch = plan.problem.batch > 1
     return PreparedCall(product if is_batch else as_called(product, request))
@@ -186,8 +188,8 @@ def _planned(plan: Plan) -> Product:
     return with_placeholders(product, problem.epilogue)
 
 
-def _decoded(plan: DensePlan) -> Product:
-    product = launcher.dense_product(plan)
+def _decoded(plan: DequantizePlan) -> Product:
+    product = launcher.dequantized_product(plan)
     epilogue = plan.problem.epilogue
     return product if epilogue == PLAIN else with_epilogue(product, epilogue)
 
@@ -200,8 +202,8 @@ def _backward(problem: Problem) -> Product | None:
     """
     if problem.epilogue != PLAIN or problem.norm is not None:
         return None
-    plan = dense_plan(problem, transposed=False)
-    return None if guard.why_not(plan) else launcher.dense_product(plan)
+    plan = dequantize_plan(problem, transposed=False)
+    return None if guard.why_not(plan) else launcher.dequantized_product(plan)
 
 
 def _zeros(request: MatmulRequest) -> Run:

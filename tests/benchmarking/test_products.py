@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import counting, operands, products, timing, tuner
 from mlx_marlin.measure.products import Measured
 from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Refusal
 from support.timed_products import M3_MAX, SMALL
@@ -187,7 +187,9 @@ def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
 def test_a_weight_that_is_decoded_once_is_timed_that_way(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "serve", lambda problem, *_, **__: dense_plan(problem))
+    monkeypatch.setattr(
+        planner, "serve", lambda problem, *_, **__: dequantize_plan(problem)
+    )
 
     measured = measure(SMALL, "marlin")
 

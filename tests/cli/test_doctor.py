@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import COMMANDS, main
 from mlx_marlin.cli.doctor import folders, installation, kernel_checks
 from mlx_marlin.guard import known_answers
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.problem import Problem, problem_of
 from support.models import tiny_llama
@@ -373,7 +373,7 @@ def test_check_runs_the_kernels_that_serve(
 
     of_stock = kernel_checks.check([problem_of(1, 4096, 4096), tuned_one, many])
 
-    assert on_a_mac == [plan, dense_plan(many)]
+    assert on_a_mac == [plan, dequantize_plan(many)]
     (row,) = of_stock
     assert row["product"].startswith("1 row of 4096→4096")
     assert "bound by reading the weight" in row["reason"]

@@ -175,8 +175,8 @@ def test_an_unknown_device_is_measured_once(
     )
     monkeypatch.setattr(detection, "_tflops", lambda: asked.append("matrix") or 200.0)
 
-    first = detection.here()
-    second = detection.here()
+    first = detection.detect_device()
+    second = detection.detect_device()
 
     assert first == second
     assert first is not None
@@ -196,7 +196,7 @@ def test_what_cannot_be_measured_is_planned_as_a_small_device(
 
     monkeypatch.setattr(detection, "_bandwidth_gbs", no_room)
 
-    found = detection.here()
+    found = detection.detect_device()
 
     assert found is not None
     assert found.name == "NVIDIA Q1"

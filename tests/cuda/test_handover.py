@@ -38,7 +38,7 @@ def test_many_rows_of_a_packed_weight_are_a_plain_product() -> None:
     few = Problem(m=128, n=512, k=1024, layout="marlin")
     many = replace(few, m=129)
 
-    dense = planner.choose_dense(many, H200)
+    dense = planner.choose_dequantize(many, H200)
     assert dense is not None
     assert dense.transposed
     others = (
@@ -47,7 +47,7 @@ def test_many_rows_of_a_packed_weight_are_a_plain_product() -> None:
         replace(many, batch=2),
         replace(many, invariant=True),
     )
-    assert [planner.choose_dense(each, H200) for each in others] == [None] * 4
+    assert [planner.choose_dequantize(each, H200) for each in others] == [None] * 4
 
 
 def test_stock_mlx_has_no_part_in_a_plain_product() -> None:

@@ -359,7 +359,7 @@ def test_the_tool_chain_is_that_of_the_loaded_library(
     maps = root / "maps"
     monkeypatch.setattr(toolchain, "MAPPED", maps)
     monkeypatch.setattr(toolchain, "Nvrtc", lambda path: Compiler())
-    monkeypatch.setattr(detection, "here", lambda: H200)
+    monkeypatch.setattr(detection, "detect_device", lambda: H200)
     monkeypatch.setattr(mx, "__file__", str(root / "mlx" / "core.so"))
     maps.write_text("7f00-7f01 r--p 0 fe:00 1 /usr/lib/libc.so.6\n")
     with pytest.raises(UnavailableError, match="has not loaded NVRTC"):

@@ -19,7 +19,7 @@ from mlx_marlin.backends import devices, selection
 from mlx_marlin.backends.cuda import handover, limits
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import emulated, unavailable
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
@@ -245,7 +245,7 @@ def decoding_facts(case: Case) -> set[object]:
 @pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
 def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)
-    plan = dense_plan(plan_of(case).problem)
+    plan = dequantize_plan(plan_of(case).problem)
     arrays = format_cases.arguments(weight, case[3])
     y, expected = exact(launches.dequantized(plan)(*arrays)), weight.decoded
     rounding = oracles.ROUNDING[case[4]] * np.abs(expected)

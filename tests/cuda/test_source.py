@@ -96,7 +96,10 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
 
 def test_and_that_of_what_decodes() -> None:
     plan = plan_of(**WHOLE, layout="marlin")
-    metal, text = metal_source.dequantize_source(), cuda_source.of_dense(plan.problem)
+    metal, text = (
+        metal_source.dequantize_source(),
+        cuda_source.of_dequantize(plan.problem),
+    )
 
     assert text.header.endswith(included("cuda/dequantize_decls.cuh"))
     before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
@@ -124,7 +127,7 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
 
     read = (*("w", "scales"), *biases, "numbers")
     assert cuda_source.of_product(plan).input_names == ("x", *read)
-    assert cuda_source.of_dense(plan.problem).input_names == read
+    assert cuda_source.of_dequantize(plan.problem).input_names == read
 
 
 @pytest.mark.parametrize("names", [*powerset(declarations.EPILOGUE_OPERANDS)], ids=str)

@@ -22,7 +22,7 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
@@ -49,7 +49,7 @@ def plan_of_experts() -> GatherPlan:
 PLANS: dict[str, tuple[int, Any]] = {
     # Five plans and a NaN, each with its partial sums.
     "products": (12, split_plan()),
-    "decoded weights": (5, dense_plan(PROBLEM)),
+    "decoded weights": (5, dequantize_plan(PROBLEM)),
     "experts": (1, plan_of_experts()),
     "repacked codes": (1, RepackPlan(to="marlin", n=N, k=K, bits=4, group_size=64)),
     "rotated heads": (2, HeadsPlan(HEADS, "float16", 2, 2, True)),
@@ -125,8 +125,8 @@ def test_every_division_of_the_work_is_checked() -> None:
     whole = split_plan(strategy="stripe", k_parallel=1, num_threadgroups=3)
     runs = [each.work for each in miniatures(whole) if isinstance(each, Plan)]
     assert [work.threadgroups > work.tiles for work in runs] == [False, True]
-    dense = miniatures(dense_plan(PROBLEM))
-    assert [each.transposed for each in dense if isinstance(each, DensePlan)] == [
+    dense = miniatures(dequantize_plan(PROBLEM))
+    assert [each.transposed for each in dense if isinstance(each, DequantizePlan)] == [
         *(True, False)
     ]
 

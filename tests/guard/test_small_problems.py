@@ -16,7 +16,7 @@ from mlx_marlin.backends.metal import instances
 from mlx_marlin.guard import experts, known_answers, operands, reference
 from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
@@ -201,7 +201,7 @@ def test_right_kernels_of_experts_and_decoding_pass(
             )
             is None
         )
-        assert known_answers.fault_of(dense_plan(problem)) is None
+        assert known_answers.fault_of(dequantize_plan(problem)) is None
 
 
 @pytest.mark.thinned(4)

@@ -11,7 +11,7 @@ import mlx_marlin
 from mlx_marlin import emulator, guard
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.guard import known_answers
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.products import dispatch
 from support.guard_faults import Fault
@@ -101,7 +101,7 @@ def test_a_plan_of_tuning_is_checked_too(
     guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Fault("dequantize", "zeros").plant(monkeypatch)
-    plan = dense_plan(problem_of(300, N, K, layout="marlin"))
+    plan = dequantize_plan(problem_of(300, N, K, layout="marlin"))
     with pytest.warns(RuntimeWarning, match="marlin_dequantize failed"):
         assert guard.why_not(plan) is not None
     assert launcher.plans_built() == []

@@ -16,7 +16,7 @@ from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing import fusion
 from mlx_marlin.lm.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import unpack
@@ -60,7 +60,7 @@ def cuda(
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
         return plain(PackedWeight(words=w, scales=scales, **sizes), mx.float32)
 
-    def dense_product(plan: DensePlan) -> launcher.Product:
+    def dequantized_product(plan: DequantizePlan) -> launcher.Product:
         def run(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
             y = x.astype(mx.float32) @ decoded(plan.problem, w, scales)
             return y.astype(x.dtype)
@@ -137,7 +137,7 @@ def cuda(
     monkeypatch.setattr(launcher, "gather_product", of_experts)
     monkeypatch.setattr(launcher, "call", call)
     monkeypatch.setattr(launcher, "product", product)
-    monkeypatch.setattr(launcher, "dense_product", dense_product)
+    monkeypatch.setattr(launcher, "dequantized_product", dequantized_product)
     return plans
 
 

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
 from mlx_marlin.backends.planner import predict
 from mlx_marlin.emulator import emulated, trace
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.planning.work import STRATEGIES, Work, data_parallel
@@ -428,7 +428,7 @@ def test_what_takes_one_weight_refuses_several() -> None:
     with pytest.raises(ValueError, match="hytis takes one weight, got batch=2"):
         replace(wide, problem=problem)
     with pytest.raises(ValueError, match="batch=2, expected one weight"):
-        DensePlan(problem=problem, chunk=32)
+        DequantizePlan(problem=problem, chunk=32)
 
 
 @given(problem=strategies.problems(batches=strategies.BATCHES))

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_marlin import emulator
 from mlx_marlin.backends.metal.staging import barriers
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import TILE_N, format_of
@@ -79,8 +79,8 @@ def _wrong_result(case: Case) -> Verdict:
     x, native = case.arrays()
     problem = case.plan.problem
     y = case.run(x, native)
-    if isinstance(case.plan, DensePlan):
-        return _wrong_dense(case.plan, y, x, case.weight(native))
+    if isinstance(case.plan, DequantizePlan):
+        return _wrong_dequantized(case.plan, y, x, case.weight(native))
     if problem.epilogue != PLAIN or problem.batch > 1:
         return _wrong_finish(case, y)
     expected = oracles.exact(x) @ case.weight(native).decoded.T
@@ -101,8 +101,8 @@ def _allowed(case: Case, x: mx.array, native: tuple[mx.array, ...]) -> oracles.F
     return 4 * 2.0**-24 * terms + rounding + oracles.SMALLEST[problem.dtype]
 
 
-def _wrong_dense(
-    plan: DensePlan, y: mx.array, x: mx.array, weight: format_cases.Weight
+def _wrong_dequantized(
+    plan: DequantizePlan, y: mx.array, x: mx.array, weight: format_cases.Weight
 ) -> Verdict:
     """Likewise of a plain product with a decoded weight, which MLX adds up."""
     decoded = weight.decoded.T if plan.transposed else weight.decoded

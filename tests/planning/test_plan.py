@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning.dense_plan import MOST_TEMPORARY, DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import (
+    MOST_TEMPORARY,
+    DequantizePlan,
+    dequantize_plan,
+)
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan, Tile
 from mlx_marlin.planning.problem import Problem
@@ -361,7 +365,7 @@ def test_chunks_of_a_decoded_weight_cover_it_exactly_once(
 ) -> None:
     side = 32 if transposed else 64
     chunk = side * times.draw(st.integers(1, 5))
-    plan = DensePlan(problem=problem, transposed=transposed, chunk=chunk)
+    plan = DequantizePlan(problem=problem, transposed=transposed, chunk=chunk)
 
     ends = [0]
     for row, rows, first_k, length in plan.chunks:
@@ -384,7 +388,7 @@ def test_chunks_of_a_decoded_weight_cover_it_exactly_once(
 def test_decoded_weights_take_as_few_chunks_as_their_memory_allows(
     transposed: bool, problem: Problem
 ) -> None:
-    plan = dense_plan(problem, transposed=transposed)
+    plan = dequantize_plan(problem, transposed=transposed)
 
     side = 32 if transposed else 64
     across = problem.k if transposed else problem.n
@@ -405,15 +409,15 @@ def test_a_chunk_that_is_no_multiple_of_a_tile_is_refused(
     problem = Problem(m=100, n=128, k=128)
 
     with pytest.raises(ValueError, match=f"chunk={chunk} .* multiple of {side}"):
-        DensePlan(problem=problem, transposed=transposed, chunk=chunk)
+        DequantizePlan(problem=problem, transposed=transposed, chunk=chunk)
 
 
 def test_a_decoded_weight_explains_itself_in_a_line() -> None:
     problem = Problem(m=100, n=4096, k=4096)
 
-    assert dense_plan(problem).explain() == (
+    assert dequantize_plan(problem).explain() == (
         "decoded once to float16 (32.0 MiB), mx.matmul"
     )
-    assert DensePlan(problem=problem, chunk=2048).explain() == (
+    assert DequantizePlan(problem=problem, chunk=2048).explain() == (
         "decoded once to float16 (16.0 MiB in 2 chunks), mx.matmul"
     )

@@ -258,6 +258,6 @@ def test_a_batch_is_never_decoded_into_plain_numbers() -> None:
     here = device.Device.named("Apple M5")
     problem = Problem(m=512, n=4096, k=4096, layout="marlin")
 
-    assert planner.choose_dense(problem, here)
+    assert planner.choose_dequantize(problem, here)
     several = Problem(m=512, n=4096, k=4096, layout="marlin", batch=2)
-    assert planner.choose_dense(several, here) is None
+    assert planner.choose_dequantize(several, here) is None

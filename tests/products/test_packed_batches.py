@@ -14,7 +14,7 @@ import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, selection
 from mlx_marlin.emulator import trace
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
@@ -280,9 +280,11 @@ def test_weights_are_decoded_in_chunks_of_all(chunk: int) -> None:
         dtype="float32",
         scale_dtype="float32",
     )
-    plan = DensePlan(problem=problem, transposed=False, chunk=chunk)
+    plan = DequantizePlan(problem=problem, transposed=False, chunk=chunk)
 
-    y = launcher.dense_product(plan)(x, packed.words, packed.scales, packed.scales)
+    y = launcher.dequantized_product(plan)(
+        x, packed.words, packed.scales, packed.scales
+    )
 
     assert len(plan.chunks) == -(-192 // chunk)
     # 24 rows of padding of each weight are decoded with it.
@@ -297,9 +299,9 @@ def test_rows_that_all_weights_share_are_not_repeated(
 ) -> None:
     packed, decoded = packed_weights(2, 3)
     x = activations(4, 1, 1, 5, N)
-    original, multiplied = launcher.dense_product, []
+    original, multiplied = launcher.dequantized_product, []
 
-    def watched(plan: DensePlan) -> launcher.Product:
+    def watched(plan: DequantizePlan) -> launcher.Product:
         product = original(plan)
 
         def run(x: mx.array, *weight: mx.array) -> mx.array:
@@ -308,7 +310,7 @@ def test_rows_that_all_weights_share_are_not_repeated(
 
         return run
 
-    monkeypatch.setattr(launcher, "dense_product", watched)
+    monkeypatch.setattr(launcher, "dequantized_product", watched)
     y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
 
     assert [each.shape for each in multiplied] == [x.shape]
@@ -319,14 +321,14 @@ def test_a_batch_takes_as_many_chunks_as_its_memory_asks_for() -> None:
     one = Problem(m=8, n=4096, k=4096, layout="marlin")
     several = Problem(m=8, n=4096, k=4096, layout="marlin", batch=16)
 
-    assert len(dense_plan(one, transposed=False).chunks) == 1
-    assert len(dense_plan(several, transposed=False).chunks) == 2
+    assert len(dequantize_plan(one, transposed=False).chunks) == 1
+    assert len(dequantize_plan(several, transposed=False).chunks) == 2
     for problem, transposed in (
         (several, True),
         (Problem(m=8, n=4096, k=4096, batch=16), False),
     ):
         with pytest.raises(ValueError, match="batch=16, expected one weight, or"):
-            dense_plan(problem, transposed=transposed)
+            dequantize_plan(problem, transposed=transposed)
 
 
 @pytest.mark.usefixtures("_served_by")

@@ -24,7 +24,7 @@ from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.emulator import metal_kernel
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import dispatch
@@ -281,9 +281,9 @@ def check_decoded(case: Case, transposed: bool) -> None:
     scale = mx.array(format_cases.GLOBAL_SCALE) if has_scale else None
     weight = replace(drawn, global_scale=scale)
     problem = plan_of(case, global_scale=has_scale).problem
-    plan = DensePlan(problem=problem, transposed=transposed, chunk=128)
+    plan = DequantizePlan(problem=problem, transposed=transposed, chunk=128)
     assert len(plan.chunks) > 1
     matrix = weight.decoded if transposed else weight.decoded.T
     x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
-    y = launcher.dense_product(plan)(x, *format_cases.arguments(weight, case[3]))
+    y = launcher.dequantized_product(plan)(x, *format_cases.arguments(weight, case[3]))
     cuda_cases.assert_right(y, x, matrix, case[4])

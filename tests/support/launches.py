@@ -14,7 +14,7 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.dtypes import dtype_name
@@ -79,7 +79,7 @@ def repack(
     return move
 
 
-def dequantized(plan: DensePlan) -> Callable[..., mx.array]:
+def dequantized(plan: DequantizePlan) -> Callable[..., mx.array]:
     """Returns what decodes a whole weight."""
     side = plan.problem.n if plan.transposed else plan.problem.k
     unit = plan.side

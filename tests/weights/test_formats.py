@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import selection
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.format_cases import Variant, Weight
@@ -182,7 +182,7 @@ DECODED = format_cases.covering(VARIANTS, decode_facts)
 def check_decoding(variant: Variant) -> None:
     k = 3 * variant.step
     weight = exact_in_float32(variant.weight(45, k, seed=7))
-    plan = dense_plan(variant.problem(1, 45, k))
+    plan = dequantize_plan(variant.problem(1, 45, k))
 
     w = launches.dequantized(plan)(*format_cases.arguments(weight, variant.layout))
 

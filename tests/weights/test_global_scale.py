@@ -11,7 +11,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import emulator
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
 from support import drawn_arrays, format_cases, launches, oracles
@@ -102,7 +102,7 @@ def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
 def test_plain_numbers_are_those_of_mlx(layout: str) -> None:
     variant = replace(VARIANTS[0], layout=layout, dtype="float32")
     weight = weight_of(variant)
-    plan: DensePlan = dense_plan(with_scale(variant.problem(1, N, K)))
+    plan: DequantizePlan = dequantize_plan(with_scale(variant.problem(1, N, K)))
 
     w = launches.dequantized(plan)(*format_cases.arguments(weight, layout))
 

@@ -18,7 +18,7 @@ import pytest
 from mlx_marlin.backends import launcher, selection, source
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
-from mlx_marlin.planning.dense_plan import dense_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, launches, planted_text
@@ -159,7 +159,7 @@ def test_plain_numbers_keep_their_bits(
     layout: str, flushing: Callable[..., None]
 ) -> None:
     of_layout = replace(VARIANTS[-1], layout=layout)
-    plan = dense_plan(of_layout.problem(1, N, K))
+    plan = dequantize_plan(of_layout.problem(1, N, K))
     arrays = format_cases.arguments(of_layout.weight(N, K, seed=1), layout)
 
     expected = launches.dequantized(plan)(*arrays)

@@ -14,14 +14,14 @@ from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.cuda.residency import residency
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Limit, Option
+from mlx_marlin.planning.search import BestSoFar, Option
 
 
 class CudaBackend:
@@ -61,7 +61,7 @@ class CudaBackend:
         problem: Problem,
         device: CudaDevice,
         overrides: PlanOverrides,
-        limit: Limit,
+        limit: BestSoFar,
     ) -> Iterator[Option]:
         """Yields the plans to compare, at least one.
 
@@ -104,11 +104,11 @@ class CudaBackend:
             return None  # stock MLX is not faster
         return handover.handover(problem, device)
 
-    def decode_once(
+    def dequantize_first(
         self, problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
-    ) -> DensePlan | None:
+    ) -> DequantizePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
-        return handover.dense(problem)
+        return handover.dequantized(problem)
 
     def experiments(self, problem: Problem, device: CudaDevice) -> list[Plan]:
         """Returns no plans: all kernels are among the candidates."""
@@ -128,7 +128,7 @@ class CudaBackend:
             return None
         from mlx_marlin.backends.cuda import detection
 
-        return detection.here()
+        return detection.detect_device()
 
     def system_build(self) -> str:
         """Returns the system's kernel release and the version of the CUDA driver."""

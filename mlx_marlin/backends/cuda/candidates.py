@@ -9,7 +9,7 @@ from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel, decompositions
-from mlx_marlin.planning.work.decompositions import Space
+from mlx_marlin.planning.work.decompositions import TileGrid
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, Kernel, k_tile
 from mlx_marlin.weights.formats import TILE_N
 
@@ -148,7 +148,7 @@ def _works(
     overrides: PlanOverrides,
 ) -> Iterator[Work]:
     rows = limits.FRAGMENT_ROWS * fragments_m
-    space = Space(
+    grid = TileGrid(
         m_tiles=-(-problem.m // rows),
         n_tiles=-(-problem.n // (TILE_N * tiles_n)),
         batch=problem.batch,
@@ -160,40 +160,40 @@ def _works(
     )
     named = {key: value for key, value in overrides.items() if key != "simdgroups_n"}
     if named.keys() & decompositions.WORK_OVERRIDES:
-        yield from (work for work, _ in decompositions.works(space, named))
+        yield from (work for work, _ in decompositions.works(grid, named))
         return
-    yield from _worth_comparing(space, problem)
+    yield from _worth_comparing(grid, problem)
 
 
-def _worth_comparing(space: Space, problem: Problem) -> Iterator[Work]:
+def _worth_comparing(grid: TileGrid, problem: Problem) -> Iterator[Work]:
     """Yields whole tiles, and splits if those would leave multiprocessors idle."""
-    tiles, cores = space.tiles, space.cores
-    yield data_parallel(tiles, space.k_tiles)
+    tiles, cores = grid.tiles, grid.cores
+    yield data_parallel(tiles, grid.k_tiles)
     # A paired epilogue and an RMSNorm need whole tiles, as `CudaPlan` checks.
     if problem.epilogue.is_paired or problem.norm is not None:
         return
     if tiles >= EVEN_ENOUGH * cores * -(-tiles // cores):
         return
-    most = space.k_tiles // LEAST_K_TILES
+    most = grid.k_tiles // LEAST_K_TILES
     slices = min(cores // tiles, most)
     if slices > 1:
         yield Work(
             strategy="split_k",
             tiles=tiles,
-            k_tiles=space.k_tiles,
+            k_tiles=grid.k_tiles,
             threadgroups=tiles * slices,
             slices=slices,
         )
-    total = tiles * space.k_tiles
+    total = tiles * grid.k_tiles
     if problem.invariant or total < 2 * LEAST_K_TILES * cores:
         return
     yield Work(
         strategy="stream_k",
         tiles=tiles,
-        k_tiles=space.k_tiles,
+        k_tiles=grid.k_tiles,
         threadgroups=cores,
-        slices=space.k_tiles,
-        minimum=min(LEAST_K_TILES, space.k_tiles),
+        slices=grid.k_tiles,
+        minimum=min(LEAST_K_TILES, grid.k_tiles),
     )
 
 

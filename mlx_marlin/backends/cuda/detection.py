@@ -33,7 +33,7 @@ DIGITS = 2
 """Significant digits of stored figures, so that plans do not depend on noise."""
 
 
-def here() -> CudaDevice | None:
+def detect_device() -> CudaDevice | None:
     """Returns the CUDA device that MLX computes on; None if there is none."""
     driver = _driver()
     if driver is None:

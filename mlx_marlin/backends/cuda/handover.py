@@ -10,11 +10,11 @@ from mlx_marlin.backends.cuda.cost import (
 )
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.search import make, predict
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.problem import Problem
 
 MOST_ROWS = 128
-"""Most rows for which the kernels serve a packed weight; more use a dense plan."""
+"""Most rows for which the kernels serve a packed weight; for more it is decoded."""
 MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
 """Most rows for which the kernels serve an affine 4-bit weight in MLX's layout, by its
 minimal number of elements; for more, stock MLX does (measured, docs/lab)."""
@@ -35,7 +35,7 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
     if problem.norm is not None:
         return None
     most = most_rows(problem)
-    if problem.invariant or problem.m <= most or dense(problem) is not None:
+    if problem.invariant or problem.m <= most or dequantized(problem) is not None:
         return None
     return (
         f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
@@ -77,8 +77,8 @@ def most_rows(problem: Problem) -> int:
     return next(rows for least, rows in MOST_ROWS_OF_MLX if size >= least)
 
 
-def dense(problem: Problem) -> DensePlan | None:
-    """Returns the dense plan of a packed weight if it is faster, else None."""
+def dequantized(problem: Problem) -> DequantizePlan | None:
+    """Returns the plan that decodes a packed weight first if that is faster."""
     if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
         return None
-    return dense_plan(problem) if problem.m > MOST_ROWS else None
+    return dequantize_plan(problem) if problem.m > MOST_ROWS else None

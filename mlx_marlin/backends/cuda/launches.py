@@ -9,7 +9,7 @@ from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 
 
 def of(plan: Any) -> tuple[Launch, ...]:
@@ -42,8 +42,8 @@ def _of_experts(plan: CudaGatherPlan) -> tuple[Launch]:
 BY_TYPE: dict[type, Callable[[Any], tuple[Launch, ...]]] = {
     CudaPlan: _of_product,
     CudaGatherPlan: _of_experts,
-    DensePlan: lambda plan: shared_launches.dequantize(
-        plan, source.of_dense(plan.problem)
+    DequantizePlan: lambda plan: shared_launches.dequantize(
+        plan, source.of_dequantize(plan.problem)
     ),
     RoutePlan: lambda plan: (
         shared_launches.route(plan, source.routing_source("route")),

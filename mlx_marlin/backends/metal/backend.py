@@ -10,7 +10,10 @@ from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.metal import choice, cost, launches, tensor_probe
 from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.cost.residency import residency
-from mlx_marlin.backends.metal.dense import dense_if_faster, dense_seconds
+from mlx_marlin.backends.metal.dequantize import (
+    dequantize_if_faster,
+    dequantize_seconds,
+)
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.experts import search as experts
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
@@ -24,7 +27,7 @@ from mlx_marlin.backends.metal.stock.handover import (
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.backends.traits import Traits
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -32,7 +35,7 @@ from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Limit, Option
+from mlx_marlin.planning.search import BestSoFar, Option
 from mlx_marlin.weights.formats import TILE_N
 
 
@@ -75,7 +78,11 @@ class MetalBackend:
         return None
 
     def options(
-        self, problem: Problem, device: Device, overrides: PlanOverrides, limit: Limit
+        self,
+        problem: Problem,
+        device: Device,
+        overrides: PlanOverrides,
+        limit: BestSoFar,
     ) -> Iterator[Option]:
         """Yields the plans to compare, at least one.
 
@@ -96,10 +103,10 @@ class MetalBackend:
         """Returns how many threadgroups of a plan are resident on a core."""
         return residency(plan, device)
 
-    def seconds(self, plan: DensePlan | MetalGatherPlan, device: Device) -> float:
+    def seconds(self, plan: DequantizePlan | MetalGatherPlan, device: Device) -> float:
         """Returns the predicted time of a plan that decodes first or is of experts."""
-        if isinstance(plan, DensePlan):
-            return dense_seconds(plan.problem, device)
+        if isinstance(plan, DequantizePlan):
+            return dequantize_seconds(plan.problem, device)
         return experts.gather_seconds(plan.gather, device)[1]
 
     def predict_stock(self, problem: Problem, device: Device) -> StockPrediction:
@@ -130,9 +137,9 @@ class MetalBackend:
             return faster_apart(problem, device, apart, predicted().seconds)
         return handover(problem, device, predicted())
 
-    def decode_once(
+    def dequantize_first(
         self, problem: Problem, device: Device, predicted: Callable[[], Prediction]
-    ) -> DensePlan | None:
+    ) -> DequantizePlan | None:
         """Returns the plan that decodes the weight first, if it is faster.
 
         For a weight in MLX's layout it must be faster by the margin of `handover`.
@@ -141,7 +148,7 @@ class MetalBackend:
         if problem.layout == "mlx":
             margin = margin_over_stock(problem, device)
             others = min(others, stock_seconds(problem, device)) / margin
-        return dense_if_faster(problem, device, others)
+        return dequantize_if_faster(problem, device, others)
 
     def experiments(self, problem: Problem, device: Device) -> list[Plan]:
         """Returns plans of `gemm_staged`, which is never among the candidates.
@@ -165,7 +172,7 @@ class MetalBackend:
             return None
         from mlx_marlin.backends.metal import detection
 
-        return detection.here()
+        return detection.detect_device()
 
     def system_build(self) -> str:
         """Returns the build of macOS, or another system's kernel release."""

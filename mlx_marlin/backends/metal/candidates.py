@@ -25,7 +25,7 @@ from mlx_marlin.planning.work import (
     data_parallel,
     decompositions,
 )
-from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, Space, WideWork
+from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, TileGrid, WideWork
 from mlx_marlin.planning.work.division import Strategy
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
@@ -70,7 +70,7 @@ def candidates(
     if problem.invariant and not WORK_OVERRIDES & overrides.keys():
         yield _invariant(body, device, overrides)
         return
-    space = Space(
+    grid = TileGrid(
         m_tiles=body.m_tiles,
         n_tiles=body.n_tiles,
         batch=problem.batch,
@@ -80,7 +80,7 @@ def candidates(
         widest=_widest(body, overrides),
         x_bytes=problem.activation_bytes,
     )
-    works = list(_works(body, space, overrides))
+    works = list(_works(body, grid, overrides))
     if overrides:
         works = [pair for pair in works if can_meet(pair[0], overrides)]
     if not WORK_OVERRIDES & overrides.keys():
@@ -117,14 +117,14 @@ def _may_split(body: MetalPlan, work: Work, device: Device) -> bool:
 
 
 def _works(
-    body: MetalPlan, space: Space, overrides: PlanOverrides
+    body: MetalPlan, grid: TileGrid, overrides: PlanOverrides
 ) -> Iterator[WideWork]:
     """Yields divisions of the work, with the tiles side by side in their wide tiles."""
     problem = body.problem
     if not problem.epilogue.gated and problem.norm is None:
-        yield from decompositions.works(space, overrides)
+        yield from decompositions.works(grid, overrides)
     elif WORK_OVERRIDES & overrides.keys():
-        for work, _ in decompositions.works(space, overrides):
+        for work, _ in decompositions.works(grid, overrides):
             yield work, body.simdgroups_n
     else:
         yield body.work, body.simdgroups_n

@@ -14,7 +14,7 @@ from mlx_marlin.planning.overrides import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Limit, Option
+from mlx_marlin.planning.search import BestSoFar, Option
 from mlx_marlin.planning.work import STRATEGIES, Work
 
 TENSOR_MARGIN = 1 + search.MODEL_ERROR
@@ -25,7 +25,7 @@ EXPERIMENT_CUTOFF = 1.25
 
 
 def options(
-    problem: Problem, device: Device, overrides: PlanOverrides, limit: Limit
+    problem: Problem, device: Device, overrides: PlanOverrides, limit: BestSoFar
 ) -> Iterator[Option]:
     """Yields the plans to compare, as `Backend.options`.
 

@@ -36,7 +36,7 @@ SLOW = 5.0
 """Timeout in seconds for the system profiler, which queries every display."""
 
 
-def here() -> Device:
+def detect_device() -> Device:
     """Returns this machine's chip, or the default device if it is unknown."""
     name, arch = _metal()
     if key(name) not in chips():  # the GPU of a virtual machine has another name

@@ -17,7 +17,7 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 
@@ -116,7 +116,7 @@ def _of_repack(plan: RepackPlan) -> tuple[Launch]:
 BY_TYPE: dict[type, Callable[[Any], tuple[Launch, ...]]] = {
     MetalPlan: _of_product,
     MetalGatherPlan: _of_experts,
-    DensePlan: lambda plan: shared_launches.dequantize(
+    DequantizePlan: lambda plan: shared_launches.dequantize(
         plan, source.dequantize_source()
     ),
     RoutePlan: lambda plan: (

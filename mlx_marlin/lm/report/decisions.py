@@ -6,7 +6,7 @@ from typing import Literal
 from mlx_marlin.backends import planner
 from mlx_marlin.lm.report.layer_product import LayerProduct
 from mlx_marlin.lm.report.target import Target
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
@@ -175,7 +175,7 @@ def _decision(
         )
     return Decision(
         rows=rows,
-        served_by="decoded" if isinstance(answer, DensePlan) else "ours",
+        served_by="decoded" if isinstance(answer, DequantizePlan) else "ours",
         kernel=_kernel(answer),
         plan=answer.explain(),
         time=time,
@@ -186,7 +186,7 @@ def _decision(
 
 
 def _kernel(plan: AnyPlan) -> str:
-    if isinstance(plan, DensePlan):
+    if isinstance(plan, DequantizePlan):
         return "dequantize"
     return "gather" if isinstance(plan, GatherPlan) else plan.kernel
 
@@ -208,7 +208,7 @@ def _stock(
 
 def _time(plan: AnyPlan, tuned: Result | None, target: Target) -> Time | None:
     """Returns the time of a plan of ours."""
-    if isinstance(plan, DensePlan):
+    if isinstance(plan, DequantizePlan):
         if not plan.transposed:
             return None
         seconds = target.backend.seconds(plan, target.device)

@@ -48,7 +48,7 @@ WideWork = tuple[Work, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class TileGrid:
     """The tiles to divide and the number of cores to divide them among.
 
     Attributes:
@@ -82,7 +82,7 @@ class Space:
         return [self.cores * count for count in per_core]
 
 
-def works(space: Space, overrides: Overrides) -> Iterator[WideWork]:
+def works(grid: TileGrid, overrides: Overrides) -> Iterator[WideWork]:
     """Yields the divisions of the work that satisfy the overrides, at least one.
 
     Raises:
@@ -90,33 +90,33 @@ def works(space: Space, overrides: Overrides) -> Iterator[WideWork]:
     """
     given = overrides.get("strategy")
     if given is not None:
-        yield from _of_strategy(given, space, overrides)
+        yield from _of_strategy(given, grid, overrides)
         return
     fields = overrides.keys() & WORK_OVERRIDES
     fitting = [name for name in STRATEGIES if fields <= ACCEPTED[name]]
     if not fitting:
         raise ValueError(f"no strategy takes all of {', '.join(sorted(fields))}")
     if fields:
-        yield from _of_any(fitting, space, overrides)
+        yield from _of_any(fitting, grid, overrides)
         return
     for strategy in fitting:
-        yield from _of_strategy(strategy, space, overrides)
+        yield from _of_strategy(strategy, grid, overrides)
 
 
 def _of_strategy(
-    strategy: Strategy, space: Space, overrides: Overrides
+    strategy: Strategy, grid: TileGrid, overrides: Overrides
 ) -> Iterator[WideWork]:
     if strategy not in GENERATORS:
         raise ValueError(f"strategy={strategy!r} is not one of {STRATEGIES}")
     others = overrides.keys() & WORK_OVERRIDES - ACCEPTED[strategy] - {"strategy"}
     for field in sorted(others):
         raise ValueError(f"{strategy} does not take {field}={overrides[field]!r}")
-    for work in GENERATORS[strategy](space, overrides):
+    for work in GENERATORS[strategy](grid, overrides):
         yield work if isinstance(work, tuple) else (work, 1)
 
 
 def _of_any(
-    fitting: list[Strategy], space: Space, overrides: Overrides
+    fitting: list[Strategy], grid: TileGrid, overrides: Overrides
 ) -> list[WideWork]:
     """Returns the divisions of all strategies that accept the overrides.
 
@@ -127,7 +127,7 @@ def _of_any(
     errors: list[ValueError] = []
     for strategy in fitting:
         try:
-            found += _of_strategy(strategy, space, {**overrides, "strategy": strategy})
+            found += _of_strategy(strategy, grid, {**overrides, "strategy": strategy})
         except ValueError as error:
             errors.append(error)
     if not found:
@@ -135,29 +135,29 @@ def _of_any(
     return found
 
 
-def _data_parallel(space: Space, _: Overrides) -> Iterator[Work]:
-    yield data_parallel(space.tiles, space.k_tiles)
+def _data_parallel(grid: TileGrid, _: Overrides) -> Iterator[Work]:
+    yield data_parallel(grid.tiles, grid.k_tiles)
 
 
-def _stripe(space: Space, overrides: Overrides) -> Iterator[Work]:
-    for slices in _override(overrides, "k_parallel", _even_slices(space)):
-        units = space.tiles * slices
-        targets = space.targets(THREADGROUPS_PER_CORE)
+def _stripe(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
+    for slices in _override(overrides, "k_parallel", _even_slices(grid)):
+        units = grid.tiles * slices
+        targets = grid.targets(THREADGROUPS_PER_CORE)
         # At least one, so that the strategy exists for every product.
         counts = [target for target in targets if target < units] or [units]
         for count in _override(overrides, "num_threadgroups", counts):
             yield Work(
                 strategy="stripe",
-                tiles=space.tiles,
-                k_tiles=space.k_tiles,
+                tiles=grid.tiles,
+                k_tiles=grid.k_tiles,
                 threadgroups=count,
                 slices=slices,
                 partition=overrides.get("partition", "balanced"),
             )
 
 
-def _split_k(space: Space, overrides: Overrides) -> Iterator[Work]:
-    for slices in _slices(space, overrides):
+def _split_k(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
+    for slices in _slices(grid, overrides):
         if (
             slices == 1
             and "strategy" not in overrides
@@ -166,118 +166,118 @@ def _split_k(space: Space, overrides: Overrides) -> Iterator[Work]:
             continue  # equal to data_parallel
         yield Work(
             strategy="split_k",
-            tiles=space.tiles,
-            k_tiles=space.k_tiles,
-            threadgroups=space.tiles * slices,
+            tiles=grid.tiles,
+            k_tiles=grid.k_tiles,
+            threadgroups=grid.tiles * slices,
             slices=slices,
         )
 
 
-def _slices(space: Space, overrides: Overrides) -> list[int]:
+def _slices(grid: TileGrid, overrides: Overrides) -> list[int]:
     """Returns the slice counts that give each target one unit per threadgroup."""
     slices = {
-        min(-(-target // space.tiles), space.k_tiles)
-        for target in space.targets(THREADGROUPS_PER_CORE)
+        min(-(-target // grid.tiles), grid.k_tiles)
+        for target in grid.targets(THREADGROUPS_PER_CORE)
     }
     return _override(overrides, "k_parallel", sorted({1, *slices}))
 
 
-def _even_slices(space: Space) -> list[int]:
+def _even_slices(grid: TileGrid) -> list[int]:
     """Returns the smallest slice counts that load a target's threadgroups equally.
 
     If such slices would be too short, a target gets the slice count of `_slices`.
     """
-    most = max(space.k_tiles * space.trips // SHORTEST_TRIPS, 1)
+    most = max(grid.k_tiles * grid.trips // SHORTEST_TRIPS, 1)
     slices = {1}
-    for target in space.targets(STREAMS_PER_CORE):
-        even = target // gcd(target, space.tiles)
-        least = min(-(-target // space.tiles), space.k_tiles)
+    for target in grid.targets(STREAMS_PER_CORE):
+        even = target // gcd(target, grid.tiles)
+        least = min(-(-target // grid.tiles), grid.k_tiles)
         slices.add(even if even <= most else least)
     return sorted(slices)
 
 
-def _stream_k(space: Space, overrides: Overrides) -> Iterator[Work]:
-    yield from _streams("stream_k", space, 0, overrides)
+def _stream_k(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
+    yield from _streams("stream_k", grid, 0, overrides)
 
 
-def _hybrid(space: Space, overrides: Overrides) -> Iterator[Work]:
+def _hybrid(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
     """Yields full waves of whole tiles, with the last wave and the rest as streams."""
     wholes = {
-        (space.tiles // target - 1) * target
-        for target in space.targets(STREAMS_PER_CORE)
-        if space.tiles % target
+        (grid.tiles // target - 1) * target
+        for target in grid.targets(STREAMS_PER_CORE)
+        if grid.tiles % target
     }
     fitting = sorted(whole for whole in wholes if whole > 0)
     if "strategy" in overrides and not fitting:
-        fitting = [space.tiles // 2]
+        fitting = [grid.tiles // 2]
     for whole in _override(overrides, "whole", fitting):
-        yield from _streams("hybrid", space, whole, overrides)
+        yield from _streams("hybrid", grid, whole, overrides)
 
 
 def _streams(
-    strategy: Strategy, space: Space, whole: int, overrides: Overrides
+    strategy: Strategy, grid: TileGrid, whole: int, overrides: Overrides
 ) -> Iterator[Work]:
-    minimum = overrides.get("minimum", -(-MINIMUM_TRIPS // space.trips))
-    total = (space.tiles - whole) * space.k_tiles
-    targets = space.targets(STREAMS_PER_CORE)
+    minimum = overrides.get("minimum", -(-MINIMUM_TRIPS // grid.trips))
+    total = (grid.tiles - whole) * grid.k_tiles
+    targets = grid.targets(STREAMS_PER_CORE)
     counts = [target for target in targets if target <= total // max(minimum, 1)]
     if "strategy" in overrides and not counts:
-        counts = [min(space.cores, max(total, 1))]
+        counts = [min(grid.cores, max(total, 1))]
     for count in _override(
         overrides, "num_threadgroups", [whole + count for count in counts]
     ):
         yield Work(
             strategy=strategy,
-            tiles=space.tiles,
-            k_tiles=space.k_tiles,
+            tiles=grid.tiles,
+            k_tiles=grid.k_tiles,
             threadgroups=count,
             whole=whole,
-            slices=space.k_tiles,
+            slices=grid.k_tiles,
             minimum=minimum,
-            groups=_override(overrides, "groups", [_groups(space, whole, count)])[0],
+            groups=_override(overrides, "groups", [_groups(grid, whole, count)])[0],
         )
 
 
-def _groups(space: Space, whole: int, threadgroups: int) -> int:
+def _groups(grid: TileGrid, whole: int, threadgroups: int) -> int:
     """Returns the number of groups of ranges that read the same k of x together.
 
     Activations that fit in the L2 cache need no grouping.
     """
-    if space.x_bytes <= LEAST_CACHE or threadgroups <= whole:
+    if grid.x_bytes <= LEAST_CACHE or threadgroups <= whole:
         return 1
-    return locality_groups(space.tiles - whole, threadgroups - whole)
+    return locality_groups(grid.tiles - whole, threadgroups - whole)
 
 
-def _hytis(space: Space, overrides: Overrides) -> Iterator[WideWork]:
+def _hytis(grid: TileGrid, overrides: Overrides) -> Iterator[WideWork]:
     """Yields the most wide tiles that load all cores equally, then narrow ones."""
-    if space.batch > 1:
+    if grid.batch > 1:
         if "strategy" in overrides:
-            raise ValueError(f"hytis takes one weight, got batch={space.batch}")
+            raise ValueError(f"hytis takes one weight, got batch={grid.batch}")
         return
     widths = [
-        width for width in WIDTHS if width < space.n_tiles and space.widest % width == 0
+        width for width in WIDTHS if width < grid.n_tiles and grid.widest % width == 0
     ]
     if "strategy" in overrides and not widths:
         widths = [WIDTHS[0]]
     for width in _override(overrides, "simdgroups_n", widths):
-        most = (space.n_tiles - 1) // width
-        columns = most * space.m_tiles // space.cores * space.cores // space.m_tiles
+        most = (grid.n_tiles - 1) // width
+        columns = most * grid.m_tiles // grid.cores * grid.cores // grid.m_tiles
         if "strategy" in overrides and columns == 0:
             columns = max(most, 1)
-        wholes = [columns * space.m_tiles] if columns else []
+        wholes = [columns * grid.m_tiles] if columns else []
         for whole in _override(overrides, "whole", wholes):
-            narrow = space.n_tiles - whole // space.m_tiles * width
+            narrow = grid.n_tiles - whole // grid.m_tiles * width
             if narrow < 1:
                 raise ValueError(
                     f"whole={whole} tiles of simdgroups_n={width} leave no narrow "
-                    f"ones, there are {space.n_tiles} across the columns"
+                    f"ones, there are {grid.n_tiles} across the columns"
                 )
             yield (
                 Work(
                     strategy="hytis",
-                    tiles=whole + narrow * space.m_tiles,
-                    k_tiles=space.k_tiles,
-                    threadgroups=whole + narrow * space.m_tiles,
+                    tiles=whole + narrow * grid.m_tiles,
+                    k_tiles=grid.k_tiles,
+                    threadgroups=whole + narrow * grid.m_tiles,
                     whole=whole,
                 ),
                 width,
@@ -289,7 +289,7 @@ def _override(overrides: Overrides, field: str, default: list[int]) -> list[int]
 
 
 GENERATORS: dict[
-    Strategy, Callable[[Space, Overrides], Iterator[Work] | Iterator[WideWork]]
+    Strategy, Callable[[TileGrid, Overrides], Iterator[Work] | Iterator[WideWork]]
 ] = {
     "data_parallel": _data_parallel,
     "stripe": _stripe,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_marlin.backends import launcher
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from support import drawn_arrays, epilogues, format_cases
@@ -21,7 +21,7 @@ class Case:
         offset: Elements before each array's first in its buffer.
     """
 
-    plan: Plan | DensePlan
+    plan: Plan | DequantizePlan
     offset: int = 0
 
     @property
@@ -35,7 +35,7 @@ class Case:
         problem = self.plan.problem
         if (problem.mode, problem.bits) == ("affine", 4):
             return drawn_arrays.arrays(problem, seed=7)
-        back = isinstance(self.plan, DensePlan) and not self.plan.transposed
+        back = isinstance(self.plan, DequantizePlan) and not self.plan.transposed
         inner = problem.n if back else problem.k
         x = format_cases.activations(problem.m, inner, dtype=problem.dtype, seed=7)
         return x, drawn_arrays.weight_of(problem, seed=9).native
@@ -65,6 +65,6 @@ class Case:
         return y
 
     def _product(self) -> launcher.Product:
-        if isinstance(self.plan, DensePlan):
-            return launcher.dense_product(self.plan)
+        if isinstance(self.plan, DequantizePlan):
+            return launcher.dequantized_product(self.plan)
         return launcher.product(self.plan)

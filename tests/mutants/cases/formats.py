@@ -1,6 +1,6 @@
 """Products with weights of every format on which a planted bug must show."""
 
-from mlx_marlin.planning.dense_plan import DensePlan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mutants.cases.case import Case
 from mutants.cases.plans import in_two_slices, problem_of, whole_tiles
 
@@ -123,7 +123,7 @@ FORMAT_CASES = {
         )
     ),
     GLOBAL_DENSE: Case(
-        plan=DensePlan(
+        plan=DequantizePlan(
             problem=problem_of(
                 5, 45, 12, 16, "float32", "marlin", mode="nvfp4", global_scale=True
             ),
@@ -151,12 +151,12 @@ FORMAT_CASES = {
         )
     ),
     DENSE: Case(
-        plan=DensePlan(
+        plan=DequantizePlan(
             problem=problem_of(5, 70, 3, 64, "float32", "mlx", bits=3), chunk=32
         )
     ),
     DENSE_BACK: Case(
-        plan=DensePlan(
+        plan=DequantizePlan(
             problem=problem_of(5, 45, 12, 16, "float32", "marlin", mode="nvfp4"),
             transposed=False,
             chunk=64,

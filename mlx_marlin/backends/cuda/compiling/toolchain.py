@@ -65,7 +65,7 @@ def here() -> Toolchain | None:
     Raises:
         UnavailableError: If something is missing.
     """
-    device = detection.here()
+    device = detection.detect_device()
     if device is None:
         return None
     import mlx.core as mx

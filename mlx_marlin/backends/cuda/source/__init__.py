@@ -58,7 +58,7 @@ def routing_source(body: str) -> Source:
     )
 
 
-def of_dense(problem: Problem) -> Source:
+def of_dequantize(problem: Problem) -> Source:
     """Returns the source of the kernel that decodes a block of a weight."""
     header = _included("cuda/dequantize_decls.cuh")
     return _of_cuda("dequantize", header, OPERANDS[1:], NUMBERS[:1], problem)

@@ -93,10 +93,12 @@ def _check_sizes(facts: Facts, config: Config) -> None:
             f"blk.0.{stem}.weight",
             (count * width, None),
         )
-    (_check_experts if "num_experts_per_tok" in config else _check_dense)(facts, config)
+    (_check_experts if "num_experts_per_tok" in config else _check_dequantized)(
+        facts, config
+    )
 
 
-def _check_dense(facts: Facts, config: Config) -> None:
+def _check_dequantized(facts: Facts, config: Config) -> None:
     fused = 2 if config["model_type"] == "phi3" else 1
     rows = fused * config["intermediate_size"]
     facts.check_size("feed_forward_length", "blk.0.ffn_up.weight", (rows, None))

@@ -18,7 +18,7 @@ MOST_TEMPORARY = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DensePlan:
+class DequantizePlan:
     """A product computed as a dense one: the weight is decoded once, then multiplied.
 
     Used for so many rows that decoding the weight once per tile of rows costs more, and
@@ -102,14 +102,14 @@ class DensePlan:
         )
 
 
-def dense_plan(problem: Problem, *, transposed: bool = True) -> DensePlan:
-    """Returns the dense plan of a problem with the fewest chunks within the limit."""
+def dequantize_plan(problem: Problem, *, transposed: bool = True) -> DequantizePlan:
+    """Returns the plan of a problem that has the fewest chunks within the limit."""
     side = TILE_N if transposed else TILE_K
     columns, length = problem.n, problem.k
     if not transposed:
         columns, length = length, problem.batch * columns
     most = MOST_TEMPORARY // (length * DTYPE_BYTES[problem.dtype]) // side * side
     whole = -(-columns // side) * side
-    return DensePlan(
+    return DequantizePlan(
         problem=problem, transposed=transposed, chunk=min(max(most, side), whole)
     )

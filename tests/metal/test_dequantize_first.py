@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends import arguments, devices, launcher, planner
-from mlx_marlin.backends.metal import dense
-from mlx_marlin.backends.metal.dense import LEAST_ROWS, dense_seconds
+from mlx_marlin.backends.metal import dequantize
+from mlx_marlin.backends.metal.dequantize import LEAST_ROWS, dequantize_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.handover import stock_seconds
 from mlx_marlin.backends.metal.stock.margin import margin_over_stock
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import repacking
@@ -30,7 +30,7 @@ Choose = Callable[[str | None], None]
 
 
 @st.composite
-def dense_plans(draw: st.DrawFn) -> DensePlan:
+def dequantize_plans(draw: st.DrawFn) -> DequantizePlan:
     """Draws plans of any format, both ways, in one chunk or several."""
     problem = draw(
         strategies.problems(
@@ -40,10 +40,10 @@ def dense_plans(draw: st.DrawFn) -> DensePlan:
     transposed = draw(st.booleans())
     side = 32 if transposed else 64
     chunk = side * draw(st.integers(1, 4))
-    return DensePlan(problem=problem, transposed=transposed, chunk=chunk)
+    return DequantizePlan(problem=problem, transposed=transposed, chunk=chunk)
 
 
-def operands(plan: DensePlan, *, seed: int) -> tuple[mx.array, Weight]:
+def operands(plan: DequantizePlan, *, seed: int) -> tuple[mx.array, Weight]:
     """Makes activations and a weight for a plan."""
     problem = plan.problem
     inner = problem.k if plan.transposed else problem.n
@@ -68,20 +68,22 @@ def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> 
 
 
 @emulator_only
-@drawn(10, 40, plan=dense_plans(), seed=st.integers(0, 2**16))
-def test_a_product_with_a_decoded_weight_is_right(plan: DensePlan, seed: int) -> None:
+@drawn(10, 40, plan=dequantize_plans(), seed=st.integers(0, 2**16))
+def test_a_product_with_a_decoded_weight_is_right(
+    plan: DequantizePlan, seed: int
+) -> None:
     x, weight = operands(plan, seed=seed)
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
-    y = launcher.dense_product(plan)(x, *arguments)
+    y = launcher.dequantized_product(plan)(x, *arguments)
 
     assert y.dtype == x.dtype
     assert_close(y, x, weight, plan.transposed)
 
 
 @emulator_only
-@drawn(5, 20, plan=dense_plans(), seed=st.integers(0, 2**16))
-def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
+@drawn(5, 20, plan=dequantize_plans(), seed=st.integers(0, 2**16))
+def test_a_decoded_weight_is_rounded_once(plan: DequantizePlan, seed: int) -> None:
     weight = drawn_arrays.weight_of(plan.problem, seed=seed)
     dtype = plan.problem.dtype
     arguments = format_cases.arguments(weight, plan.problem.layout)
@@ -96,7 +98,7 @@ def test_a_decoded_weight_is_rounded_once(plan: DensePlan, seed: int) -> None:
     assert np.all(off <= sums + rounding + oracles.SMALLEST[dtype])
 
 
-def blanks(plan: DensePlan) -> list[mx.array]:
+def blanks(plan: DequantizePlan) -> list[mx.array]:
     """Makes a product's arguments, never evaluated."""
     x, weight = operands(plan, seed=0)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,16 +107,16 @@ def blanks(plan: DensePlan) -> list[mx.array]:
 
 
 @pytest.mark.usefixtures("metal")
-@given(plan=dense_plans())
+@given(plan=dequantize_plans())
 @settings(max_examples=40)
-def test_mlx_records_one_decoding_for_each_chunk(plan: DensePlan) -> None:
+def test_mlx_records_one_decoding_for_each_chunk(plan: DequantizePlan) -> None:
     calls: list[Any] = []
 
     def collect(record: dict[str, Any]) -> None:
         if record.get("name") == "CustomKernel":
             calls.append(record)
 
-    mx.export_function(collect, launcher.dense_product(plan), *blanks(plan))
+    mx.export_function(collect, launcher.dequantized_product(plan), *blanks(plan))
 
     problem = plan.problem
     shapes = [call["outputs"][0][1] for call in calls]
@@ -135,15 +137,15 @@ def test_the_memory_for_decoded_weights_is_bounded(
     monkeypatch: pytest.MonkeyPatch, kernels: None
 ) -> None:
     most = 48 * 64 * 2
-    monkeypatch.setitem(dense_plan.__globals__, "MOST_TEMPORARY", most)
-    made: list[DensePlan] = []
-    original = launcher.dense_product
+    monkeypatch.setitem(dequantize_plan.__globals__, "MOST_TEMPORARY", most)
+    made: list[DequantizePlan] = []
+    original = launcher.dequantized_product
 
-    def recording(plan: DensePlan) -> launcher.Product:
+    def recording(plan: DequantizePlan) -> launcher.Product:
         made.append(plan)
         return original(plan)
 
-    monkeypatch.setattr(launcher, "dense_product", recording)
+    monkeypatch.setattr(launcher, "dequantized_product", recording)
     weight = format_cases.any_weight("affine", 3, 64, 48, 192, dtype="float16", seed=1)
     x = format_cases.activations(5, 48, dtype="float16", seed=2)
     packed = mlx_marlin.pack(*weight.native, **weight.options)
@@ -176,11 +178,11 @@ def test_it_is_chosen_where_the_model_sees_nothing_faster(
         most = ours
         if layout == "mlx":  # stock MLX could serve it, and ours have to be faster
             most = min(ours, stock) / margin_over_stock(problem, here)
-        expected = m >= LEAST_ROWS and dense_seconds(problem, here) < most
+        expected = m >= LEAST_ROWS and dequantize_seconds(problem, here) < most
 
-        found = planner.choose_dense(problem, here)
+        found = planner.choose_dequantize(problem, here)
 
-        assert found == (dense_plan(problem) if expected else None)
+        assert found == (dequantize_plan(problem) if expected else None)
         chosen.add(expected)
     assert False in chosen
 
@@ -202,18 +204,18 @@ def test_matrix_units_and_many_rows_decide(
 ) -> None:
     problem = asked(layout, m, 4096, 4096)
 
-    assert bool(planner.choose_dense(problem, Device.named(chip))) == expected
+    assert bool(planner.choose_dequantize(problem, Device.named(chip))) == expected
 
 
 def test_decoding_and_multiplying_are_two_levels_of_a_chain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem, chip = Problem(m=512, n=4096, k=4096), Device.named("M3 Max")
-    monkeypatch.setattr(dense, "level_seconds", lambda _: 0.0)
-    without = dense_seconds(problem, chip)
-    monkeypatch.setattr(dense, "level_seconds", lambda _: 1.0)
+    monkeypatch.setattr(dequantize, "level_seconds", lambda _: 0.0)
+    without = dequantize_seconds(problem, chip)
+    monkeypatch.setattr(dequantize, "level_seconds", lambda _: 1.0)
 
-    assert dense_seconds(problem, chip) - without == pytest.approx(2.0)
+    assert dequantize_seconds(problem, chip) - without == pytest.approx(2.0)
 
 
 @given(
@@ -225,23 +227,25 @@ def test_decoding_and_multiplying_are_two_levels_of_a_chain(
 def test_what_it_cannot_do_it_is_not_chosen_for(problem: Problem, chip: Device) -> None:
     fused = replace(problem, epilogue=Epilogue(bias=True))
 
-    assert planner.choose_dense(fused, chip) is None
-    assert planner.choose_dense(replace(problem, invariant=True), chip) is None
+    assert planner.choose_dequantize(fused, chip) is None
+    assert planner.choose_dequantize(replace(problem, invariant=True), chip) is None
     few = replace(problem, m=min(problem.m, LEAST_ROWS - 1))
-    assert planner.choose_dense(few, chip) is None
-    assert dense_seconds(problem, chip) > problem.bytes / (chip.bandwidth_gbs * 1e9)
+    assert planner.choose_dequantize(few, chip) is None
+    assert dequantize_seconds(problem, chip) > problem.bytes / (
+        chip.bandwidth_gbs * 1e9
+    )
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DensePlan]:
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DequantizePlan]:
     """Lists the plans that are built for decoded weights."""
-    plans: list[DensePlan] = []
+    plans: list[DequantizePlan] = []
 
-    def product(plan: DensePlan) -> launcher.Product:
+    def product(plan: DequantizePlan) -> launcher.Product:
         plans.append(plan)
         return lambda x, *_: mx.zeros((x.shape[0], plan.columns), x.dtype)
 
-    monkeypatch.setattr(launcher, "dense_product", product)
+    monkeypatch.setattr(launcher, "dequantized_product", product)
     return plans
 
 
@@ -262,7 +266,7 @@ def large(rows: int) -> tuple[mx.array, tuple[mx.array, ...]]:
 def test_on_a_mac_many_rows_are_multiplied_by_decoded_weights(
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
-    decoded: list[DensePlan],
+    decoded: list[DequantizePlan],
     rows: int,
 ) -> None:
     pretend_a_mac(backend, monkeypatch)
@@ -279,7 +283,7 @@ def test_on_a_mac_many_rows_are_multiplied_by_decoded_weights(
 def test_who_forces_a_back_end_sees_our_kernels_run(
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
-    decoded: list[DensePlan],
+    decoded: list[DequantizePlan],
     name: str,
 ) -> None:
     pretend_a_mac(backend, monkeypatch)
@@ -294,7 +298,7 @@ def test_who_forces_a_back_end_sees_our_kernels_run(
 
 @pytest.mark.parametrize("transpose", [True, False])
 def test_a_packed_weight_goes_both_ways_without_stock(
-    backend: Choose, decoded: list[DensePlan], transpose: bool
+    backend: Choose, decoded: list[DequantizePlan], transpose: bool
 ) -> None:
     backend("emulator")
     weight = format_cases.any_weight("affine", 4, 64, 48, 128, dtype="float16", seed=1)

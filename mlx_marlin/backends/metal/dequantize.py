@@ -1,4 +1,4 @@
-"""Prediction and choice of dense plans: decode the weight once, then `mx.matmul`."""
+"""Prediction and choice of plans that decode the weight first, then `mx.matmul`."""
 
 from mlx_marlin.backends.metal.cost import (
     SCHEDULERS_PER_CORE,
@@ -7,20 +7,20 @@ from mlx_marlin.backends.metal.cost import (
     rates_of,
 )
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.planning.dense_plan import DensePlan, dense_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
 LEAST_ROWS = 65
-"""Fewest rows of a dense plan; for fewer the kernels decode the weight once anyway."""
+"""Fewest rows of such a plan; for fewer the kernels decode the weight once anyway."""
 EFFICIENCY = 0.9
 """Share of the matrix rate that `mx.matmul` reaches. With it the model gives the 9 %
 over the quantized product that were reported for an M4 Max."""
 
 
-def dense_seconds(problem: Problem, device: Device) -> float:
+def dequantize_seconds(problem: Problem, device: Device) -> float:
     """Returns the predicted seconds of decoding the weight and multiplying it.
 
     These are two dispatches, the second of which waits for the first.
@@ -42,10 +42,10 @@ def _arithmetic(problem: Problem, device: Device) -> float:
     return slots / (SCHEDULERS_PER_CORE * device.clocks * EFFICIENCY)
 
 
-def dense_if_faster(
+def dequantize_if_faster(
     problem: Problem, device: Device, others: float
-) -> DensePlan | None:
-    """Returns the dense plan if it is predicted to take less than `others`, else None.
+) -> DequantizePlan | None:
+    """Returns such a plan if it is predicted to take less than `others`, else None.
 
     Args:
         problem: The product to compute.
@@ -55,6 +55,6 @@ def dense_if_faster(
     plain = problem.epilogue == PLAIN and problem.batch == 1
     if problem.m < LEAST_ROWS or not plain or problem.invariant:
         return None
-    if dense_seconds(problem, device) >= others:
+    if dequantize_seconds(problem, device) >= others:
         return None
-    return dense_plan(problem)
+    return dequantize_plan(problem)
