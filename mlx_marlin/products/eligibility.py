@@ -102,10 +102,13 @@ def target() -> PlanningDevice:
     """
     backend = selection.active()
     here: PlanningDevice = devices.current(backend.name)
-    if here.backend != backend.name:
+    if here.backend == backend.name:
+        return here
+    wish = os.environ.get(devices.ENVIRONMENT)
+    if wish:
         raise ValueError(
-            f"{devices.ENVIRONMENT}={os.environ.get(devices.ENVIRONMENT)!r}: expected "
-            f"{backend.traits.device_noun}, because our kernels run on "
-            f"{selection.backend()}"
+            f"{devices.ENVIRONMENT}={wish!r}: expected {backend.traits.device_noun}, "
+            f"because our kernels run on {selection.backend()}"
         )
-    return here
+    default: PlanningDevice = backend.traits.default_device
+    return default

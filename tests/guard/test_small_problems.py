@@ -81,7 +81,7 @@ def assert_same_variants(plan: AnyPlan) -> AnyPlan:
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_every_instance_has_a_small_problem(dtype: str) -> None:
-    for variant in instances.variants(dtype=dtype, bits=4):
+    for variant in instances.variants(dtype=dtype, bits=4, experiments=True):
         small = assert_same_variants(variant.plan)
         assert bytes_of(small) < MOST_BYTES
 

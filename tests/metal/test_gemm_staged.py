@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import planner, selection
-from mlx_marlin.backends.metal.staging import barriers
+from mlx_marlin.backends.metal.experiments.staging import barriers
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

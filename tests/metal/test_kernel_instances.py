@@ -59,7 +59,12 @@ def test_every_variant_is_one_that_some_plan_asks_for(dtype: str, layout: str) -
     listed = {
         (each.name, each.template)
         for each in mlx_marlin.variants(
-            mode="affine", bits=4, group_size=64, dtype=dtype, layout=layout
+            mode="affine",
+            bits=4,
+            group_size=64,
+            dtype=dtype,
+            layout=layout,
+            experiments=True,
         )
     }
 
@@ -80,6 +85,13 @@ def test_formats_have_instances_of_their_own() -> None:
         for (mode, bits), known in FORMATS.items()
         for layout in known.layouts
     }
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_experiments_are_listed_on_request(asked: bool) -> None:
+    listed = mlx_marlin.variants(mode="mxfp4", dtype="float16", experiments=asked)
+
+    assert ("gemm_staged" in {each.plan.kernel for each in listed}) == asked
 
 
 def test_a_wish_narrows_the_list() -> None:

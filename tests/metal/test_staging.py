@@ -1,7 +1,8 @@
 """Stages of `gemm_staged`: budgets, the order of loads, the plans that have them."""
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experiments.staging import (
+    BUFFERS,
+    barriers,
+    buffer_bytes,
+)
 from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.staging import BUFFERS, barriers, buffer_bytes, phases
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import Problem
@@ -78,6 +83,38 @@ def test_what_a_k_tile_reads_from_device_memory() -> None:
 
     assert weight.code_bytes == 1024
     assert weight.activation_bytes + weight.code_bytes + scales == 5248
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """The work between two barriers.
+
+    Attributes:
+        loads: Stages that are loaded.
+        multiplies: The stage that is multiplied, or None.
+    """
+
+    loads: tuple[int, ...] = ()
+    multiplies: int | None = None
+
+
+def phases(stages: int, buffers: int) -> Iterator[Phase]:
+    """Yields the phases of a split; a barrier ends each of them.
+
+    Args:
+        stages: Stages of the split, at least 1.
+        buffers: Number of buffers in threadgroup memory.
+    """
+    ahead = buffers - 1
+    if ahead:
+        yield Phase(loads=tuple(range(min(ahead, stages))))
+    for stage in range(stages):
+        loads = (stage + ahead,) if stage + ahead < stages else ()
+        if ahead:
+            yield Phase(loads=loads, multiplies=stage)
+        else:
+            yield Phase(loads=loads)
+            yield Phase(multiplies=stage)
 
 
 @given(STAGES, ANY_BUFFERS)

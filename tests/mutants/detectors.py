@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin import emulator
-from mlx_marlin.backends.metal.staging import barriers
+from mlx_marlin.backends.metal.experiments.staging import barriers
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experiments.staging import BUFFERS
 from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.staging import BUFFERS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array

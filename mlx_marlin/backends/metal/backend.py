@@ -156,7 +156,9 @@ class MetalBackend:
         There are some if several simdgroups of the chosen plan decode the same weights,
         and `gemm_staged` is not predicted to be much slower.
         """
-        return choice.experiments(problem, device)
+        from mlx_marlin.backends.metal.experiments import tuned
+
+        return tuned.experiments(problem, device)
 
     def find_device(self, name: str, cores: int | None) -> Device:
         """Returns a chip by its name.

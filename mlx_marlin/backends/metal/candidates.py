@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
@@ -17,7 +18,6 @@ from mlx_marlin.backends.metal.limits import (
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
-from mlx_marlin.backends.metal.staging import buffer_bytes
 from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.work import (

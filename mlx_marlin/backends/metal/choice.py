@@ -1,4 +1,4 @@
-"""The choice among plans: which are offered, their order, and a tuner's experiments."""
+"""The choice among plans: which are offered, and their order."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -10,8 +10,7 @@ from mlx_marlin.backends.metal.limits import KERNELS, TENSOR_KERNEL
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.tensor_gates import is_candidate
 from mlx_marlin.planning import search
-from mlx_marlin.planning.overrides import STAGED, PlanOverrides
-from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import BestSoFar, Option
@@ -20,8 +19,6 @@ from mlx_marlin.planning.work import STRATEGIES, Work
 TENSOR_MARGIN = 1 + search.MODEL_ERROR
 """Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such
 kernels did not always hold in a chain."""
-EXPERIMENT_CUTOFF = 1.25
-"""The tuner tries plans up to this many times the chosen plan's predicted time."""
 
 
 def options(
@@ -61,24 +58,6 @@ def best(problem: Problem, device: Device, overrides: PlanOverrides) -> MetalPla
     found = search.best(partial(options, problem, device, overrides))
     assert isinstance(found, MetalPlan)
     return found
-
-
-def experiments(problem: Problem, device: Device) -> list[Plan]:
-    """Returns plans of `gemm_staged` for a tuner, as `Backend.experiments`."""
-    chosen = best(problem, device, PlanOverrides())
-    whole = problem.invariant or problem.epilogue.gated
-    if chosen.simdgroups_m == 1 or whole or problem.batch > 1:
-        return []
-    limit = EXPERIMENT_CUTOFF * cost.predict(chosen, device).seconds
-    plans: list[Plan] = []
-    for buffers, loaders in STAGED:
-        overrides = PlanOverrides(
-            kernel="gemm_staged", buffers=buffers, loaders=loaders
-        )
-        staged = best(problem, device, overrides)
-        if cost.predict(staged, device).seconds <= limit:
-            plans.append(staged)
-    return plans
 
 
 def kernel_overrides(

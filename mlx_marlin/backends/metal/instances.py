@@ -65,6 +65,7 @@ def variants(
     group_size: int | None = None,
     dtype: str | None = None,
     layout: str | None = None,
+    experiments: bool = False,
 ) -> Iterator[Variant]:
     """Yields every kernel instance of products once, for all or for given formats.
 
@@ -74,6 +75,7 @@ def variants(
         group_size: Only groups of this size; 0 is a whole row.
         dtype: Only activations of this dtype.
         layout: Only weights in this layout, "mlx" or "marlin".
+        experiments: Whether those of `gemm_staged` are among them.
     """
     filters = (mode, bits, group_size, dtype, layout)
     for format, x_dtype in product(FORMATS.values(), DTYPE_BYTES):
@@ -82,7 +84,9 @@ def variants(
                 values = (format.mode, format.bits, size, x_dtype, stored)
                 pairs = zip(filters, values, strict=True)
                 if all(filter_ in (None, value) for filter_, value in pairs):
-                    yield from _of_format(format, size, x_dtype, stored)
+                    for variant in _of_format(format, size, x_dtype, stored):
+                        if experiments or variant.plan.kernel != "gemm_staged":
+                            yield variant
 
 
 def _of_format(

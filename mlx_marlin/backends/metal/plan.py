@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mlx_marlin.backends.metal.experiments.staging import BUFFERS, buffer_bytes
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
@@ -14,7 +15,6 @@ from mlx_marlin.backends.metal.limits import (
     TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
 )
-from mlx_marlin.backends.metal.staging import BUFFERS, buffer_bytes
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k

@@ -26,7 +26,6 @@ from mlx_marlin.backends.metal.cost.rates import (
     slots_per_second,
 )
 from mlx_marlin.backends.metal.cost.residency import resident_threadgroups
-from mlx_marlin.backends.metal.cost.staged import staged_slots_and_bytes
 from mlx_marlin.backends.metal.cost.tensor import tensor_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -75,6 +74,10 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
     loop = loop_of_plan(plan, device)
     slots, lane_bytes = loop.slots, loop.lane_bytes
     if plan.buffers:
+        from mlx_marlin.backends.metal.experiments.staged_cost import (
+            staged_slots_and_bytes,
+        )
+
         slots, lane_bytes = staged_slots_and_bytes(plan, device)
     return Prediction(
         memory=memory_seconds(loop.bytes + plan.workspace_traffic, device),

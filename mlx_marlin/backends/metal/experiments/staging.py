@@ -15,24 +15,8 @@ barrier between them. For three buffers:
 `shaders/lib/gemm_staged.metal` uses the same names.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 BUFFERS = (1, 2, 3)
 """Supported numbers of buffers; four of 64 x 64 x 32 halves would fill the memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """The work between two barriers.
-
-    Attributes:
-        loads: Stages that are loaded.
-        multiplies: The stage that is multiplied, or None.
-    """
-
-    loads: tuple[int, ...] = ()
-    multiplies: int | None = None
 
 
 def buffer_bytes(m: int, n: int, k: int, element: int) -> int:
@@ -48,24 +32,10 @@ def buffer_bytes(m: int, n: int, k: int, element: int) -> int:
 
 
 def barriers(stages: int, buffers: int) -> int:
-    """Returns the number of phases of `phases`, each of which ends with a barrier."""
-    return stages * (2 if buffers == 1 else 1) + (buffers > 1)
-
-
-def phases(stages: int, buffers: int) -> Iterator[Phase]:
-    """Yields the phases of a split; a barrier ends each of them.
+    """Returns the number of phases of a split, each of which ends with a barrier.
 
     Args:
         stages: Stages of the split, at least 1.
         buffers: Number of buffers in threadgroup memory.
     """
-    ahead = buffers - 1
-    if ahead:
-        yield Phase(loads=tuple(range(min(ahead, stages))))
-    for stage in range(stages):
-        loads = (stage + ahead,) if stage + ahead < stages else ()
-        if ahead:
-            yield Phase(loads=loads, multiplies=stage)
-        else:
-            yield Phase(loads=loads)
-            yield Phase(multiplies=stage)
+    return stages * (2 if buffers == 1 else 1) + (buffers > 1)

@@ -16,8 +16,8 @@ from mlx_marlin.backends.metal.cost.main_loop import (
 )
 from mlx_marlin.backends.metal.cost.rates import rates_of
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experiments.staging import barriers
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.staging import barriers
 from mlx_marlin.planning.work.tiles import FRAGMENT, step_k
 from mlx_marlin.weights.formats import TILE_K, TILE_N
 
