@@ -16,11 +16,12 @@ from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.candidates import MAX_SIMDGROUPS_M, SIMDGROUPS_K
+from mlx_marlin.backends.metal.candidates import SIMDGROUPS_K
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
+    MAX_SIMDGROUPS_M,
     NORM_ROWS,
     TENSOR_FRAGMENTS_M,
 )
