@@ -1,30 +1,26 @@
 """Layers whose parameters stock MLX cannot read, and the errors for such uses."""
 
-import sys
-from types import FrameType
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_marlin import state
 from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
+from mlx_marlin.layers.refused_uses import RefusingModule
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 256
 """Calls that a layer remembers."""
-SHARDING = "mlx.nn.layers.distributed"
-"""MLX's module that shards layers."""
 FIXED = frozenset(
     ("bits", "group_size", "mode", "layout", "index", "shared", "_n", "_k")
 ) | {"input_dims", "output_dims", "num_embeddings", "dims"}
 """Attributes by which a layer reads its packed or joined parameters."""
 
 
-class GuardedParameters(nn.Module):
+class GuardedParameters(RefusingModule):
     """A layer whose parameters may be packed, or shared with other layers.
 
     Such parameters have no counterpart in stock MLX. It is an error to save, shard or
@@ -105,28 +101,10 @@ class GuardedParameters(nn.Module):
         """Returns how the parameters differ from MLX's own, or None."""
         return "packed (layout='marlin')" if self.layout == "marlin" else None
 
-    # MLX collects the parameters of a model from the items of its modules. Only the
-    # callers on the stack tell whether it saves or evaluates them.
-    def items(self) -> Any:
-        """Returns the entries of the module, unless MLX would save or shard them.
-
-        Raises:
-            ValueError: If `save_weights`, `mlx_lm.utils.save_model` or a function of
-                `mlx.nn.layers.distributed` reads parameters that MLX does not have.
-        """
-        self.refuse_use(sys._getframe(1))
-        return super().items()
-
-    def refuse_use(self, frame: FrameType | None) -> None:
-        """Raises a ValueError if a caller saves or shards parameters MLX does not have.
-
-        Args:
-            frame: The frame that reads the parameters.
-        """
+    def why_not(self, use: str) -> str | None:
+        """Returns why the layer is not saved or sharded, or None."""
         stored = self.stored()
-        use = None if stored is None else _refused_use(frame)
-        if use is not None:
-            raise ValueError(f"{type(self).__name__} is {stored}: {use}")
+        return None if stored is None else f"{type(self).__name__} is {stored}: {use}"
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.layout == "marlin" and all(parameter in self for parameter in PACKED):
@@ -240,32 +218,3 @@ class _Layers(WeakValueDictionary[int, GuardedParameters]):
 
 
 _remembering = state.register(_Layers())
-
-
-def is_sharding(frame: FrameType | None) -> bool:
-    """Returns whether a function of `mlx.nn.layers.distributed` is on the stack."""
-    while frame is not None:
-        if frame.f_globals.get("__name__") == SHARDING:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _refused_use(frame: FrameType | None) -> str | None:
-    """Returns the error for what a caller does with the parameters, or None."""
-    while frame is not None:
-        code, module = frame.f_code, frame.f_globals.get("__name__")
-        if code is nn.Module.save_weights.__code__ or (
-            module == "mlx_lm.utils" and code.co_name == "save_model"
-        ):
-            return (
-                "stock MLX cannot load such parameters; call "
-                "mlx_marlin.restore(model) before saving"
-            )
-        if module == SHARDING:
-            return (
-                "it cannot be sharded; shard the model before "
-                "mlx_marlin.optimize(model), or call mlx_marlin.restore(model) first"
-            )
-        frame = frame.f_back
-    return None

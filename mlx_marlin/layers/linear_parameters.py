@@ -1,6 +1,5 @@
 """The parameters of a quantized linear layer, in MLX's layout or packed."""
 
-import sys
 from typing import NoReturn
 
 import mlx.core as mx
@@ -70,14 +69,9 @@ class LinearParameters(GuardedParameters):
         """Returns codes, scales and biases, or None for biases, in MLX's layout.
 
         A global scale is not among them.
-
-        Raises:
-            ValueError: If a function of `mlx.nn.layers.distributed`, or one that saves
-                models, reads packed parameters, which it has no format for.
         """
         packed = self.packed
         if packed is not None:
-            self.refuse_use(sys._getframe(1))
             words, scales, *biases = unpack(packed)
             return words, scales, biases[0] if biases else None
         # While MLX builds the layer, the arrays are missing, like other attributes.

@@ -1,16 +1,13 @@
 """`ReorderedLinear`, a layer whose columns are not in the order of x."""
 
-import sys
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.guarded_parameters import is_sharding
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.refused_uses import SHARDED, RefusingModule
 
 
-class ReorderedLinear(nn.Module):
+class ReorderedLinear(RefusingModule):
     """A linear layer that gathers the features of x before its product.
 
     GPTQ with act-order quantizes the columns of a weight in the order of their
@@ -44,24 +41,12 @@ class ReorderedLinear(nn.Module):
         y: mx.array = self.linear(mx.take(x, self["input_order"], axis=-1))
         return y
 
-    def items(self) -> Any:
-        """Returns the entries of the module.
-
-        Raises:
-            ValueError: If a function of `mlx.nn.layers.distributed` reads them.
-        """
-        self._refuse_sharding()
-        return super().items()
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            self._refuse_sharding()
-        return super().__getattr__(name)
-
-    def _refuse_sharding(self) -> None:
-        if is_sharding(sys._getframe(2)):
-            raise ValueError(
-                "ReorderedLinear cannot be sharded, because its columns are in another "
-                "order than the features of x: use a checkpoint without act-order, or "
-                "one machine"
-            )
+    def why_not(self, use: str) -> str | None:
+        """Returns why the layer is not sharded; it may be saved."""
+        if use != SHARDED:
+            return None
+        return (
+            "ReorderedLinear cannot be sharded, because its columns are in another "
+            "order than the features of x: use a checkpoint without act-order, or "
+            "one machine"
+        )

@@ -1,14 +1,15 @@
 """Parameters that stock MLX does not have are not saved, sharded or overwritten."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.nn.layers.distributed
 import mlx_lm.utils
 import pytest
 from mlx.nn.layers.distributed import FullyShardedModule, shard_inplace, shard_linear
@@ -308,9 +309,9 @@ def test_a_packed_layer_is_not_sharded_alone(make: Callable[[], nn.Module]) -> N
 SHARD = pytest.mark.parametrize(
     "shard",
     [
-        partial(shard_linear, sharding="all-to-sharded"),
-        partial(shard_linear, sharding="sharded-to-all"),
-        partial(shard_inplace, sharding="all-to-sharded"),
+        lambda layer: shard_linear(layer, "all-to-sharded"),
+        lambda layer: shard_linear(layer, sharding="sharded-to-all"),
+        lambda layer: shard_inplace(module=layer, sharding="all-to-sharded"),
         FullyShardedModule,
     ],
     ids=["rows", "columns", "in place", "fully"],
@@ -352,6 +353,18 @@ def test_columns_in_another_order_are_not_sharded(
 
     assert not hasattr(layer, "weight")
     assert mx.array_equal(layer(mx.ones((1, K))), expected)
+
+
+def test_functions_are_wrapped_once_also_where_they_were_imported() -> None:
+    linear()
+    before = nn.Module.save_weights, shard_linear, mlx_lm.utils.save_model
+
+    linear()
+
+    assert before == (nn.Module.save_weights, shard_linear, mlx_lm.utils.save_model)
+    assert shard_linear is mlx.nn.layers.distributed.shard_linear
+    assert not hasattr(inspect.unwrap(shard_linear), "__wrapped__")
+    assert inspect.unwrap(shard_linear) is shard_linear.__wrapped__
 
 
 @pytest.mark.parametrize("keys", ["scales", ["scales", "biases"], ["bias", "weight"]])
