@@ -20,7 +20,7 @@ from mlx_marlin.lm.module_tree import (
     named_layers,
     pattern,
 )
-from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.lm.tuned_models.settings import name_of
 from mlx_marlin.planning.choice import aligned
 
@@ -82,17 +82,25 @@ class DryRun:
     """What `optimize` does with a model. `str` returns a table.
 
     Attributes:
+        recipe: The options, and where each is from.
         layers: Each layer that has a weight to multiply by, in the model's order.
         float16: What `compute="float16"` converts; None without it.
-        tuned: The settings that `mlx-marlin tune` found for the model and that are
-            used, with the measured speed; None if there are none.
         blocks: Each decoder block, if blocks are to be traced.
     """
 
+    recipe: Recipe
     layers: tuple[LayerOutcome, ...]
     float16: Float16Outcome | None = None
-    tuned: str | None = None
     blocks: tuple[BlockOutcome, ...] = ()
+
+    @property
+    def tuned(self) -> str | None:
+        """The settings that `mlx-marlin tune` found for the model and that are used.
+
+        With the measured speed; None if there are none.
+        """
+        tuned = self.recipe.tuned
+        return tuned and f"{name_of(tuned.settings)}: {tuned.reason}"
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -107,8 +115,8 @@ class DryRun:
     def __str__(self) -> str:
         """Returns a table in which equal layers at corresponding paths are one line.
 
-        Blocks to be traced are a table of their own. Tuned settings that are used are
-        the last line.
+        The options are a table before it, and blocks to be traced one after it. Tuned
+        settings that are used are the last line.
         """
         layers = [
             (each.name, each.layer, each.action, each.layout, each.reason)
@@ -119,6 +127,7 @@ class DryRun:
         ]
         tuned = f"tuned settings, {self.tuned}" if self.tuned else None
         parts = (
+            self.recipe,
             _table(HEADS, layers),
             blocks and _table(BLOCK_HEADS, blocks),
             self.float16,
@@ -141,32 +150,31 @@ def _table(heads: Sequence[str], outcomes: Sequence[tuple[Any, ...]]) -> str:
 
 def dry_run(
     model: nn.Module,
-    conversion: LayerConversion,
+    recipe: Recipe,
     float16: Float16Outcome | None = None,
-    tuned: TunedModel | None = None,
     tracing: Any = None,
 ) -> DryRun:
-    """Returns what a conversion does with each layer of a model. Changes nothing.
+    """Returns what a recipe does with each layer of a model. Changes nothing.
 
     Args:
         model: The model.
-        conversion: The conversion.
+        recipe: The recipe.
         float16: What `compute="float16"` converts.
-        tuned: The tuned result that is used, if there is one.
-        tracing: The module that traces blocks, if they are to be traced.
+        tracing: The module that traces blocks; None if there are none.
     """
+    conversion, tuned = recipe.conversion, recipe.tuned
     # Whether a block can be traced depends on classes. Unpacked layers share arrays.
     unpacked = replace(conversion, layout="mlx")
-    stock = None if tuned is None or tuned.settings is not None else tuned.reason
+    stock = tuned.reason if tuned and recipe.is_stock else None
     layers = ((name, _whole(layer)) for name, layer in named_layers(model))
     return DryRun(
+        recipe,
         tuple(
             _outcome(name, layer, conversion, stock)
             for name, layer in layers
             if is_plain(layer) or "scales" in layer or "packed_scales" in layer
         ),
         float16,
-        f"{name_of(tuned.settings)}: {tuned.reason}" if tuned else None,
         tuple(
             BlockOutcome(name=name, block=cls, reason=reason)
             for name, cls, reason in tracing.block_outcomes(

@@ -46,11 +46,11 @@ NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear 
 class LayerConversion:
     """Conversion of single layers; the attributes are the options of `optimize`."""
 
-    layout: str | None
-    quantize: bool
-    group_size: int | Literal["channel"]
-    bits: int
-    invariant: bool
+    layout: str | None = None
+    quantize: bool = False
+    group_size: int | Literal["channel"] = 64
+    bits: int = 4
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in (None, *LAYOUTS):

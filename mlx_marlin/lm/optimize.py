@@ -1,7 +1,6 @@
 """`optimize` and `restore`: converts the layers of an mlx-lm model in place."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import mlx.nn as nn
@@ -16,13 +15,11 @@ from mlx_marlin.lm.float16 import (
     use_float16,
 )
 from mlx_marlin.lm.float16_check import check_compute
-from mlx_marlin.lm.fusions import fusions
 from mlx_marlin.lm.joining import join_layers, separate_layers
 from mlx_marlin.lm.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
     is_quantized,
-    is_tracing_faster,
     supports_experts,
     supports_heads,
 )
@@ -39,8 +36,8 @@ from mlx_marlin.lm.module_changes import (
     one_at_a_time,
 )
 from mlx_marlin.lm.module_tree import computing_layers, find_layers
+from mlx_marlin.lm.recipe import Recipe, resolve
 from mlx_marlin.lm.tracing_code import set_tracing, tracing_code
-from mlx_marlin.lm.tuned_models import lookup
 from mlx_marlin.lm.warm_up import check_rows, run_once
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -160,46 +157,19 @@ def optimize(
         invariant=invariant,
     )
     check_rows(warm_up)
-    tuned = None
-    given = (layout, join, trace, fuse, compute) != (None,) * 5
-    if not (given or quantize or invariant):
-        tuned = lookup.find(model)
-    if tuned is not None and tuned.settings is not None:
-        layout, join = tuned.settings.layout, tuned.settings.join
-        trace, fuse = tuned.settings.trace, tuned.settings.fuse
-        conversion = replace(conversion, layout=layout)
-    faster = is_tracing_faster()
-    join = faster and layout != "mlx" if join is None else join
-    asked = trace is True and tuned is None
-    trace = faster if trace is None else trace
-    fused = fusions(fuse, trace)
-    _check_layers(model, conversion)
+    recipe = resolve(
+        model, conversion, join=join, trace=trace, fuse=fuse, compute=compute
+    )
+    _check_layers(model, recipe.conversion)
     check_compute(model, compute)
-    is_left = tuned is not None and tuned.settings is None
     if dry_run:
         half = None if compute is None else outcome_of(model)
-        code = tracing_code(trace) if trace and not is_left else None
-        return _dry_run(model, conversion, half, tuned, code)
-    if is_left:
+        code = tracing_code(True) if recipe.trace else None
+        return _dry_run(model, recipe, half, code)
+    if recipe.is_stock:
         _leave_to_stock(model, progress)
-        return model
-    changes = Changes()
-    try:
-        separate_layers(model, changes)
-        if compute is not None:
-            # Its record has MLX's names, which a later change of layout does not have.
-            packed = find_layers(model, can_unpack)
-            replace_layers(packed, to_stock, progress, changes)
-            use_float16(model, changes)
-        wanted = find_layers(model, conversion.applies_to)
-        replace_layers(wanted, conversion.convert, progress, changes)
-        if join:
-            join_layers(model, changes)
-        set_tracing(model, trace, changes, fused, asked)
-        run_once(model, warm_up)
-    except BaseException:
-        changes.undo()
-        raise
+    else:
+        _convert(model, recipe, warm_up, progress)
     return model
 
 
@@ -234,6 +204,31 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         changes.undo()
         raise
     return model
+
+
+def _convert(
+    model: nn.Module, recipe: Recipe, warm_up: Sequence[int], progress: bool
+) -> None:
+    """Does what a recipe says; the model is left unchanged if an error occurs."""
+    conversion = recipe.conversion
+    is_asked = recipe.trace and "trace" in recipe.given
+    changes = Changes()
+    try:
+        separate_layers(model, changes)
+        if recipe.compute is not None:
+            # Its record has MLX's names, which a later change of layout does not have.
+            packed = find_layers(model, can_unpack)
+            replace_layers(packed, to_stock, progress, changes)
+            use_float16(model, changes)
+        wanted = find_layers(model, conversion.applies_to)
+        replace_layers(wanted, conversion.convert, progress, changes)
+        if recipe.join:
+            join_layers(model, changes)
+        set_tracing(model, recipe.trace, changes, recipe.fuse, is_asked)
+        run_once(model, warm_up)
+    except BaseException:
+        changes.undo()
+        raise
 
 
 def _leave_to_stock(model: nn.Module, progress: bool) -> None:

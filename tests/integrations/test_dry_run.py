@@ -1,15 +1,20 @@
 """`optimize(model, dry_run=True)` tells what becomes of each layer."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import pytest
 
 import mlx_marlin
+from mlx_marlin.lm import recipe
 from mlx_marlin.lm.stock_layers import keep_on_stock
 from support.models import arrays, tiny_llama, types
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "mlx_lm.md"
 pytestmark = pytest.mark.usefixtures("_stock")
 
 
@@ -97,13 +102,67 @@ def test_a_converted_model_stays_converted(join: bool) -> None:
 
 
 def test_the_table_has_a_line_for_equal_layers() -> None:
-    lines = str(mlx_marlin.optimize(tiny_llama(tied=True), dry_run=True)).splitlines()
+    told = mlx_marlin.optimize(tiny_llama(tied=True), dry_run=True)
+    lines = str(told).removeprefix(f"{told.recipe}\n").splitlines()
 
     assert lines[0].startswith("layer ")
     (line,) = (line.split() for line in lines if "down_proj" in line)
     name = "model.layers.*.mlp.down_proj"
     assert line == [name, "2", "QuantizedLinear", "converts", "mlx", "-"]
     assert len(lines) == 1 + 7 + 1
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"join": False},
+        {"layout": "marlin", "trace": True, "fuse": ("norm", "residual")},
+        {"quantize": True, "group_size": 32, "bits": 8, "invariant": True},
+    ],
+    ids=str,
+)
+def test_a_recipe_says_what_each_option_is_and_where_it_is_from(
+    given: dict[str, Any], is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "is_tracing_faster", lambda: is_faster)
+    fused = ("residual",) if is_faster else ()
+    expected: dict[str, Any] = {
+        "layout": "mlx",
+        "quantize": False,
+        "group_size": 64,
+        "bits": 4,
+        "invariant": False,
+        "join": is_faster,
+        "trace": is_faster,
+        "fuse": fused,
+        "compute": None,
+    } | given
+    expected["fuse"] = (*sorted(expected["fuse"], reverse=True),)
+
+    told = mlx_marlin.optimize(tiny_llama(), dry_run=True, **given).recipe
+
+    assert told.options == expected
+    sources = {name: told.source(name) for name in expected}
+    assert sources == dict.fromkeys(expected, "default on stock") | dict.fromkeys(
+        given, "given"
+    )
+    again = mlx_marlin.optimize(tiny_llama(), dry_run=True, **told.options).recipe
+    assert again.options == expected
+    heads, *rows = (line.split(maxsplit=2) for line in str(told).splitlines())
+    assert heads == ["option", "value", "from"]
+    assert [name for name, *_ in rows] == [*expected]
+    assert {name: source for name, _, source in rows} == sources
+
+
+def test_the_document_shows_the_text_of_a_recipe() -> None:
+    told = mlx_marlin.optimize(tiny_llama(), join=True, dry_run=True).recipe
+
+    shown = re.search(r"```text\n(option .*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+    assert shown is not None
+    assert shown[1].rstrip() == str(replace(told, backend="metal"))
 
 
 def test_it_refuses_what_optimize_refuses() -> None:

@@ -17,7 +17,7 @@ import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm import optimize
+from mlx_marlin.lm import recipe
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.lm.tuned_models import (
@@ -133,6 +133,7 @@ def test_a_model_that_is_faster_on_stock_mlx_is_not_converted(kept: Path) -> Non
 
     assert_same_model(model, tiny_llama())
     assert dry.converted == ()
+    assert dry.recipe.options["layout"] == "stock MLX"
     reason = "measured here on 2026-11-25: stock MLX is faster"
     assert {*dry.kept.values()} == {reason}
     assert str(dry).endswith(f"tuned settings, stock MLX: {reason}")
@@ -165,7 +166,7 @@ def test_layers_that_mlx_would_round_stay_where_stock_mlx_is_faster(
     assert_same_layers(mlx_marlin.optimize(model), imported())
     assert {each.action for each in told.layers} == {"converts", "restores"}
     # Where tracing is the default, no block of such a model is traced.
-    monkeypatch.setattr(optimize, "is_tracing_faster", lambda: True)
+    monkeypatch.setattr(recipe, "is_tracing_faster", lambda: True)
     assert mlx_marlin.optimize(model, dry_run=True).blocks == ()
 
 
@@ -193,9 +194,15 @@ def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
     )
     assert dry.tuned == expected
     assert f"mlx_marlin: tiny: tuned settings, {expected}\n" in capsys.readouterr().err
+    assert dry.recipe.options.items() >= JOINED.options.items()
+    sources = {name: dry.recipe.source(name) for name in dry.recipe.options}
+    tuned = dict.fromkeys(JOINED.options, "tuned")
+    assert sources == dict.fromkeys(sources, "default on metal") | tuned
     named = mlx_marlin.optimize(tiny_llama(), dry_run=True, join=True)
+    assert named.recipe.source("join") == "given"
     assert named.tuned is None
-    assert str(named) == str(dry).rpartition("\n")[0]
+    assert str(dry).endswith(f"tuned settings, {expected}")
+    assert str(named).endswith(str(dry).partition("\nlayer")[2].rpartition("\n")[0])
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,7 @@ from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility, serving
 
-DEFAULTS = LayerConversion(
-    layout=None, quantize=False, group_size=64, bits=4, invariant=False
-)
+DEFAULTS = LayerConversion()
 """What `optimize(model)` converts where nothing was tuned."""
 
 

@@ -144,10 +144,7 @@ def with_our_layers(model: nn.Module) -> nn.Module:
 
     Layers with the same input are not joined, and decoder blocks are not traced.
     """
-    conversion = LayerConversion(
-        layout=None, quantize=False, group_size=64, bits=4, invariant=False
-    )
-    if any(map(conversion.applies_to, computing_layers(model))):
+    if any(map(LayerConversion().applies_to, computing_layers(model))):
         optimize(model, join=False, trace=False)
     return model
 
