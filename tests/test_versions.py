@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.lm.versions import TESTED, describe
+from mlx_marlin.versions import TESTED, describe, installed
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -47,8 +47,26 @@ def test_pages_name_the_tested_versions_and_the_minimum(page: str) -> None:
 
 
 def test_a_description_names_the_installed_and_the_tested_versions() -> None:
-    installed = version("mlx-lm")
+    known = version("mlx-lm")
 
     assert describe("mlx-lm") == (
-        f"mlx-lm {installed} is installed, tested: {' and '.join(TESTED['mlx-lm'])}"
+        f"mlx-lm {known} is installed, tested: {' and '.join(TESTED['mlx-lm'])}"
     )
+
+
+def test_a_missing_package_has_no_version() -> None:
+    assert installed("no-such-package") is None
+    assert describe("no-such-package") == (
+        "no-such-package of unknown version is installed, tested: none"
+    )
+
+
+def test_one_function_reads_the_versions_of_packages() -> None:
+    package = ROOT / "mlx_marlin"
+    readers = [
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if "importlib" in (text := file.read_text(encoding="utf-8"))
+        and "metadata" in text
+    ]
+    assert readers == ["versions.py"]

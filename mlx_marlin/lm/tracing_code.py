@@ -12,8 +12,8 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_marlin.lm.module_changes import Changes
-from mlx_marlin.lm.versions import describe
 from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.versions import describe
 
 CODE = "mlx_marlin.lm.tracing.block"
 

@@ -3,11 +3,11 @@
 import platform
 import subprocess
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_marlin import versions
 from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.planning.device import PlanningDevice
 
@@ -68,8 +68,8 @@ def facts(device: PlanningDevice) -> MachineFacts:
         backend=backend,
         python=platform.python_version(),
         mlx=machine.mlx,
-        mlx_lm=_version("mlx-lm"),
-        mlx_marlin=_version("mlx-marlin"),
+        mlx_lm=versions.installed("mlx-lm") or "",
+        mlx_marlin=versions.installed("mlx-marlin") or "",
         commit=commit(),
         kernels=machine.kernels,
     )
@@ -96,10 +96,3 @@ def commit() -> str:
 
 def _memory_gb() -> int:
     return round(int(mx.device_info().get("memory_size", 0)) / 2**30)
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""

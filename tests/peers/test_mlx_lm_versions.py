@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.lm.versions import TESTED
+from mlx_marlin.versions import TESTED
 
 pytestmark = pytest.mark.peer
 

@@ -5,10 +5,10 @@ import platform
 import re
 import shutil
 import sys
-from importlib import metadata
 from typing import Any
 
 from mlx_marlin.backends.metal import detection
+from mlx_marlin.versions import installed
 
 PACKAGES = ("mlx-marlin", "mlx", "mlx-lm")
 """Packages whose versions are reported."""
@@ -20,15 +20,15 @@ CLANG = re.compile(r"clang(-\d+)?")
 
 def version_line() -> str:
     """Returns the versions of this package and, if installed, of MLX and mlx-lm."""
-    (name, version), *others = ((name, _version(name)) for name in PACKAGES)
-    found = [f"{other} {installed}" for other, installed in others if installed]
+    (name, version), *others = ((name, installed(name)) for name in PACKAGES)
+    found = [f"{other} {known}" for other, known in others if known]
     text = f"{name} {version or '(not installed)'}"
     return f"{text} ({', '.join(found)})" if found else text
 
 
 def versions() -> dict[str, Any]:
     """Returns the versions of Python, the packages and the operating system."""
-    found: dict[str, Any] = {name: _version(name) for name in PACKAGES}
+    found: dict[str, Any] = {name: installed(name) for name in PACKAGES}
     return {
         "python": platform.python_version(),
         **found,
@@ -61,13 +61,6 @@ def compilers() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _system() -> str:
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]}"
@@ -89,5 +82,5 @@ def _on_path() -> list[str]:
 
 
 def _wheel() -> list[str]:
-    version = _version("ziglang")
+    version = installed("ziglang")
     return [] if version is None else [f"the wheel ziglang {version}"]

@@ -21,7 +21,7 @@ from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.lm.checkpoints.folding import fold_orders
 from mlx_marlin.lm.module_tree import natural_key
-from mlx_marlin.lm.versions import describe
+from mlx_marlin.versions import describe
 
 Value = StoredWeight | PackedLayer | mx.array
 """What a parameter is: a weight in rows of codes or packed, or an array."""

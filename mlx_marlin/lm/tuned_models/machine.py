@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from mlx_marlin import state
+from mlx_marlin import state, versions
 from mlx_marlin.backends import tuned_results
 from mlx_marlin.backends.metal import detection
 
@@ -42,7 +42,7 @@ class ModelMachine:
 @state.cache()
 def here() -> ModelMachine:
     """Returns this machine. MLX is neither imported nor started."""
-    mlx, mlx_lm, mlx_marlin = map(_version, PACKAGES)
+    mlx, mlx_lm, mlx_marlin = (versions.installed(name) or "" for name in PACKAGES)
     return ModelMachine(
         chip=detection.chip_name() or "",
         cores=detection.gpu_cores() or 0,
@@ -52,12 +52,3 @@ def here() -> ModelMachine:
         mlx_marlin=mlx_marlin,
         kernels=tuned_results.kernels("metal"),
     )
-
-
-def _version(name: str) -> str:
-    from importlib import metadata  # its import takes longer than the rest
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
