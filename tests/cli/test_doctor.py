@@ -527,7 +527,7 @@ def test_the_versions_are_told(
     assert exited.value.code == 0
     assert said.startswith("mlx-marlin ")
     assert f"(mlx {mx.__version__}, mlx-lm {mlx_lm.__version__})" in said
-    monkeypatch.setattr(installation, "_version", {"mlx-marlin": "1.2"}.get)
+    monkeypatch.setattr(installation, "installed", {"mlx-marlin": "1.2"}.get)
     assert installation.version_line() == "mlx-marlin 1.2"
 
 
