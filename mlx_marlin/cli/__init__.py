@@ -24,22 +24,22 @@ COMMANDS = {
     "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
     "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
     "profile": (
-        "mlx_marlin.cli.profile",
+        "mlx_marlin.cli.profile.command",
         "compare products with the limits of a device",
     ),
     "bench": (
-        "mlx_marlin.cli.bench",
+        "mlx_marlin.cli.bench.command",
         "time our kernels and stock MLX on this machine",
     ),
     "render": ("mlx_marlin.cli.render", "show results as an HTML page or a picture"),
     "doctor": (
-        "mlx_marlin.cli.doctor",
+        "mlx_marlin.cli.doctor.command",
         "check whether our kernels can run here",
     ),
     "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
     "demo": ("mlx_marlin.cli.demo", "generate text with quantized kernels"),
     "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
-    "emulate": ("mlx_marlin.cli.emulate", "run a Metal kernel on the CPU"),
+    "emulate": ("mlx_marlin.cli.emulate.command", "run a Metal kernel on the CPU"),
 }
 """Command name -> (module, help), in the order of the help."""
 

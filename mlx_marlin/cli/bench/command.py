@@ -1,0 +1,284 @@
+"""`mlx-marlin bench`: times our kernels and stock MLX on this machine."""
+
+import argparse
+from collections.abc import Iterator
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_marlin import regular_files
+from mlx_marlin.backends import selection
+from mlx_marlin.cli import json_output, models, product_shapes, progress
+from mlx_marlin.cli.bench import report
+from mlx_marlin.cli.pictures import files
+from mlx_marlin.measure import layers, machine, products, result_file, shapes
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import eligibility
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from mlx_marlin.measure.tuner import Clock
+
+MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+"""The modes of `mx.quantized_matmul`, with which our kernels are compared."""
+BOTH = "both"
+"""Value of `--layout` for all layouts."""
+SECONDS, MAX_SECONDS = 1.0, 3600.0
+MAX_TOKENS, MAX_STREAMS = 2**20, 1024
+
+DESCRIPTION = """
+Time products with our kernels, with mx.quantized_matmul, and with mx.dequantize and
+mx.matmul: in chains, where each product needs the result of the previous one as in
+decoding, and independently. With --model also tokens per second and the time to the
+first token. Without a GPU the times are predicted, from the emulator's counters and the
+cost model, and every line says so.
+"""
+EPILOG = """
+examples:
+  mlx-marlin bench
+  mlx-marlin bench 8x4096x14336 4096x4096 --rows 1,4,8 --layout both --json result.json
+  mlx-marlin bench --model mlx-community/Qwen3-4B-4bit --streams 1,8
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the arguments of the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="SHAPE",
+        help="MxNxK or M,N,K; NxK for several M; default: layers of models of 4, 8 and "
+        "27 billion weights, in the emulator a small one",
+    )
+    _add_products(parser)
+    _add_model(parser)
+    output = parser.add_argument_group("output")
+    json_output.add_option(output)
+    output.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write the times as a table"
+    )
+
+
+def _add_products(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("products")
+    group.add_argument(
+        "--rows",
+        help=f"M to time; default: {models.listed(shapes.ROWS)}, in the emulator "
+        f"{models.listed(shapes.QUICK_ROWS)}",
+    )
+    group.add_argument(
+        "--mode", choices=MODES, default="affine", help="default: affine"
+    )
+    group.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
+    group.add_argument("--group-size", type=int, help="default: the mode's")
+    group.add_argument(
+        "--dtype",
+        choices=list(DTYPE_BYTES),
+        default="float16",
+        help="dtype of activations; default: float16",
+    )
+    group.add_argument(
+        "--layout",
+        choices=(*LAYOUTS, BOTH),
+        help="layout in which our kernels read the weight; default: that of `optimize`",
+    )
+    group.add_argument(
+        "--staged",
+        action="store_true",
+        help="compare gemm_register with gemm_staged, by buffers and loader "
+        "simdgroups, and with gemm_tensor where there are tensor units",
+    )
+    group.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help=f"time limit for each product and clock; default: {SECONDS:g}",
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("generation")
+    group.add_argument(
+        "--model", metavar="NAME", help="name or folder of a quantized mlx-lm model"
+    )
+    group.add_argument(
+        "--streams", help=f"prompts at once; default: {models.listed(shapes.STREAMS)}"
+    )
+    group.add_argument(
+        "--prompt",
+        type=int,
+        default=shapes.PROMPT,
+        help=f"default: {shapes.PROMPT} tokens",
+    )
+    group.add_argument(
+        "--new",
+        type=int,
+        default=shapes.NEW,
+        help=f"tokens to generate; default: {shapes.NEW}",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the times; returns 1 if a product of ours was wrong or a kernel failed."""
+    _check_arguments(args)
+    if args.model:
+        models.check(args.model)
+    problems = _problems(args)
+    for problem in problems:
+        products.check(problem)
+    clock = models.clock(args.seconds)
+    result = ResultFile(
+        machine=machine.facts(eligibility.target()), date=date.today().isoformat()
+    )
+    print(report.heading(result.machine, clock.times_stock))
+    faults: list[str] = []
+    try:
+        for problem in progress.shown(problems, "bench", "product"):
+            faults += _time_products(problem, args, clock, result)
+            _write(args, result)
+        if args.model:
+            _time_model(args, clock, result)
+    finally:
+        _write(args, result)  # so that an interrupted run keeps what it has
+    return 1 if faults else 0
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if not 0 < args.seconds <= MAX_SECONDS:
+        raise ValueError(
+            f"--seconds {args.seconds:g}, expected above 0, at most {MAX_SECONDS:g}"
+        )
+    if not 1 <= args.prompt <= MAX_TOKENS:
+        raise ValueError(f"--prompt {args.prompt}, expected 1 to {MAX_TOKENS}")
+    if not 4 <= args.new <= MAX_TOKENS:
+        raise ValueError(f"--new {args.new}, expected 4 to {MAX_TOKENS}")
+    if args.streams and max(_streams(args)) > MAX_STREAMS:
+        raise ValueError(
+            f"--streams {args.streams}, expected numbers of at most {MAX_STREAMS}"
+        )
+    if args.csv:
+        files.check_folder(args.csv, "--csv")
+
+
+def _streams(args: argparse.Namespace) -> list[int]:
+    return models.rows(args.streams or models.listed(shapes.STREAMS), "--streams")
+
+
+def _problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns the products that the arguments specify, without duplicates."""
+    is_on_gpu = selection.backend() in selection.ON_GPU
+    given = models.rows(args.rows) if args.rows else None
+    usual = shapes.ROWS if is_on_gpu else shapes.QUICK_ROWS
+    problem = partial(
+        problem_of,
+        mode=args.mode,
+        bits=args.bits,
+        group_size=args.group_size,
+        dtype=args.dtype,
+    )
+    found: list[Problem] = []
+    for m, n, k in _shapes(args, is_on_gpu):
+        found += layers.with_rows(
+            [problem(1, n, k)], given or (usual if m is None else [m])
+        )
+    return [*dict.fromkeys(found)]
+
+
+def _shapes(
+    args: argparse.Namespace, is_on_gpu: bool
+) -> Iterator[tuple[int | None, int, int]]:
+    for target in args.targets:
+        shape = product_shapes.shape(target)
+        if shape is None:
+            raise ValueError(
+                f"{target!r} is not a shape such as 8x4096x11008; a model is --model"
+            )
+        yield shape
+    if not args.targets and not args.model:
+        usual = shapes.SHAPES if is_on_gpu else shapes.QUICK_SHAPES
+        yield from ((None, shape.n, shape.k) for shape in usual)
+
+
+def _layouts(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.layout == BOTH:
+        return LAYOUTS
+    return (args.layout or selection.traits().default_layout,)
+
+
+def _time_products(
+    problem: Problem, args: argparse.Namespace, clock: "Clock", result: ResultFile
+) -> list[str]:
+    """Adds the times of a product to the result, and returns what failed."""
+    measured = products.measure(
+        problem, eligibility.target(), clock, _layouts(args), staged=args.staged
+    )
+    result.products.extend(measured.rows)
+    notes = [*measured.faults, *measured.notes]
+    result.notes.extend(notes)
+    progress.print_above(report.product(measured.rows, notes))
+    return measured.faults
+
+
+def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) -> None:
+    found = layers.find(_load(args.model), [_layouts(args)[0]])
+    if not found.counts:
+        raise ValueError(
+            f"the model {args.model!r} has no quantized linear layer in a format that "
+            f"our kernels read; mlx_lm.convert -q makes them"
+        )
+    if clock.times_stock:
+        _measure_model(args, result)
+    else:
+        _predict_model(args, found.counts, result)
+    print(report.generation(result.generation))
+
+
+def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
+    from mlx_marlin.lm import generation  # it imports mlx-lm
+
+    name, streams = generation.name_of(args.model), _streams(args)
+    layout = None if args.layout in (None, BOTH) else args.layout
+    load = partial(_load, args.model)
+    first = generation.first_tokens(name, load, layout, args.prompt)
+    result.first_tokens.extend(progress.shown(first, "first token", "model", 2))
+    print(report.first_tokens(result.first_tokens))
+    arms = generation.models(load, layout)
+    rows = generation.measure(name, arms, streams, args.prompt, args.new)
+    total = len(streams) * len(arms)
+    result.generation.extend(progress.shown(rows, "generation", "model", total))
+
+
+def _predict_model(
+    args: argparse.Namespace, counts: "Counter[Problem]", result: ResultFile
+) -> None:
+    from mlx_marlin.lm import generation  # it imports mlx-lm
+
+    name, device = generation.name_of(args.model), eligibility.target()
+    streams = _streams(args)
+    result.generation.extend(
+        generation.predict(name, counts, device, streams, args.prompt, args.new)
+    )
+    print("The time to the first token is not predicted.")
+
+
+def _load(name: str) -> Any:
+    return models.load(name, lazy=True)[0]
+
+
+def _write(args: argparse.Namespace, result: ResultFile) -> None:
+    """Writes the files asked for."""
+    json_output.write_text(args, result_file.text(result))
+    if args.csv:
+        regular_files.write(args.csv, report.csv_text(result))

@@ -1,0 +1,218 @@
+"""`mlx-marlin doctor`: reports whether our kernels can run on this machine."""
+
+import argparse
+from collections.abc import Iterable
+
+from mlx_marlin.cli import json_output, models
+from mlx_marlin.cli.doctor import kernel_checks, machine
+from mlx_marlin.cli.doctor.machine import Facts
+from mlx_marlin.planning.problem import Problem, problem_of
+
+ROWS = (1, 4, 8)
+"""Default of --rows."""
+SIZE = 4096
+"""Rows and columns of the weight that is checked without --model."""
+DTYPES = ("float16", "bfloat16")
+"""Dtypes of activations that are checked without --model."""
+OFF = "switched off by MLX_MARLIN_TUNED=0"
+"""Said of results that are there and not used."""
+
+DESCRIPTION = """
+Show versions, the device, the back end, compilers, the cache, tuned results and checked
+kernels, and conclude whether the kernels of this package can run on this machine.
+"""
+EPILOG = """
+The exit status is 1 if the kernels of this package cannot run, and 0 otherwise.
+
+examples:
+  mlx-marlin doctor
+  mlx-marlin doctor --json > report.json
+  mlx-marlin doctor --check --model mlx-community/Qwen3-4B-4bit --rows 1,8
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the arguments of the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    json_output.add_option(parser)
+    check = parser.add_argument_group("checking kernels")
+    check.add_argument(
+        "--check", action="store_true", help="check kernels before their first use"
+    )
+    check.add_argument(
+        "--model",
+        metavar="NAME",
+        help="check the kernels of a model: a name, folder or GGUF file; default: "
+        "those of affine 4-bit weights with groups of 64, in float16 and bfloat16",
+    )
+    check.add_argument(
+        "--rows", help=f"rows of activations; default: {models.listed(ROWS)}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns 1 if our kernels cannot run."""
+    products = problems_to_check(args)
+    served_by_stock = kernel_checks.check(products) if products else []
+    facts = machine.collect()
+    facts["verdicts"]["stock"] = served_by_stock
+    json_output.write(args, facts)
+    print(report(facts))
+    return 0 if facts["ok"] else 1
+
+
+def problems_to_check(args: argparse.Namespace) -> list[Problem]:
+    """Returns the products whose kernels to check; none without --check.
+
+    Raises:
+        ValueError: If the arguments are wrong, or the model has no supported layer.
+    """
+    if not args.check:
+        for option in ("model", "rows"):
+            if (value := getattr(args, option)) is not None:
+                raise ValueError(f"--{option} {value} requires --check")
+        return []
+    rows = ROWS if args.rows is None else models.rows(args.rows)
+    if args.model is None:
+        return [
+            problem_of(m, SIZE, SIZE, dtype=dtype) for dtype in DTYPES for m in rows
+        ]
+    models.check(args.model)
+    return models.problems(args.model, rows)
+
+
+def report(facts: Facts) -> str:
+    """Returns the facts as text, in sections, with the conclusion at the end."""
+    sections = {
+        "versions": _versions(facts["versions"]),
+        "environment": [f"{k}={v}" for k, v in facts["environment"].items()],
+        "device": _device(facts["device"]),
+        "back end": _back_end(facts["back_end"]),
+        "compilers": _compilers(facts["compilers"]),
+        "cache": _cache(facts["cache"]),
+        "tuned results": _tuned(facts["tuned"]),
+        "tuned models": _models(facts["models"]),
+        "checked kernels": _verdicts(facts["verdicts"]),
+        "conclusion": _conclusion(facts),
+    }
+    return "\n".join(_section(name, lines) for name, lines in sections.items())
+
+
+def _section(name: str, lines: Iterable[str]) -> str:
+    return "\n".join([name, *(f"  {line}" for line in [*lines] or ["none"])])
+
+
+def _versions(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    return [f"{name}: {value or 'not installed'}" for name, value in facts.items()]
+
+
+def _device(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    names = ("variant", "figures", "generation", "tier", "architecture", "source")
+    return [f"{name}: {facts[name]}" for name in names if facts.get(name)]
+
+
+def _back_end(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    return [
+        f"{facts['name']}: {facts['reason']}",
+        f"MLX's default device: {facts['default_device']}",
+        *([f"problem: {facts['problem']}"] if facts["problem"] else []),
+    ]
+
+
+def _compilers(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    reason = facts["unavailable"]
+    return [
+        *(f"found: {name}" for name in facts["found"]),
+        f"used by the emulator: {facts['used'] or 'none'}",
+        *([f"the emulator cannot run: {reason}"] if reason else []),
+    ]
+
+
+def _cache(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    return [_folder(folder) for folder in facts["folders"]]
+
+
+def _folder(facts: Facts) -> str:
+    if facts["rights"] is None:
+        return f"{facts['path']}: {facts['problem'] or 'not created yet'}"
+    size = f"{facts['bytes'] / 1e6:.1f} MB in {facts['files']} files"
+    problem = f", {facts['problem']}" if facts["problem"] else ""
+    return f"{facts['path']}: {size}, {facts['rights']}{problem}"
+
+
+def _tuned(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    lines = [f"{facts['folder']}: {facts['usable']} for this machine"]
+    lines += [
+        f"{file['name']}: {file['results']} results"
+        + (", this machine" if file["this_machine"] else "")
+        for file in facts["files"]
+    ]
+    lines += facts["ignored"]
+    return lines if facts["on"] else [*lines, OFF]
+
+
+def _models(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    lines: list[str] = []
+    for each in facts["models"]:
+        lines.append(f"{each['model']}: {each['settings']}, {each['reason']}")
+        value = each["max_ops_per_buffer"]
+        is_missing = value is not None and facts["value_here"] != str(value)
+        if is_missing and facts["on"]:
+            lines.append(
+                f"  with export {facts['variable']}={value} before MLX starts it is "
+                f"faster; `mlx-marlin lm` sets it"
+            )
+    lines += facts["ignored"]
+    return lines if facts["on"] else [*lines, OFF]
+
+
+def _verdicts(facts: Facts) -> list[str]:
+    if "error" in facts:
+        return [facts["error"]]
+    checked = facts["kernels"]
+    passed = sum(kernel["passed"] for kernel in checked)
+    lines = [f"{passed} of {len(checked)} sets of kernels passed"] if checked else []
+    lines += [
+        f"{kernel['kernel']} {kernel_checks.failure(kernel)} ({kernel['example']})"
+        for kernel in checked
+        if not kernel["passed"]
+    ]
+    lines += [
+        f"stock MLX serves {product['product']}: {product['reason']}"
+        for product in facts["stock"]
+    ]
+    if facts["on"]:
+        return lines
+    return [*lines, kernel_checks.when_unchecked(facts.get("setting"))]
+
+
+def _conclusion(facts: Facts) -> list[str]:
+    if not facts["ok"]:
+        return [*facts["problems"], "see docs/troubleshooting.md"]
+    where = {
+        "metal": "on this GPU",
+        "cuda": "on this GPU",
+        "emulator": "in the emulator, which is for tests: stock MLX is faster here",
+    }
+    return [f"our kernels can run {where[facts['back_end']['name']]}"]

@@ -1,0 +1,161 @@
+"""`mlx-marlin profile`: compares products with the limits of a device."""
+
+import argparse
+import math
+from pathlib import Path
+
+from mlx_marlin.backends import devices, registry
+from mlx_marlin.cli import json_output
+from mlx_marlin.cli.pictures import figures, files
+from mlx_marlin.cli.profile import report, subjects, times
+from mlx_marlin.cli.render import profile_document
+from mlx_marlin.measure.profiling.document import document
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.products import eligibility
+from mlx_marlin.weights.formats import LAYOUTS, MODES
+
+DESCRIPTION = """
+Compare the time of quantized matrix products with the limits of a device: TFLOPS, GB/s,
+utilization, bottleneck, the share of the roof that is reached, and occupancy.
+
+On a GPU times are measured. Elsewhere, or for another chip, they are predicted by the
+cost model, and every line says so.
+"""
+EPILOG = """
+The exit status is 1 if a time cannot be right, because it exceeds a roof.
+
+examples:
+  mlx-marlin profile
+  mlx-marlin profile --single-config 1x4096x4096 --bits 3 --all-kernels
+  mlx-marlin profile --single-config 8x4096x4096 --mode affine --compare stock
+  mlx-marlin profile --model mlx-community/Qwen3-4B-4bit --json profile.json
+  mlx-marlin profile --compare stock --plot roofline.svg
+  mlx-marlin profile --single-config 1x4096x4096 --chip "M4 Max" --assume-ms 0.042
+"""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the arguments of the command."""
+    parser = subparsers.add_parser(
+        "profile",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    products = parser.add_argument_group(
+        "products", f"default: {subjects.default_set()}"
+    )
+    products.add_argument(
+        "--single-config",
+        metavar="MxNxK",
+        help="one product y[M, N] = x[M, K] @ W[N, K]^T, in detail",
+    )
+    products.add_argument(
+        "--model", metavar="NAME", help="the layers of an mlx-lm model, by name or path"
+    )
+    products.add_argument(
+        "--mode",
+        choices=MODES,
+        help="default: affine; symmetric for --single-config",
+    )
+    products.add_argument("--bits", type=int, help="default: the mode's")
+    products.add_argument(
+        "--group-size",
+        type=int,
+        help="default: the mode's; 128 for integers in --single-config",
+    )
+    products.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="default: the layout that `optimize` uses, if the format has it",
+    )
+    kernels = parser.add_argument_group("kernels")
+    kernels.add_argument(
+        "--kernel",
+        choices=registry.kernels(),
+        help="default: the one that is predicted to be the fastest",
+    )
+    kernels.add_argument(
+        "--all-kernels", action="store_true", help="every kernel that can compute it"
+    )
+    kernels.add_argument("--compare", choices=("stock",), help="also profile stock MLX")
+    parser.add_argument(
+        "--chip",
+        metavar="NAME",
+        help='predict for a chip such as "M4 Max" or "H200"; default: this machine',
+    )
+    parser.add_argument(
+        "--assume-ms",
+        type=float,
+        metavar="T",
+        help="milliseconds of the product, instead of measuring or predicting",
+    )
+    json_output.add_option(parser, "--export-json")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="save the roofline with all profiles as .svg or .png",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the profiles; returns 1 if a time cannot be right."""
+    _check_arguments(args)
+    is_measured = args.chip is None and args.assume_ms is None and times.on_gpu()
+    device = eligibility.target() if is_measured else _device(args.chip)
+    why_not = times.why_not_measured if is_measured else None
+    found, skipped = subjects.find(args, device, why_not)
+    if args.assume_ms is not None:
+        profiles = times.assumed(found, device, args.assume_ms / 1e3)
+    elif is_measured:
+        profiles = times.measured(found, device)
+    else:
+        profiles = times.predicted(found, device)
+    exported = document(device, profiles, skipped)
+    json_output.write(args, exported)
+    if args.plot:
+        from mlx_marlin.cli.pictures import plots
+
+        plots.save(args.plot, "--plot", profile_document.charts(exported))
+    if args.single_config:
+        print(report.details(device, profiles))
+    else:
+        print(report.table(device, profiles))
+    for line in report.skipped(skipped):
+        print(line)
+    if args.plot:
+        print(f"saved {args.plot}")
+    return 1 if any(profile.refusal for profile in profiles) else 0
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    _check_exclusive(args, "single_config", "model")
+    _check_exclusive(args, "kernel", "all_kernels")
+    if args.assume_ms is not None:
+        _check_assumption(args)
+    if args.plot:
+        files.check(args.plot, "--plot")
+        figures.require("--plot")  # before measuring
+
+
+def _check_assumption(args: argparse.Namespace) -> None:
+    if not 0 < args.assume_ms < math.inf:
+        raise ValueError(f"--assume-ms {args.assume_ms:g}, expected a time above 0")
+    if not args.single_config or args.all_kernels:
+        raise ValueError(
+            f"--assume-ms {args.assume_ms:g} is the time of one product: expected "
+            f"--single-config, and no --all-kernels"
+        )
+
+
+def _check_exclusive(args: argparse.Namespace, *names: str) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} exclude each other: use one of them")
+
+
+def _device(chip: str | None) -> PlanningDevice:
+    return devices.current() if chip is None else devices.named(chip)
