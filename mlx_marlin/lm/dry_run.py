@@ -100,7 +100,7 @@ class DryRun:
         With the measured speed; None if there are none.
         """
         tuned = self.recipe.tuned
-        return tuned and f"{name_of(tuned.settings)}: {tuned.reason}"
+        return None if tuned is None else f"{name_of(tuned.settings)}: {tuned.reason}"
 
     @property
     def converted(self) -> tuple[str, ...]:
