@@ -8,6 +8,7 @@ import pytest
 
 from mlx_marlin import unpack
 from mlx_marlin.checkpoints.reading import read_checkpoint, tensors
+from support import foreign_checkpoints
 from support import foreign_checkpoints as foreign
 
 FORMATS = [
@@ -71,9 +72,7 @@ def test_divisors_of_compressed_tensors_are_numbers_above_0(
         "a.weight_scale": mx.ones((32, 8), mx.uint8),
         "a.weight_global_scale": mx.array([divisor]),
     }
-    format = "nvfp4-pack-quantized"
-    settings = {"quant_method": "compressed-tensors", "format": format}
-    path = saved(tmp_path, arrays, {"quantization_config": settings})
+    path = saved(tmp_path, arrays, foreign_checkpoints.nvfp4_config())
     with pytest.raises(ValueError, match=r"a\.weight.*(NaN or infinite|above 0)"):
         dict(read_checkpoint(path))
 

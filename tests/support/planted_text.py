@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.backends import source
+from mlx_marlin.backends import launcher, source
 from mlx_marlin.backends.metal import source as metal_source
 
 TEXTS = (
@@ -27,6 +27,7 @@ def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_texts() -> None:
-    """Drops the texts that were read, before and after others are planted."""
+    """Drops the texts that were read, and calls of them, before and after planting."""
     for text in TEXTS:
         text.cache_clear()
+    launcher.call.cache_clear()  # type: ignore[attr-defined]
