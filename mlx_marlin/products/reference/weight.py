@@ -12,10 +12,15 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 
 LARGEST_NVFP4 = 6.0 * 448.0
 """The largest E2M1 times the largest E4M3: MLX divides global scales by it."""
-NativeFormat = tuple[int | None, int | None, str]
-"""group_size, bits and mode, as MLX takes them."""
-NativeWeight = tuple[mx.array, mx.array, mx.array | None, NativeFormat]
-"""A weight in MLX's layout: codes, scales, biases if the mode has them, and format."""
+NativeWeight = tuple[
+    mx.array, mx.array, mx.array | None, tuple[int | None, int | None, str]
+]
+"""A weight in MLX's layout: codes, scales, biases if the mode has them, and group_size,
+bits and mode as MLX takes them.
+
+A layer builds it at every call, because training replaces its arrays; another class of
+objects would cost the host more there.
+"""
 
 
 def stock_group_size(packed: PackedWeight) -> int | None:
