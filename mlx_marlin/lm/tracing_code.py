@@ -12,10 +12,12 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_marlin.lm.module_changes import Changes
-from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.lm.warn_once import has_warned, warn_once
 from mlx_marlin.versions import describe
 
 CODE = "mlx_marlin.lm.tracing.block"
+OTHER_VERSION = "not traced: "
+"""Beginning of the causes of warnings about a version of mlx-lm that differs."""
 
 
 def set_tracing(
@@ -71,7 +73,7 @@ def _is_mlx_lm_loaded() -> bool:
 def report_untraced(reason: str, blocks: str = "decoder blocks") -> None:
     """Warns once per process and reason that blocks are not traced."""
     warn_once(
-        f"not traced: {blocks}: {reason}",
+        f"{OTHER_VERSION}{blocks}: {reason}",
         f"{blocks} are not traced, because mlx-lm differs from the tested versions "
         f"({reason}; {describe('mlx-lm')})",
     )
@@ -84,8 +86,8 @@ def _warn_if_untraced(blocks: Sequence[tuple[str, str, str | None]]) -> None:
         blocks: The path and the class of each block, and why it is not traced.
     """
     reasons = [reason for *_, reason in blocks]
-    if None in reasons:
-        return
+    if None in reasons or has_warned(OTHER_VERSION):
+        return  # one message says why
     first = f", such as {blocks[0][0]}: {blocks[0][2]}" if blocks else ""
     warn_once(
         f"nothing traced: {sorted(set(map(str, reasons)))}",

@@ -19,6 +19,11 @@ def warn_once(cause: str, message: str) -> None:
     warnings.warn(f"mlx_marlin: {message}", RuntimeWarning, stacklevel=_caller())
 
 
+def has_warned(kind: str) -> bool:
+    """Returns whether a warning was given whose cause begins with `kind`."""
+    return any(cause.startswith(kind) for cause in _warned)
+
+
 def _caller() -> int:
     """Returns the stack level, in `warn_once`, of the code that called this package."""
     level, frame = 0, sys._getframe(1)

@@ -18,7 +18,10 @@ from mlx_marlin.lm.tracing.model_families import FAMILIES
 from mlx_marlin.lm.tracing.snapshot import is_unchanged
 from support.decoder_models import assert_equal, one_stream, tiny, traced
 
-pytestmark = pytest.mark.usefixtures("_stock")
+pytestmark = [
+    pytest.mark.usefixtures("_stock"),
+    pytest.mark.filterwarnings("ignore:mlx_marlin. trace=True traces none"),
+]
 
 Change = Callable[[nn.Module], None]
 

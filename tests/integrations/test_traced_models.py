@@ -120,6 +120,7 @@ def test_on_cuda_a_model_is_joined_and_traced_unless_asked_not_to(
         assert parts == (is_cuda and is_joined)
 
 
+@pytest.mark.filterwarnings("ignore:mlx_marlin. trace=True traces none")
 def test_blocks_that_we_do_not_know_stay() -> None:
     from mlx_lm.models import gemma, llama
 

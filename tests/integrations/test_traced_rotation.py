@@ -225,6 +225,7 @@ def test_layers_without_a_rope_are_traced(
     assert len(rotating) == join  # those of the first layer
 
 
+@pytest.mark.filterwarnings("ignore:mlx_marlin. trace=True traces none")
 @pytest.mark.usefixtures("stock")
 def test_a_rope_that_needs_a_number_runs_in_mlx_lms_code() -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0}

@@ -116,8 +116,8 @@ def inspect(block: nn.Module) -> Inspection:
         spec, before, after, windowed, scale = _inspected(block, cls, snapshot)
     except NotTraceableError:
         return Inspection(snapshot, None)
-    except AttributeError as error:  # another version of mlx-lm
-        report_untraced(str(error), f"decoder blocks of {cls.__module__}")
+    except AttributeError as error:
+        _of_another_version(error, cls)
         return Inspection(snapshot, None)
     if spec not in _specs and len(_specs) >= MOST_SPECS:
         warn_once("too many specs", TOO_MANY)
@@ -130,9 +130,17 @@ def why_untraced(block: nn.Module, cls: type[nn.Module]) -> str | None:
     """Returns why a block of a class in `FAMILIES` cannot be traced, or None."""
     try:
         _inspected(block, cls, take_snapshot(block, cls, "_inspection"))
-    except (NotTraceableError, AttributeError) as error:
+    except NotTraceableError as error:
         return str(error)
+    except AttributeError as error:
+        return _of_another_version(error, cls)
     return None
+
+
+def _of_another_version(error: AttributeError, cls: type[nn.Module]) -> str:
+    """Warns that mlx-lm has renamed something, and returns what."""
+    report_untraced(str(error), f"decoder blocks of {cls.__module__}")
+    return str(error)
 
 
 def _inspected(
