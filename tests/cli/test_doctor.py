@@ -419,7 +419,7 @@ def test_check_needs_something_that_runs_kernels(
 def test_a_part_that_fails_hides_no_other(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails() -> None:
+    def fails(*_: object) -> None:
         raise RuntimeError("no such driver")
 
     monkeypatch.setattr(devices, "current", fails)
