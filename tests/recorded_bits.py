@@ -16,8 +16,8 @@ from pathlib import Path
 import mlx.core as mx
 
 import mlx_marlin
-from mlx_marlin import state
-from mlx_marlin.backends import devices, selection
+from mlx_marlin import guard, state
+from mlx_marlin.backends import devices, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 
 FILE = Path(__file__).parent / "data" / "recorded_bits.json"
@@ -101,14 +101,20 @@ def digest(text: str) -> str:
     return whole.hexdigest()[:16]
 
 
-def of_chip(chip: str, architecture: str) -> dict[str, str]:
-    """Returns the digest of each call that is recorded for a chip."""
-    os.environ |= {
+def settings(chip: str, architecture: str) -> dict[str, str]:
+    """Returns the environment in which the calls of a chip are recorded."""
+    return {
         selection.ENVIRONMENT: "emulator",
         devices.ENVIRONMENT: chip,
         ARCHITECTURE_ENVIRONMENT: architecture,
-        "MLX_MARLIN_TUNED": "0",
+        tuned_results.ENVIRONMENT: "0",
+        guard.ENVIRONMENT: "0",
     }
+
+
+def of_chip(chip: str, architecture: str) -> dict[str, str]:
+    """Returns the digest of each call that is recorded for a chip."""
+    os.environ |= settings(chip, architecture)
     state.reset()
     return {text: digest(text) for text in drawn(chip)}
 
