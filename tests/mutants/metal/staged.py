@@ -271,7 +271,7 @@ _ROLES = (
         _STAGING,
         "memory",
         "$1 : $2",
-        "$1 : SIMDGROUPS_M",
+        "$1 : L::SIMDGROUPS_M",
         STAGED_ONE,
         Detector.RACE,
     ),

@@ -157,7 +157,7 @@ _LOOP = (
         _GEMM,
         "uniform",
         "if (row < work.m) { tensor_accumulate",
-        "if (row + lane_index < work.m) { tensor_accumulate",
+        "if (row + simdgroup.lane_index < work.m) { tensor_accumulate",
         TENSOR_WHOLE,
         Detector.LANES,
     ),
