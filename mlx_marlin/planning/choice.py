@@ -13,8 +13,8 @@ from mlx_marlin.planning.prediction import Prediction, StockPrediction
 WIDTH = 120
 """Most characters of a line of a table."""
 NUMBER = re.compile(r"\d+(\.\d*)?(e[-+]\d+)?")
-TIME = re.compile(r"[\d.]+ (us|ms|tokens/s)\b")
-"""How cells begin that say what a time is, and that are not divided."""
+TIME = re.compile(r"([\d.]+ )?(us|ms|tokens/s)\b")
+"""How cells begin that say what a time, or a column of times, is. They stay whole."""
 SAME = 0.005
 """Relative difference below which two predictions count as equal."""
 
