@@ -33,8 +33,8 @@ def _count_layers() -> None:
 
     convert = hook._convert
 
-    def counted(result: Any, options: Any) -> None:
-        convert(result, options)
+    def counted(result: Any, *given: Any) -> None:
+        convert(result, *given)
         model = result[0] if isinstance(result, tuple) else result
         layers.update(type(each).__name__ for each in model.modules())
 
