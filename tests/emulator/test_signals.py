@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import mlx.core as mx
@@ -32,6 +33,8 @@ LAUNCHES = pytest.mark.parametrize(
     ("workers", "trace"), [(1, False), (3, False), (1, True), (3, True)]
 )
 
+TESTS = Path(__file__).resolve().parents[1]  # where `support` is
+
 
 class StopError(Exception):
     """What a handler raises."""
@@ -49,6 +52,18 @@ def alarms(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def run_apart(code: str) -> str:
+    """Returns what `code` prints in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=environment,
+    ).stdout
 
 
 def launch(source: str) -> mx.array:
@@ -156,10 +171,7 @@ signal.raise_signal(signal.SIGINT)
 assert calls == [1]
 thread.join()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "ended\n"
+    assert run_apart(code) == "ended\n"
 
 
 @pytest.mark.parametrize("blocked", [signal.SIGSEGV, signal.SIGILL, signal.SIGURG])
@@ -186,4 +198,4 @@ for workers in (1, 3):
                 raise AssertionError(source)
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == {{{int(blocked)}}}
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_apart(code)
