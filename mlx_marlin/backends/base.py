@@ -12,12 +12,12 @@ from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
-from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import BestSoFar, Option
+from mlx_marlin.planning.search import BestSoFar, Candidate
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -117,9 +117,9 @@ class Backend(Protocol):
         """
         ...
 
-    def options(
+    def candidates(
         self, problem: Problem, device: Any, overrides: PlanOverrides, limit: BestSoFar
-    ) -> Iterable[Option]:
+    ) -> Iterable[Candidate]:
         """Yields the plans to compare, at least one.
 
         Raises:

@@ -12,9 +12,9 @@ from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning import search
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.measurement import Result
-from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -211,7 +211,7 @@ def make(
         ValueError: If no plan has these fields.
     """
     device = device or registry.default_device()
-    offer = registry.of_device(device).options
+    offer = registry.of_device(device).candidates
     return search.best(partial(offer, problem, device, overrides))
 
 
@@ -235,7 +235,7 @@ def compare(
 
     device = device or registry.default_device()
     backend = registry.of_device(device)
-    candidates = search.ranked(partial(backend.options, problem, device, overrides))
+    candidates = search.ranked(partial(backend.candidates, problem, device, overrides))
     prediction = candidates[0].prediction
     return Choice(
         plan=candidates[0].plan,

@@ -24,7 +24,7 @@ from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Clock
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.overrides import STAGED, PlanOverrides
+from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility, serving

@@ -9,6 +9,7 @@ from typing import Any
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
+from mlx_marlin.planning.search import Candidate
 
 WIDTH = 120
 """Most characters of a line of a table."""
@@ -17,19 +18,6 @@ TIME = re.compile(r"([\d.]+ )?(us|ms|tokens/s)\b")
 """How cells begin that say what a time, or a column of times, is. They stay whole."""
 SAME = 0.005
 """Relative difference below which two predictions count as equal."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A plan and its prediction."""
-
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time."""
-        return self.prediction.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
@@ -438,8 +439,8 @@ def test_there_are_plans_of_every_other_strategy(problem: Problem) -> None:
     for strategy in OF_ONE_TILE_SIZE:
         if strategy == "hybrid" and problem.n <= 32:
             continue  # of one tile each there may be too few
-        assert [*candidates(problem, device, {"strategy": strategy})]
-    compared = [plan.strategy for plan in candidates(problem, device, {})]
+        assert [*explicit.plans(problem, device, {"strategy": strategy})]
+    compared = [plan.strategy for plan in candidates(problem, device)]
     assert compared
     assert "hytis" not in compared
 

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.metal.experiments.staging import barriers
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction, step_k

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import LAYOUTS

@@ -6,10 +6,11 @@ from itertools import product
 import pytest
 
 import mlx_marlin
+from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.candidates import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
-from mlx_marlin.planning.overrides import STAGED, PlanOverrides
+from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
@@ -34,17 +35,16 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
             m=m, n=n, k=k, batch=batch, dtype=dtype, scale_dtype=dtype, layout=layout
         )
         for device in map(Device.named, CHIPS):
-            yield from candidates(problem, device, PlanOverrides())
+            yield from candidates(problem, device)
             if m >= 9 and dtype != "float32":
-                overrides = PlanOverrides(kernel="gemm_tensor")
-                yield from candidates(problem, device, overrides)
+                yield from candidates(problem, device, "gemm_tensor")
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:
                 overrides = PlanOverrides(
                     kernel="gemm_staged", buffers=buffers, loaders=loaders
                 )
-                yield from candidates(problem, device, overrides)
+                yield from explicit.plans(problem, device, overrides)
 
 
 def instance(plan: Plan) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from mlx_marlin.backends.metal.experiments.staging import (
 from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.measure import tuner
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, data_parallel
 from support import strategies
@@ -234,7 +234,7 @@ def test_any_product_can_be_staged_on_a_wish(
 
 @given(PROBLEMS, strategies.devices())
 def test_nothing_is_staged_without_a_wish(problem: Problem, chip: Device) -> None:
-    kernels = {each.kernel for each in candidates(problem, chip, {})}
+    kernels = {each.kernel for each in candidates(problem, chip)}
 
     assert "gemm_staged" not in kernels
 

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.candidates import candidates
-from mlx_marlin.backends.metal.choice import kernel_overrides
+from mlx_marlin.backends.metal.choice import kernels
 from mlx_marlin.backends.metal.cost import level_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.planning import search
 from mlx_marlin.planning.choice import WIDTH, aligned
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
-from mlx_marlin.planning.work.decompositions import ACCEPTED
 from support.processes import run_python
 from support.strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
 
@@ -51,8 +51,11 @@ def test_the_choice_is_cheapest_and_a_split_gains_more_than_the_models_error(
         return planner.predict(plan, chip).seconds * (1 + search.MODEL_ERROR) ** margins
 
     chosen = doubted(planner.choose(problem, chip))
-    kernels = kernel_overrides(problem, chip, {})
-    compared = (plan for given in kernels for plan in candidates(problem, chip, given))
+    compared = (
+        plan
+        for kernel in kernels(problem, chip)
+        for plan in candidates(problem, chip, kernel)
+    )
     cheapest = min(map(doubted, compared))
 
     assert chosen == pytest.approx(cheapest, rel=1e-9)
@@ -71,7 +74,7 @@ def test_leaving_out_hopeless_plans_changes_no_choice(
 def test_candidates_are_different_plans_of_all_fitting_strategies(
     problem: Problem, chip: Device
 ) -> None:
-    compared = list(candidates(problem, chip, {}))
+    compared = list(candidates(problem, chip))
 
     assert len({*compared}) == len(compared) <= 40
     assert {"data_parallel", "stripe"} <= {plan.strategy for plan in compared}
@@ -381,6 +384,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
         ({"simdgroups_n": 3, "simdgroups_k": 4}, "simdgroups_n=3"),
         ({"simdgroups_n": 8}, "whole=1 tiles of simdgroups_n=8 leave no narrow ones"),
         ({"simdgroups_n": 2, "simdgroups_k": 1}, "simdgroups_n=2"),
+        ({"simdgroups_n": 0}, "simdgroups_n=0 must be at least 1"),
     ],
 )
 def test_an_impossible_wish_is_refused_with_its_value(
@@ -388,6 +392,12 @@ def test_an_impossible_wish_is_refused_with_its_value(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         planner.make(Problem(m=8, n=256, k=512), **overrides)
+
+
+@pytest.mark.parametrize("chip", ["Apple M1", "NVIDIA H200"])
+def test_more_whole_tiles_than_there_are_leave_nothing_to_group(chip: str) -> None:
+    with pytest.raises(ValueError, match="whole=16 is not between"):
+        planner.make(Problem(m=300, n=32, k=1024), device=named(chip), whole=16)
 
 
 WORDS = st.lists(st.text("ab", min_size=1, max_size=12), max_size=12).map(" ".join)
@@ -479,8 +489,8 @@ def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> 
     assert choice.plan == choice.candidates[0].plan == planner.choose(problem, chip)
     compared = [
         plan
-        for overrides in kernel_overrides(problem, chip, {})
-        for plan in candidates(problem, chip, overrides)
+        for kernel in kernels(problem, chip)
+        for plan in candidates(problem, chip, kernel)
     ]
     assert len(choice.candidates) == len(compared)
     assert choice.reason == planner.stock_reason(problem, chip)
@@ -491,6 +501,7 @@ def test_planning_needs_neither_mlx_nor_numpy() -> None:
 import sys
 sys.modules["mlx"] = sys.modules["numpy"] = None
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import device
 from mlx_marlin.planning.problem import Problem
 print(planner.choose(Problem(m=8, n=512, k=512), device.Device.named("M1")).explain())

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_marlin import state
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.planning.overrides import STAGED
+from mlx_marlin.planning.explicit import STAGED
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import oracles

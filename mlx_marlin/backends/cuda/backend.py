@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_marlin.backends.base import AnyProblem, KernelCall, Prepared
-from mlx_marlin.backends.cuda import handover, launches, limits, search
+from mlx_marlin.backends.cuda import cost, handover, launches, limits, search
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
 from mlx_marlin.backends.cuda.experts import search as experts
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
@@ -16,12 +16,12 @@ from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherProblem
-from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import BestSoFar, Option
+from mlx_marlin.planning.search import BestSoFar, Candidate
 
 
 class CudaBackend:
@@ -56,19 +56,19 @@ class CudaBackend:
             return "our CUDA kernels multiply a batch by transposed weights only"
         return device.unsupported or limits.why_not(problem)
 
-    def options(
+    def candidates(
         self,
         problem: Problem,
         device: CudaDevice,
         overrides: PlanOverrides,
         limit: BestSoFar,
-    ) -> Iterator[Option]:
+    ) -> Iterator[Candidate]:
         """Yields the plans to compare, at least one.
 
         Raises:
             ValueError: If no plan has the fields in `overrides`.
         """
-        return search.options(problem, device, overrides)
+        return search.compared(problem, device, overrides)
 
     def choose_gather(
         self, gather: GatherProblem, device: CudaDevice
@@ -78,7 +78,7 @@ class CudaBackend:
 
     def predict(self, plan: CudaPlan, device: CudaDevice) -> Prediction:
         """Returns the time that the cost model predicts for a plan."""
-        return search.predict(plan, device)
+        return cost.predict(plan, device)
 
     def residency(self, plan: CudaPlan, device: CudaDevice) -> Residency:
         """Returns how many blocks of a plan are resident on a multiprocessor."""

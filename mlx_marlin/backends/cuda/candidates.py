@@ -1,14 +1,16 @@
-"""The candidate plans of a product on CUDA, subject to overrides."""
+"""The candidate plans of a product on CUDA."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 from mlx_marlin.backends.cuda import limits, pipelined
-from mlx_marlin.backends.cuda.cost import MOST_WARPS, CandidateConfig
+from mlx_marlin.backends.cuda.cost import MOST_WARPS
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
-from mlx_marlin.planning.overrides import PlanOverrides, can_meet
+from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel, decompositions
+from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.planning.work.decompositions import TileGrid
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, Kernel, k_tile
 from mlx_marlin.weights.formats import TILE_N
@@ -42,93 +44,161 @@ FEW_MULTIPLIERS = {"mma_staged": 20, "wgmma": 8}
 guess)."""
 
 
-def configs(
-    problem: Problem, device: CudaDevice, overrides: PlanOverrides
-) -> Iterator[CandidateConfig]:
-    """Yields the candidates that satisfy the overrides.
+class Body(NamedTuple):
+    """What the blocks of all work have in common.
+
+    Attributes:
+        problem: The product to compute.
+        kernel: The kernel.
+        fragments_m: As in `CudaPlan`.
+        tiles_n: Its `simdgroups_n`.
+    """
+
+    problem: Problem
+    kernel: Kernel
+    fragments_m: int
+    tiles_n: int
+
+    @property
+    def tile(self) -> Tile:
+        """The tile of a block."""
+        return Tile(
+            m=limits.FRAGMENT_ROWS * self.fragments_m,
+            n=TILE_N * self.tiles_n,
+            k=k_tile(self.problem.group_size),
+        )
+
+    def grid(self, device: CudaDevice) -> TileGrid:
+        """Returns the tiles, to be divided among the multiprocessors of a device."""
+        problem, k = self.problem, k_tile(self.problem.group_size)
+        return TileGrid(
+            m_tiles=-(-problem.m // (limits.FRAGMENT_ROWS * self.fragments_m)),
+            n_tiles=-(-problem.n // (TILE_N * self.tiles_n)),
+            batch=problem.batch,
+            k_tiles=-(-problem.k // k),
+            trips=k // 64,
+            cores=device.multiprocessors,
+            widest=1,  # all tiles have the same width
+            x_bytes=problem.activation_bytes,
+        )
+
+
+def candidates(problem: Problem, device: CudaDevice) -> Iterator[CudaPlan]:
+    """Yields the plans to compare, at least one.
 
     Raises:
-        ValueError: If no kernel and width allows the given division of the work.
+        ValueError: If the device has no valid plan.
     """
-    first_error: ValueError | None = None
-    found = False
-    for kernel in _kernels(problem, device, overrides):
-        fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
-        for tiles_n in _widths(problem, kernel, overrides):
-            try:
-                works = [*_works(problem, fragments_m, tiles_n, device, overrides)]
-            except ValueError as error:  # too few tiles; narrower ones may be enough
-                first_error = first_error or error
-                continue
+    yield from valid(
+        partial(plan_of, body, work, device)
+        for body in _bodies(problem, device)
+        for work in worth_comparing(body, device)
+    )
+
+
+def _bodies(problem: Problem, device: CudaDevice) -> Iterator[Body]:
+    for kernel in kernels(problem, device):
+        for tiles_n in widths(problem, kernel):
+            fragments_m = fewest_fragments(problem, kernel)
+            yield Body(problem, kernel, fragments_m, tiles_n)
+
+
+def valid(builds: Iterable[Callable[[], CudaPlan]]) -> Iterator[CudaPlan]:
+    """Yields the plans that can be built: one may lack memory where another fits.
+
+    Raises:
+        ValueError: The first one if there are only errors.
+    """
+    errors, found = [], False
+    for build in builds:
+        try:
+            plan = build()
+        except ValueError as error:
+            errors.append(error)
+        else:
             found = True
-            for work in works:
-                if can_meet(work, overrides):
-                    warps_k = _warps_k(
-                        problem, kernel, fragments_m, tiles_n, work, device, overrides
-                    )
-                    yield CandidateConfig(kernel, fragments_m, work, tiles_n, warps_k)
-    if first_error and not found:
-        raise first_error
+            yield plan
+    if errors and not found:
+        raise errors[0]
 
 
-def _warps_k(
-    problem: Problem,
-    kernel: Kernel,
-    fragments_m: int,
-    tiles_n: int,
+def plan_of(
+    body: Body,
     work: Work,
     device: CudaDevice,
-    overrides: PlanOverrides,
-) -> int:
-    if "simdgroups_k" in overrides:
-        return overrides["simdgroups_k"]
-    if kernel == "mma":
-        return _slices(problem, fragments_m, tiles_n, work, device)
-    return _staged_slices(problem, kernel, fragments_m, tiles_n, work)
+    warps_k: int | None = None,
+    **given: Any,
+) -> CudaPlan:
+    """Returns the plan of some work.
+
+    Args:
+        body: What the blocks of all work have in common.
+        work: The work.
+        device: The device to plan for.
+        warps_k: Warps along k. Default: as many as suit the work.
+        **given: `buffers` and `reduction`, if they are not the usual ones.
+
+    Raises:
+        ValueError: If no kernel of the device supports it.
+    """
+    problem, kernel, fragments_m, tiles_n = body
+    if warps_k is None:
+        slices = _slices if kernel == "mma" else _staged_slices
+        warps_k = slices(body, work, device)
+    stages = (
+        {"buffers": pipelined.buffers(fragments_m, warps_k)}
+        if kernel in pipelined.KERNELS
+        else {}
+    )
+    fields: dict[str, Any] = {
+        **stages,
+        "loaders": pipelined.LOADERS if stages else 0,
+        "reduction": "workspace" if work.is_split else "none",
+        **given,
+    }
+    plan = CudaPlan(
+        problem=problem,
+        kernel=kernel,
+        tile=body.tile,
+        fragments_m=fragments_m,
+        simdgroups_n=tiles_n,
+        simdgroups_k=warps_k,
+        work=work,
+        **fields,
+    )
+    return fitting(plan, device)
 
 
-def _kernels(
-    problem: Problem, device: CudaDevice, overrides: PlanOverrides
-) -> Iterator[Kernel]:
-    if "kernel" in overrides:
-        yield overrides["kernel"]
-        return
+def fitting(plan: CudaPlan, device: CudaDevice) -> CudaPlan:
+    """Returns a plan; raises ValueError if the device has too little memory for it."""
+    if plan.threadgroup_bytes > device.shared_bytes:
+        raise ValueError(
+            f"simdgroups_n={plan.simdgroups_n}, simdgroups_k={plan.simdgroups_k}, "
+            f"fragments_m={plan.fragments_m}, buffers={plan.buffers} "
+            f"need {plan.threadgroup_bytes} bytes of shared memory, more than the "
+            f"{device.shared_bytes} of {device.name}"
+        )
+    return plan
+
+
+def kernels(problem: Problem, device: CudaDevice) -> Iterator[Kernel]:
+    """Yields the kernels to compare."""
     yield "mma"
     supported = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
     room = device.shared_bytes - pipelined.BARRIER_BYTES
     fits = room >= pipelined.MOST_BUFFER_BYTES
-    if not (supported and fits) or pipelined.why_not(problem):
-        return
-    for kernel in OF_CUDA[1:]:
-        if _fits_stages(problem, kernel, overrides):
-            yield kernel
+    if supported and fits and not pipelined.why_not(problem):
+        yield from OF_CUDA[1:]
 
 
-def _fits_stages(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> bool:
-    """Returns whether a pipelined kernel can have the given fields."""
-    traits = pipelined.KERNELS[kernel]
-    fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
-    if (
-        fragments_m not in traits.fragments_m
-        or {"buffers", "loaders"} & overrides.keys()
-    ):
-        return False
-    tiles_n, warps_k = (
-        overrides.get("simdgroups_n", 1),
-        overrides.get("simdgroups_k", 1),
-    )
-    warps = pipelined.simdgroups(kernel, tiles_n, warps_k)
-    return warps <= traits.most_simdgroups and bool(
-        pipelined.affordable_buffers(fragments_m, warps_k)
-    )
+def widths(problem: Problem, kernel: Kernel, warps_k: int = 1) -> range:
+    """Returns the numbers of packed tiles side by side to compare.
 
-
-def _widths(
-    problem: Problem, kernel: Kernel, overrides: PlanOverrides
-) -> Iterable[int]:
-    if "simdgroups_n" in overrides:
-        return (overrides["simdgroups_n"],)
-    warps_k = overrides.get("simdgroups_k", 1)
+    Args:
+        problem: The product to compute.
+        kernel: The kernel.
+        warps_k: Warps along k, or the fewest.
+    """
     room = limits.MOST_SIMDGROUPS // warps_k
     if kernel in pipelined.KERNELS:
         traits = pipelined.KERNELS[kernel]
@@ -140,33 +210,9 @@ def _widths(
     return range(step, max(most, step) + 1, step)
 
 
-def _works(
-    problem: Problem,
-    fragments_m: int,
-    tiles_n: int,
-    device: CudaDevice,
-    overrides: PlanOverrides,
-) -> Iterator[Work]:
-    rows = limits.FRAGMENT_ROWS * fragments_m
-    grid = TileGrid(
-        m_tiles=-(-problem.m // rows),
-        n_tiles=-(-problem.n // (TILE_N * tiles_n)),
-        batch=problem.batch,
-        k_tiles=-(-problem.k // k_tile(problem.group_size)),
-        trips=k_tile(problem.group_size) // 64,
-        cores=device.multiprocessors,
-        widest=1,  # all tiles have the same width
-        x_bytes=problem.activation_bytes,
-    )
-    named = {key: value for key, value in overrides.items() if key != "simdgroups_n"}
-    if named.keys() & decompositions.WORK_OVERRIDES:
-        yield from (work for work, _ in decompositions.works(grid, named))
-        return
-    yield from _worth_comparing(grid, problem)
-
-
-def _worth_comparing(grid: TileGrid, problem: Problem) -> Iterator[Work]:
+def worth_comparing(body: Body, device: CudaDevice) -> Iterator[Work]:
     """Yields whole tiles, and splits if those would leave multiprocessors idle."""
+    problem, grid = body.problem, body.grid(device)
     tiles, cores = grid.tiles, grid.cores
     yield data_parallel(tiles, grid.k_tiles)
     # A paired epilogue and an RMSNorm need whole tiles, as `CudaPlan` checks.
@@ -197,10 +243,9 @@ def _worth_comparing(grid: TileGrid, problem: Problem) -> Iterator[Work]:
     )
 
 
-def _slices(
-    problem: Problem, fragments_m: int, tiles_n: int, work: Work, device: CudaDevice
-) -> int:
+def _slices(body: Body, work: Work, device: CudaDevice) -> int:
     """Returns the most warps along k that memory, warps and k tiles allow."""
+    problem, _, fragments_m, tiles_n = body
     most = MOST_WARPS[-1 if problem.invariant else fragments_m - 1]
     sums = tiles_n * limits.FRAGMENT_ROWS * fragments_m * PADDED_COLUMNS * 4
     room = min(device.shared_bytes, limits.SHARED_LIMIT) - limits.normed_bytes(problem)
@@ -221,10 +266,9 @@ def _even(tiles_n: int, warps_k: int) -> int:
     return warps_k
 
 
-def _staged_slices(
-    problem: Problem, kernel: Kernel, fragments_m: int, tiles_n: int, work: Work
-) -> int:
+def _staged_slices(body: Body, work: Work, _: CudaDevice) -> int:
     """Returns the most slices of k that memory, warps and stages allow."""
+    problem, kernel, fragments_m, tiles_n = body
     few = problem.bits > 4
     most = FEW_MULTIPLIERS[kernel] if few else MOST_MULTIPLIERS[kernel][fragments_m]
     trips = pipelined.STAGE_K // k_tile(problem.group_size)

@@ -7,14 +7,11 @@ products), plus a fixed time per piece of work and per further launch. Other dev
 scaled by multiprocessors, bandwidth and throughput only.
 """
 
-from typing import NamedTuple
-
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
+from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.prediction import Prediction
-from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work
-from mlx_marlin.planning.work.tiles import Kernel, k_tile
+from mlx_marlin.planning.work.tiles import k_tile
 from mlx_marlin.weights.formats import TILE_N
 
 STATED_BANDWIDTH = 1.05
@@ -75,52 +72,35 @@ WEIGHTS = TILE_N * 64
 """Weights of a step."""
 
 
-class CandidateConfig(NamedTuple):
-    """The fields of a plan that a prediction depends on, besides the problem.
-
-    A search compares many of them and builds few plans.
-    """
-
-    kernel: Kernel
-    fragments_m: int
-    work: Work
-    tiles_n: int
-    """simdgroups_n"""
-    warps_k: int
-    """simdgroups_k"""
-
-
-def prediction(
-    problem: Problem, config: CandidateConfig, device: CudaDevice
-) -> Prediction:
-    """Returns the predicted times of a candidate."""
-    work, tiles_n = config.work, config.tiles_n
+def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
+    """Returns the predicted times of a plan."""
+    problem, work, tiles_n = plan.problem, plan.work, plan.simdgroups_n
     longest = work.longest  # read once: slow if `minimum` moves cuts
     busy = work.threadgroups - work.idle
     blocks = -(-busy // device.multiprocessors)  # of the most loaded multiprocessor
-    resident = _resident(config, blocks)
+    resident = _resident(plan, blocks)
     waves = -(-blocks // resident)
     trips = k_tile(problem.group_size) // 64
     weight_size = problem.weight_bytes / (problem.batch * problem.n * problem.k)
     read = blocks * tiles_n * longest * trips * WEIGHTS * weight_size
     share = STATED_BANDWIDTH * device.bandwidth_gbs * 1e9 / device.multiprocessors
-    warps = resident * tiles_n * config.warps_k
+    warps = resident * tiles_n * plan.simdgroups_k
     rate = 1 / (1 / share + 1 / (warps * WARP_BANDWIDTH))
     # All times are those of a mean multiprocessor; `busy` converts to the most loaded.
     mean = work.total / (device.multiprocessors * blocks * longest)
     elements = problem.batch * problem.m * problem.n
     sums = 8 * elements * work.pieces / work.tiles
     sums_seconds = work.is_split * sums / (device.bandwidth_gbs * 1e9)
-    further = _split_seconds(config, elements) if work.is_split else 0.0
-    rows = limits.FRAGMENT_ROWS * config.fragments_m
+    further = _split_seconds(plan, elements) if work.is_split else 0.0
+    rows = limits.FRAGMENT_ROWS * plan.fragments_m
     columns = work.tiles // -(-problem.m // rows) * tiles_n * TILE_N
     padded = -(-problem.m // limits.FRAGMENT_ROWS) * limits.FRAGMENT_ROWS
     pieces = -(-work.pieces // busy)
-    piece = PIECE_SECONDS + FIRST_STAGE_SECONDS * (config.kernel in pipelined.KERNELS)
+    piece = PIECE_SECONDS + FIRST_STAGE_SECONDS * (plan.is_pipelined)
     piece += NORM_SECONDS * (problem.norm is not None)
     return Prediction(
         memory=mean * (read / rate + sums_seconds),
-        issue=mean * waves * _issue(config, longest * trips),
+        issue=mean * waves * _issue(plan, longest * trips),
         loads=0.0,
         matrix=2 * padded * columns * problem.k / (device.tflops * 1e12),
         busy=mean,
@@ -129,28 +109,28 @@ def prediction(
     )
 
 
-def _split_seconds(config: CandidateConfig, elements: int) -> float:
+def _split_seconds(plan: CudaPlan, elements: int) -> float:
     """Returns the seconds that splits cost besides their memory traffic."""
     default = SPLIT_SECONDS["stream_k"]
-    per_element = SPLIT_SECONDS.get(config.work.strategy, default)
-    return FURTHER_LAUNCH[config.kernel] + elements * per_element
+    per_element = SPLIT_SECONDS.get(plan.work.strategy, default)
+    return FURTHER_LAUNCH[plan.kernel] + elements * per_element
 
 
-def _resident(config: CandidateConfig, blocks: int) -> int:
+def _resident(plan: CudaPlan, blocks: int) -> int:
     """Returns how many of a multiprocessor's blocks are resident at a time."""
-    if config.kernel in pipelined.KERNELS:
+    if plan.is_pipelined:
         return 1
-    most = MOST_WARPS[config.fragments_m - 1]
-    return max(min(blocks, most // (config.tiles_n * config.warps_k)), 1)
+    most = MOST_WARPS[plan.fragments_m - 1]
+    return max(min(blocks, most // (plan.simdgroups_n * plan.simdgroups_k)), 1)
 
 
-def _issue(config: CandidateConfig, steps: int) -> float:
+def _issue(plan: CudaPlan, steps: int) -> float:
     """Returns the seconds in which a block computes `steps` steps of 64 k."""
-    if config.kernel == "mma":
-        return -(-steps // config.warps_k) * STEP_SECONDS[config.fragments_m - 1]
+    if plan.kernel == "mma":
+        return -(-steps // plan.simdgroups_k) * STEP_SECONDS[plan.fragments_m - 1]
     stages = -(-steps // 2)
-    if config.kernel == "wgmma":
-        warps = pipelined.columns("wgmma", config.tiles_n)
-        return warps // 4 * stages * STAGE_SECONDS[config.fragments_m]
-    tiles = config.tiles_n * TILE_SECONDS[config.fragments_m - 1]
-    return stages * max(tiles, FILL_SECONDS[config.fragments_m - 1])
+    if plan.kernel == "wgmma":
+        warps = pipelined.columns("wgmma", plan.simdgroups_n)
+        return warps // 4 * stages * STAGE_SECONDS[plan.fragments_m]
+    tiles = plan.simdgroups_n * TILE_SECONDS[plan.fragments_m - 1]
+    return stages * max(tiles, FILL_SECONDS[plan.fragments_m - 1])

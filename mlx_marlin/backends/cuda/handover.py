@@ -7,9 +7,10 @@ from mlx_marlin.backends.cuda.cost import (
     OWN_HEAD_NORM_SECONDS,
     OWN_NORM_SECONDS,
     OWN_ROPE_SECONDS,
+    predict,
 )
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.backends.cuda.search import make, predict
+from mlx_marlin.backends.cuda.search import make
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.problem import Problem
 

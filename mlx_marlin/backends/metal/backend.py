@@ -30,12 +30,12 @@ from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherProblem
-from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import BestSoFar, Option
+from mlx_marlin.planning.search import BestSoFar, Candidate
 from mlx_marlin.weights.formats import TILE_N
 
 
@@ -77,19 +77,19 @@ class MetalBackend:
             )
         return None
 
-    def options(
+    def candidates(
         self,
         problem: Problem,
         device: Device,
         overrides: PlanOverrides,
         limit: BestSoFar,
-    ) -> Iterator[Option]:
+    ) -> Iterator[Candidate]:
         """Yields the plans to compare, at least one.
 
         Raises:
             ValueError: If no plan has the fields in `overrides`.
         """
-        return choice.options(problem, device, overrides, limit)
+        return choice.compared(problem, device, overrides, limit)
 
     def choose_gather(self, gather: GatherProblem, device: Device) -> MetalGatherPlan:
         """Returns the plan for experts' products."""
@@ -132,7 +132,7 @@ class MetalBackend:
         normed = problem.norm is not None
         if problem.layout == "marlin" and (problem.epilogue.gated or normed):
             rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
-            plan = choice.best(replace(problem, **rest), device, PlanOverrides())
+            plan = choice.best(replace(problem, **rest), device)
             apart = cost.predict(plan, device).seconds
             return faster_apart(problem, device, apart, predicted().seconds)
         return handover(problem, device, predicted())

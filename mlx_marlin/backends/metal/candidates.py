@@ -1,9 +1,8 @@
-"""The candidate plans of a product on Metal, subject to overrides."""
+"""The candidate plans of a product on Metal."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.backends.metal.device import Device
@@ -18,15 +17,9 @@ from mlx_marlin.backends.metal.limits import (
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
-from mlx_marlin.planning.overrides import PlanOverrides, can_meet, nothing_fits
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
-from mlx_marlin.planning.work import (
-    Work,
-    data_parallel,
-    decompositions,
-)
-from mlx_marlin.planning.work.decompositions import WORK_OVERRIDES, TileGrid, WideWork
-from mlx_marlin.planning.work.division import Strategy
+from mlx_marlin.planning.work import Work, data_parallel, decompositions
+from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     Kernel,
@@ -44,14 +37,12 @@ SIMDGROUPS_K = (1, 2, 4, 8)
 """Numbers of simdgroups that may share a tile's k."""
 INVARIANT_SIMDGROUPS_K = (1, 2)
 """Numbers of simdgroups along k that fit with any m."""
-DEFAULT_BUFFERS = 2
-"""Buffers of `gemm_staged` if they fit: the fewest with one barrier per stage."""
 
 
 def candidates(
     problem: Problem,
     device: Device,
-    overrides: PlanOverrides,
+    kernel: Kernel | None = None,
     worth: Callable[[MetalPlan, Work], bool] = lambda body, work: True,
 ) -> Iterator[MetalPlan]:
     """Yields the candidate plans, at least one.
@@ -59,127 +50,135 @@ def candidates(
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        overrides: Fields of the plans.
+        kernel: Their kernel. Default: `default_kernel`.
         worth: Whether to build the plan of some work, given a plan with the same
             threadgroups. Default: always.
 
     Raises:
-        ValueError: If no valid plan has the given fields.
+        ValueError: If the kernel has no valid plan.
     """
-    body = _body(problem, overrides)
-    if problem.invariant and not WORK_OVERRIDES & overrides.keys():
-        yield _invariant(body, device, overrides)
+    body = body_of(problem, kernel or default_kernel(problem))
+    if problem.invariant:
+        yield with_work(body, *invariant_work(body, device))
         return
-    grid = TileGrid(
-        m_tiles=body.m_tiles,
-        n_tiles=body.n_tiles,
-        batch=problem.batch,
-        k_tiles=body.k_tiles,
-        trips=body.tile.k // k_tile(1),
-        cores=device.cores,
-        widest=_widest(body, overrides),
-        x_bytes=problem.activation_bytes,
-    )
-    works = list(_works(body, grid, overrides))
-    if overrides:
-        works = [pair for pair in works if can_meet(pair[0], overrides)]
-    if not WORK_OVERRIDES & overrides.keys():
-        works = [pair for pair in works if _may_split(body, pair[0], device)]
-    if not works:
-        raise nothing_fits(overrides)
-    shared = _fields(body)
-    for work, simdgroups_n in works:
-        if not worth(body, work):
-            continue
-        count = (
-            overrides["simdgroups_k"]
-            if "simdgroups_k" in overrides
-            else _simdgroups_k(body, work, device, simdgroups_n)
-        )
-        yield _with_work(shared, work, simdgroups_n, count, overrides)
+    for work, simdgroups_n in works_of(body, device):
+        if worth(body, work):
+            count = simdgroups_along_k(body, work, device, simdgroups_n)
+            yield with_work(body, work, simdgroups_n, count)
 
 
-def _widest(body: MetalPlan, overrides: PlanOverrides) -> int:
-    """Returns the most tiles side by side in a wide tile."""
-    if body.has_tensor_operations:
-        return 1
-    return overrides.get("simdgroups_k", _most_along_k(body))
-
-
-def _may_split(body: MetalPlan, work: Work, device: Device) -> bool:
-    """Returns whether plans with this work are compared.
+def works_of(
+    body: MetalPlan, device: Device, widest: int | None = None
+) -> list[WideWork]:
+    """Returns divisions of the work, with the tiles side by side in their wide tiles.
 
     `gemm_tensor` splits no tiles that fill the GPU: in a chain, published kernels lost
     more by a second dispatch than they gained (avlp12/mlx-vlm, docs/m5.md).
+
+    Args:
+        body: A plan with the same threadgroups.
+        device: The chip to plan for.
+        widest: As for `grid_of`.
     """
-    fills = body.work.tiles >= device.cores
-    return not (body.has_tensor_operations and fills and work.is_split)
+    if body.problem.epilogue.gated or body.problem.norm is not None:
+        return [(body.work, body.simdgroups_n)]
+    works = decompositions.works(grid_of(body, device, widest))
+    if body.has_tensor_operations and body.work.tiles >= device.cores:
+        return [pair for pair in works if not pair[0].is_split]
+    return [*works]
 
 
-def _works(
-    body: MetalPlan, grid: TileGrid, overrides: PlanOverrides
-) -> Iterator[WideWork]:
-    """Yields divisions of the work, with the tiles side by side in their wide tiles."""
-    problem = body.problem
-    if not problem.epilogue.gated and problem.norm is None:
-        yield from decompositions.works(grid, overrides)
-    elif WORK_OVERRIDES & overrides.keys():
-        for work, _ in decompositions.works(grid, overrides):
-            yield work, body.simdgroups_n
-    else:
-        yield body.work, body.simdgroups_n
+def grid_of(body: MetalPlan, device: Device, widest: int | None = None) -> TileGrid:
+    """Returns the tiles of a plan, to be divided.
 
-
-def _body(problem: Problem, overrides: PlanOverrides) -> MetalPlan:
-    """Returns the data-parallel plan with the threadgroups of all candidates."""
-    kernel = overrides.get("kernel", default_kernel(problem))
-    buffers = overrides.get("buffers", _buffers(problem, kernel, overrides))
-    most = most_rows(problem, buffers)
-    fragments_m = overrides.get("fragments_m", _fragments_m(problem, kernel, most))
-    simdgroups_m = overrides.get(
-        "simdgroups_m", _simdgroups_m(problem, fragments_m, most)
+    Args:
+        body: The plan.
+        device: The chip to plan for.
+        widest: Most tiles side by side in a wide tile. Default: as many as simdgroups
+            fit along k.
+    """
+    widest = _most_along_k(body) if widest is None else widest
+    return TileGrid(
+        m_tiles=body.m_tiles,
+        n_tiles=body.n_tiles,
+        batch=body.problem.batch,
+        k_tiles=body.k_tiles,
+        trips=body.tile.k // k_tile(1),
+        cores=device.cores,
+        widest=1 if body.has_tensor_operations else widest,
+        x_bytes=body.problem.activation_bytes,
     )
+
+
+def body_of(
+    problem: Problem,
+    kernel: Kernel,
+    *,
+    fragments_m: int | None = None,
+    simdgroups_m: int | None = None,
+    subtract: bool | None = None,
+    buffers: int = 0,
+    loaders: int = 0,
+) -> MetalPlan:
+    """Returns the data-parallel plan with the threadgroups of all candidates.
+
+    Args:
+        problem: The product to compute.
+        kernel: The kernel.
+        fragments_m: As in `MetalPlan`, as are the others. Default: as many as suit it.
+        simdgroups_m: Default: as `fragments_m`.
+        subtract: Default: `subtracts`.
+        buffers: Pipeline stages.
+        loaders: Simdgroups that fill stages.
+    """
+    most = most_rows(problem, buffers)
+    if fragments_m is None:
+        fragments_m = _fragments_m(problem, kernel, most)
+    if simdgroups_m is None:
+        simdgroups_m = _simdgroups_m(problem, fragments_m, most)
+    if subtract is None:
+        subtract = subtracts(problem, fragments_m, kernel)
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
     columns = columns_of_tile(problem)
     tile = Tile(m=rows, n=columns, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
-    simdgroups_n = columns // TILE_N
     return MetalPlan(
         problem=problem,
         kernel=kernel,
         tile=tile,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
-        simdgroups_n=simdgroups_n,
-        simdgroups_k=simdgroups_n,
+        simdgroups_n=columns // TILE_N,
+        simdgroups_k=columns // TILE_N,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
-        subtract=overrides.get("subtract", subtracts(problem, fragments_m, kernel)),
+        subtract=subtract,
         buffers=buffers,
-        loaders=overrides.get("loaders", 0),
+        loaders=loaders,
     )
 
 
-def _fields(plan: MetalPlan) -> dict[str, Any]:
-    """Returns a plan's fields; constructing from them is faster than `replace`."""
-    return {field.name: getattr(plan, field.name) for field in fields(plan)}
-
-
-def _with_work(
-    shared: dict[str, Any],
+def with_work(
+    body: MetalPlan,
     work: Work,
     simdgroups_n: int,
     simdgroups_k: int,
-    overrides: PlanOverrides,
+    reduction: Reduction | None = None,
 ) -> MetalPlan:
-    default: Reduction = "workspace" if work.is_split else "none"
-    return MetalPlan(
-        **{
-            **shared,
-            "work": work,
-            "simdgroups_n": simdgroups_n,
-            "simdgroups_k": simdgroups_k,
-            "reduction": overrides.get("reduction", default),
-        }
+    """Returns a plan with the threadgroups of `body` and other work.
+
+    Args:
+        body: The plan.
+        work: The work.
+        simdgroups_n: As in `MetalPlan`.
+        simdgroups_k: As in `MetalPlan`.
+        reduction: As in `MetalPlan`. Default: a workspace if tiles are split.
+    """
+    return replace(
+        body,
+        work=work,
+        simdgroups_n=simdgroups_n,
+        simdgroups_k=simdgroups_k,
+        reduction=reduction or ("workspace" if work.is_split else "none"),
     )
 
 
@@ -190,16 +189,6 @@ def default_kernel(problem: Problem) -> Kernel:
     """
     few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
     return "gemv" if few else "gemm_register"
-
-
-def _buffers(problem: Problem, kernel: Kernel, overrides: PlanOverrides) -> int:
-    """Returns the number of buffers that fits in memory next to what overrides fix."""
-    if kernel != "gemm_staged":
-        return 0
-    rows = FRAGMENT * overrides.get("fragments_m", 1) * overrides.get("simdgroups_m", 1)
-    k = step_k(problem.group_size) * overrides.get("simdgroups_k", 1)
-    size = buffer_bytes(rows, TILE_N, k, problem.fragment_bytes)
-    return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1
 
 
 def most_rows(problem: Problem, buffers: int) -> int:
@@ -254,7 +243,7 @@ def _most_along_k(body: MetalPlan) -> int:
     return min(threads, THREADGROUP_LIMIT * body.simdgroups_k // body.threadgroup_bytes)
 
 
-def _simdgroups_k(
+def simdgroups_along_k(
     body: MetalPlan, work: Work, device: Device, simdgroups_n: int
 ) -> int:
     """Returns the fewest simdgroups along k that fill a core, or the most that fit.
@@ -278,8 +267,12 @@ def _simdgroups_k(
     return chosen
 
 
-def _invariant(body: MetalPlan, device: Device, overrides: PlanOverrides) -> MetalPlan:
-    """Returns the plan whose splits of k depend only on the weight and the device."""
+def invariant_work(body: MetalPlan, device: Device) -> tuple[Work, int, int]:
+    """Returns work whose splits of k depend only on the weight and the device.
+
+    Returns:
+        The work, and the simdgroups along n and k.
+    """
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)
     tiles = body.work.tiles
@@ -292,21 +285,18 @@ def _invariant(body: MetalPlan, device: Device, overrides: PlanOverrides) -> Met
             whole=0,
             slices=slices,
         )
-    simdgroups_k = overrides.get("simdgroups_k", simdgroups_k)
-    return _with_work(_fields(body), work, 1, simdgroups_k, overrides)
+    return work, body.simdgroups_n, simdgroups_k
 
 
 @lru_cache(maxsize=1024)
 def _invariant_split(problem: Problem, device: Device) -> tuple[int, int]:
     """Returns the best (slices of k, simdgroups along k) for `INVARIANT_ROWS` rows."""
-    strategies: tuple[Strategy, ...] = ("data_parallel", "split_k")
+    body = body_of(problem, default_kernel(problem))
+    splits = [work for work, _ in decompositions.slices_of_k(grid_of(body, device))]
     plans = [
-        plan
-        for strategy in strategies
+        with_work(body, work, body.simdgroups_n, count)
+        for work in (body.work, *splits)
         for count in INVARIANT_SIMDGROUPS_K
-        for plan in candidates(
-            problem, device, PlanOverrides(strategy=strategy, simdgroups_k=count)
-        )
     ]
     best = min(plans, key=lambda plan: predict(plan, device).seconds)
     return best.work.slices, best.simdgroups_k

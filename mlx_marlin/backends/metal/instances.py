@@ -26,7 +26,7 @@ from mlx_marlin.backends.metal.limits import (
     TENSOR_KERNEL,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
-from mlx_marlin.planning.overrides import STAGED
+from mlx_marlin.planning.explicit import STAGED
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work, data_parallel
 from mlx_marlin.planning.work.decompositions import WIDTHS

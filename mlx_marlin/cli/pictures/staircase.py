@@ -18,7 +18,7 @@ from mlx_marlin.cli.pictures.charts import (
     rows_axis,
 )
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
 
 MOST_ROWS = 64

@@ -10,7 +10,7 @@ from mlx_marlin.cli import json_output
 from mlx_marlin.cli.pictures import busy_cores, files, staircase, text
 from mlx_marlin.cli.plan import arguments, explanation
 from mlx_marlin.planning.choice import Candidate, Choice
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.work import STRATEGIES, Strategy
 
 DESCRIPTION = """

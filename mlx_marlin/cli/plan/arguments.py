@@ -6,7 +6,7 @@ from mlx_marlin.backends import devices, registry
 from mlx_marlin.cli import product_shapes
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
 from mlx_marlin.planning.work.tiles import REDUCTIONS

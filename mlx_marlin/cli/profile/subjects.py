@@ -8,7 +8,7 @@ from mlx_marlin.backends import planner, registry, selection, tuned_results
 from mlx_marlin.cli import models, product_shapes
 from mlx_marlin.measure.profiling.document import Skipped
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.overrides import PlanOverrides
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, in_stock_mlx, problem_of
 from mlx_marlin.weights.formats import LAYOUTS, MODE_DEFAULTS

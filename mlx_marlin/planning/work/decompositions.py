@@ -1,19 +1,11 @@
 """The divisions of a product's work that a search compares, by strategy."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
-from mlx_marlin.planning.work import (
-    Work,
-    data_parallel,
-)
-from mlx_marlin.planning.work.division import (
-    STRATEGIES,
-    Strategy,
-    locality_groups,
-)
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.division import Partition, locality_groups
 
 THREADGROUPS_PER_CORE = (1, 2, 4, 8, 16)
 """Target numbers of threadgroups per core for stripe and split_k."""
@@ -30,19 +22,6 @@ LEAST_CACHE = 256 * 1024
 WIDTHS = (2, 4)
 """Tiles side by side in a wide tile."""
 
-ACCEPTED: dict[Strategy, frozenset[str]] = {
-    "data_parallel": frozenset(),
-    "stripe": frozenset({"partition", "k_parallel", "num_threadgroups"}),
-    "split_k": frozenset({"k_parallel"}),
-    "stream_k": frozenset({"num_threadgroups", "minimum", "groups"}),
-    "hybrid": frozenset({"num_threadgroups", "whole", "minimum", "groups"}),
-    "hytis": frozenset({"whole", "simdgroups_n"}),
-}
-"""The plan fields that a caller may override, by strategy."""
-WORK_OVERRIDES = frozenset({"strategy"}).union(*ACCEPTED.values())
-"""The plan fields that determine how work is divided."""
-
-Overrides = Mapping[str, Any]
 WideWork = tuple[Work, int]
 """Work, and the number of tiles side by side in its wide tiles."""
 
@@ -82,110 +61,74 @@ class TileGrid:
         return [self.cores * count for count in per_core]
 
 
-def works(grid: TileGrid, overrides: Overrides) -> Iterator[WideWork]:
-    """Yields the divisions of the work that satisfy the overrides, at least one.
+def works(grid: TileGrid) -> Iterator[WideWork]:
+    """Yields the divisions of the work that a search compares, at least one.
 
-    Raises:
-        ValueError: If the given strategy, or else every strategy, rejects them.
+    A generator that is given fields yields the divisions that have them. With
+    `forced`, it yields at least one where its strategy is possible.
     """
-    given = overrides.get("strategy")
-    if given is not None:
-        yield from _of_strategy(given, grid, overrides)
-        return
-    fields = overrides.keys() & WORK_OVERRIDES
-    fitting = [name for name in STRATEGIES if fields <= ACCEPTED[name]]
-    if not fitting:
-        raise ValueError(f"no strategy takes all of {', '.join(sorted(fields))}")
-    if fields:
-        yield from _of_any(fitting, grid, overrides)
-        return
-    for strategy in fitting:
-        yield from _of_strategy(strategy, grid, overrides)
+    yield from whole_tiles(grid)
+    yield from stripes(grid)
+    yield from slices_of_k(grid)
+    yield from streams(grid)
+    yield from hybrids(grid)
+    yield from wide_tiles(grid)
 
 
-def _of_strategy(
-    strategy: Strategy, grid: TileGrid, overrides: Overrides
+def whole_tiles(grid: TileGrid, *, forced: bool = False) -> Iterator[WideWork]:
+    """Yields the only division of `data_parallel`."""
+    yield data_parallel(grid.tiles, grid.k_tiles), 1
+
+
+def stripes(
+    grid: TileGrid,
+    *,
+    k_parallel: int | None = None,
+    num_threadgroups: int | None = None,
+    partition: Partition = "balanced",
+    forced: bool = False,
 ) -> Iterator[WideWork]:
-    if strategy not in GENERATORS:
-        raise ValueError(f"strategy={strategy!r} is not one of {STRATEGIES}")
-    others = overrides.keys() & WORK_OVERRIDES - ACCEPTED[strategy] - {"strategy"}
-    for field in sorted(others):
-        raise ValueError(f"{strategy} does not take {field}={overrides[field]!r}")
-    for work in GENERATORS[strategy](grid, overrides):
-        yield work if isinstance(work, tuple) else (work, 1)
-
-
-def _of_any(
-    fitting: list[Strategy], grid: TileGrid, overrides: Overrides
-) -> list[WideWork]:
-    """Returns the divisions of all strategies that accept the overrides.
-
-    Raises:
-        ValueError: If none does; the error is that of the first strategy.
-    """
-    found: list[WideWork] = []
-    errors: list[ValueError] = []
-    for strategy in fitting:
-        try:
-            found += _of_strategy(strategy, grid, {**overrides, "strategy": strategy})
-        except ValueError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    return found
-
-
-def _data_parallel(grid: TileGrid, _: Overrides) -> Iterator[Work]:
-    yield data_parallel(grid.tiles, grid.k_tiles)
-
-
-def _stripe(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
-    for slices in _override(overrides, "k_parallel", _even_slices(grid)):
+    """Yields the divisions of `stripe`."""
+    targets = grid.targets(THREADGROUPS_PER_CORE)
+    for slices in _even_slices(grid) if k_parallel is None else [k_parallel]:
         units = grid.tiles * slices
-        targets = grid.targets(THREADGROUPS_PER_CORE)
         # At least one, so that the strategy exists for every product.
         counts = [target for target in targets if target < units] or [units]
-        for count in _override(overrides, "num_threadgroups", counts):
-            yield Work(
+        for count in counts if num_threadgroups is None else [num_threadgroups]:
+            work = Work(
                 strategy="stripe",
                 tiles=grid.tiles,
                 k_tiles=grid.k_tiles,
                 threadgroups=count,
                 slices=slices,
-                partition=overrides.get("partition", "balanced"),
+                partition=partition,
             )
+            yield work, 1
 
 
-def _split_k(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
-    for slices in _slices(grid, overrides):
-        if (
-            slices == 1
-            and "strategy" not in overrides
-            and "k_parallel" not in overrides
-        ):
-            continue  # equal to data_parallel
-        yield Work(
+def slices_of_k(
+    grid: TileGrid, *, k_parallel: int | None = None, forced: bool = False
+) -> Iterator[WideWork]:
+    """Yields the divisions of `split_k`: each target has one unit per threadgroup."""
+    targets = grid.targets(THREADGROUPS_PER_CORE)
+    counts = {min(-(-target // grid.tiles), grid.k_tiles) for target in targets}
+    # One slice is equal to `data_parallel`.
+    counts = counts | {1} if forced else counts - {1}
+    for slices in sorted(counts) if k_parallel is None else [k_parallel]:
+        work = Work(
             strategy="split_k",
             tiles=grid.tiles,
             k_tiles=grid.k_tiles,
             threadgroups=grid.tiles * slices,
             slices=slices,
         )
-
-
-def _slices(grid: TileGrid, overrides: Overrides) -> list[int]:
-    """Returns the slice counts that give each target one unit per threadgroup."""
-    slices = {
-        min(-(-target // grid.tiles), grid.k_tiles)
-        for target in grid.targets(THREADGROUPS_PER_CORE)
-    }
-    return _override(overrides, "k_parallel", sorted({1, *slices}))
+        yield work, 1
 
 
 def _even_slices(grid: TileGrid) -> list[int]:
     """Returns the smallest slice counts that load a target's threadgroups equally.
 
-    If such slices would be too short, a target gets the slice count of `_slices`.
+    If such slices would be too short, a target gets the slice count of `slices_of_k`.
     """
     most = max(grid.k_tiles * grid.trips // SHORTEST_TRIPS, 1)
     slices = {1}
@@ -196,106 +139,117 @@ def _even_slices(grid: TileGrid) -> list[int]:
     return sorted(slices)
 
 
-def _stream_k(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
-    yield from _streams("stream_k", grid, 0, overrides)
-
-
-def _hybrid(grid: TileGrid, overrides: Overrides) -> Iterator[Work]:
+def hybrids(
+    grid: TileGrid,
+    *,
+    whole: int | None = None,
+    num_threadgroups: int | None = None,
+    minimum: int | None = None,
+    groups: int | None = None,
+    forced: bool = False,
+) -> Iterator[WideWork]:
     """Yields full waves of whole tiles, with the last wave and the rest as streams."""
     wholes = {
         (grid.tiles // target - 1) * target
         for target in grid.targets(STREAMS_PER_CORE)
         if grid.tiles % target
     }
-    fitting = sorted(whole for whole in wholes if whole > 0)
-    if "strategy" in overrides and not fitting:
+    fitting = sorted(count for count in wholes if count > 0)
+    if forced and not fitting:
         fitting = [grid.tiles // 2]
-    for whole in _override(overrides, "whole", fitting):
-        yield from _streams("hybrid", grid, whole, overrides)
-
-
-def _streams(
-    strategy: Strategy, grid: TileGrid, whole: int, overrides: Overrides
-) -> Iterator[Work]:
-    minimum = overrides.get("minimum", -(-MINIMUM_TRIPS // grid.trips))
-    total = (grid.tiles - whole) * grid.k_tiles
-    targets = grid.targets(STREAMS_PER_CORE)
-    counts = [target for target in targets if target <= total // max(minimum, 1)]
-    if "strategy" in overrides and not counts:
-        counts = [min(grid.cores, max(total, 1))]
-    for count in _override(
-        overrides, "num_threadgroups", [whole + count for count in counts]
-    ):
-        yield Work(
-            strategy=strategy,
-            tiles=grid.tiles,
-            k_tiles=grid.k_tiles,
-            threadgroups=count,
-            whole=whole,
-            slices=grid.k_tiles,
+    for count in fitting if whole is None else [whole]:
+        yield from streams(
+            grid,
+            whole=count,
+            num_threadgroups=num_threadgroups,
             minimum=minimum,
-            groups=_override(overrides, "groups", [_groups(grid, whole, count)])[0],
+            groups=groups,
+            forced=forced,
         )
 
 
-def _groups(grid: TileGrid, whole: int, threadgroups: int) -> int:
+def streams(
+    grid: TileGrid,
+    *,
+    whole: int | None = None,
+    num_threadgroups: int | None = None,
+    minimum: int | None = None,
+    groups: int | None = None,
+    forced: bool = False,
+) -> Iterator[WideWork]:
+    """Yields the divisions of `stream_k`, or with `whole` some of `hybrid`."""
+    first = whole or 0
+    minimum = -(-MINIMUM_TRIPS // grid.trips) if minimum is None else minimum
+    total = (grid.tiles - first) * grid.k_tiles
+    targets = grid.targets(STREAMS_PER_CORE)
+    counts = [target for target in targets if target <= total // max(minimum, 1)]
+    if forced and not counts:
+        counts = [min(grid.cores, max(total, 1))]
+    if num_threadgroups is not None:
+        counts = [num_threadgroups - first]
+    for count in counts:
+        work = Work(
+            strategy="stream_k" if whole is None else "hybrid",
+            tiles=grid.tiles,
+            k_tiles=grid.k_tiles,
+            threadgroups=first + count,
+            whole=first,
+            slices=grid.k_tiles,
+            minimum=minimum,
+            groups=_groups(grid, first, count) if groups is None else groups,
+        )
+        yield work, 1
+
+
+def _groups(grid: TileGrid, whole: int, streams: int) -> int:
     """Returns the number of groups of ranges that read the same k of x together.
 
     Activations that fit in the L2 cache need no grouping.
     """
-    if grid.x_bytes <= LEAST_CACHE or threadgroups <= whole:
+    if grid.x_bytes <= LEAST_CACHE or min(grid.tiles - whole, streams) <= 0:
         return 1
-    return locality_groups(grid.tiles - whole, threadgroups - whole)
+    return locality_groups(grid.tiles - whole, streams)
 
 
-def _hytis(grid: TileGrid, overrides: Overrides) -> Iterator[WideWork]:
+def wide_tiles(
+    grid: TileGrid,
+    *,
+    simdgroups_n: int | None = None,
+    whole: int | None = None,
+    forced: bool = False,
+) -> Iterator[WideWork]:
     """Yields the most wide tiles that load all cores equally, then narrow ones."""
     if grid.batch > 1:
-        if "strategy" in overrides:
+        if forced:
             raise ValueError(f"hytis takes one weight, got batch={grid.batch}")
         return
     widths = [
         width for width in WIDTHS if width < grid.n_tiles and grid.widest % width == 0
     ]
-    if "strategy" in overrides and not widths:
+    if forced and not widths:
         widths = [WIDTHS[0]]
-    for width in _override(overrides, "simdgroups_n", widths):
+    for width in widths if simdgroups_n is None else [simdgroups_n]:
         most = (grid.n_tiles - 1) // width
         columns = most * grid.m_tiles // grid.cores * grid.cores // grid.m_tiles
-        if "strategy" in overrides and columns == 0:
+        if forced and columns == 0:
             columns = max(most, 1)
         wholes = [columns * grid.m_tiles] if columns else []
-        for whole in _override(overrides, "whole", wholes):
-            narrow = grid.n_tiles - whole // grid.m_tiles * width
-            if narrow < 1:
-                raise ValueError(
-                    f"whole={whole} tiles of simdgroups_n={width} leave no narrow "
-                    f"ones, there are {grid.n_tiles} across the columns"
-                )
-            yield (
-                Work(
-                    strategy="hytis",
-                    tiles=whole + narrow * grid.m_tiles,
-                    k_tiles=grid.k_tiles,
-                    threadgroups=whole + narrow * grid.m_tiles,
-                    whole=whole,
-                ),
-                width,
-            )
+        for count in wholes if whole is None else [whole]:
+            yield _wide_work(grid, width, count), width
 
 
-def _override(overrides: Overrides, field: str, default: list[int]) -> list[int]:
-    return [overrides[field]] if field in overrides else default
-
-
-GENERATORS: dict[
-    Strategy, Callable[[TileGrid, Overrides], Iterator[Work] | Iterator[WideWork]]
-] = {
-    "data_parallel": _data_parallel,
-    "stripe": _stripe,
-    "split_k": _split_k,
-    "stream_k": _stream_k,
-    "hybrid": _hybrid,
-    "hytis": _hytis,
-}
-"""The generator of divisions of each strategy."""
+def _wide_work(grid: TileGrid, width: int, whole: int) -> Work:
+    narrow = grid.n_tiles - whole // grid.m_tiles * width
+    if narrow < 1:
+        raise ValueError(
+            f"whole={whole} tiles of simdgroups_n={width} leave no narrow "
+            f"ones, there are {grid.n_tiles} across the columns"
+        )
+    tiles = whole + narrow * grid.m_tiles
+    return Work(
+        strategy="hytis",
+        tiles=tiles,
+        k_tiles=grid.k_tiles,
+        threadgroups=tiles,
+        whole=whole,
+    )

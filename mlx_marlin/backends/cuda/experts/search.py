@@ -3,11 +3,11 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from mlx_marlin.backends.cuda import limits, search
+from mlx_marlin.backends.cuda import cost, limits, search
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.experts.plan import MAX_PAIRS_PER_ROW, CudaGatherPlan
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherProblem
-from mlx_marlin.planning.overrides import PlanOverrides
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.weights.formats import TILE_N
 
@@ -58,7 +58,7 @@ def choose_gather(gather: GatherProblem, device: CudaDevice) -> CudaGatherPlan:
         ]
     plan = min(
         (search.make(batched, device, fields) for fields in alternatives),
-        key=lambda plan: search.predict(plan, device).seconds,
+        key=lambda plan: cost.predict(plan, device).seconds,
     )
     return CudaGatherPlan(
         gather=gather,

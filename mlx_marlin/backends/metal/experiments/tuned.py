@@ -3,7 +3,7 @@
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.planning.overrides import STAGED, PlanOverrides
+from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 
@@ -13,7 +13,7 @@ EXPERIMENT_CUTOFF = 1.25
 
 def experiments(problem: Problem, device: Device) -> list[Plan]:
     """Returns plans of `gemm_staged` for a tuner, as `Backend.experiments`."""
-    chosen = best(problem, device, PlanOverrides())
+    chosen = best(problem, device)
     whole = problem.invariant or problem.epilogue.gated
     if chosen.simdgroups_m == 1 or whole or problem.batch > 1:
         return []
