@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Option
+from mlx_marlin.planning.search import Candidate
 from mlx_marlin.planning.work import Tile, data_parallel
 from support import oracles
 
@@ -114,16 +113,16 @@ class NumPy:
         known = plain and (problem.mode, problem.bits) == ("affine", 4)
         return None if known else "NumPy takes plain products of affine 4-bit weights"
 
-    def options(
+    def candidates(
         self, problem: Problem, device: Host, overrides: Any, limit: Any
-    ) -> Iterator[Option]:
+    ) -> Iterator[Candidate]:
         for m in (8, 16):
             tiles = -(-problem.m // m) * -(-problem.n // 32)
             prediction = self.predict(m, device)
             work = data_parallel(tiles, -(-problem.k // 64))
             fields = {"problem": problem, "kernel": "dot", "fragments_m": m // 8}
-            plan = partial(HostPlan, **fields, tile=Tile(m=m, k=64), work=work)
-            yield Option((prediction.seconds,), prediction, plan)
+            plan = HostPlan(**fields, tile=Tile(m=m, k=64), work=work)
+            yield Candidate((prediction.seconds,), prediction, plan)
 
     def predict(self, plan: Any, device: Host) -> Prediction:
         memory = 1e-6 * (plan if isinstance(plan, int) else plan.tile.m)
