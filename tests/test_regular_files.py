@@ -12,7 +12,7 @@ from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import tuned_results
 from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
 from mlx_marlin.checkpoints import folder, gguf, safetensors_header
-from mlx_marlin.cli import render
+from mlx_marlin.cli.render import command as render
 from mlx_marlin.emulator.compiling import build
 from mlx_marlin.guard import verdicts
 from mlx_marlin.lm.tuned_models import model_key

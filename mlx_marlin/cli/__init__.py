@@ -12,7 +12,7 @@ from typing import Any
 from mlx_marlin.cli import json_output, terminal
 
 COMMANDS = {
-    "plan": ("mlx_marlin.cli.plan", "show the plan of a matrix product"),
+    "plan": ("mlx_marlin.cli.plan.command", "show the plan of a matrix product"),
     "convert": (
         "mlx_marlin.cli.convert",
         "import GPTQ, AWQ, GGUF and other checkpoints",
@@ -31,7 +31,10 @@ COMMANDS = {
         "mlx_marlin.cli.bench.command",
         "time our kernels and stock MLX on this machine",
     ),
-    "render": ("mlx_marlin.cli.render", "show results as an HTML page or a picture"),
+    "render": (
+        "mlx_marlin.cli.render.command",
+        "show results as an HTML page or a picture",
+    ),
     "doctor": (
         "mlx_marlin.cli.doctor.command",
         "check whether our kernels can run here",

@@ -2,52 +2,16 @@
 
 import platform
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
 from mlx_marlin import versions
 from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.measure.rows import MachineFacts
 from mlx_marlin.planning.device import PlanningDevice
 
 SECONDS_FOR_GIT = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
-    """What times depend on besides the product.
-
-    Attributes:
-        chip: Name of the GPU; "emulator for CHIP" if nothing was measured.
-        architecture: GPU architecture, such as "applegpu_g15s", or "".
-        cores: GPU cores.
-        memory_gb: Memory in 2^30 bytes, 0 if MLX has no GPU here.
-        system: Operating system and version.
-        build: Build of the system, which has the GPU compiler.
-        backend: Back end of this package.
-        python: Version of Python.
-        mlx: Version of MLX.
-        mlx_lm: Version of mlx-lm, or "".
-        mlx_marlin: Version of this package.
-        commit: Commit of this package, or "" outside a repository; "-dirty" follows if
-            files were changed.
-        kernels: Digest of the kernels' texts.
-    """
-
-    chip: str
-    architecture: str
-    cores: int
-    memory_gb: int
-    system: str
-    build: str
-    backend: str
-    python: str
-    mlx: str
-    mlx_lm: str
-    mlx_marlin: str
-    commit: str
-    kernels: str
 
 
 def facts(device: PlanningDevice) -> MachineFacts:

@@ -13,10 +13,14 @@ from typing import Any
 
 from mlx_marlin import regular_files
 from mlx_marlin.measure import row_encoding
-from mlx_marlin.measure.machine import MachineFacts
 from mlx_marlin.measure.privacy import as_name, redacted
 from mlx_marlin.measure.row_encoding import STATUSES as STATUSES
-from mlx_marlin.measure.rows import FirstTokenRow, GenerationRow, ProductRow
+from mlx_marlin.measure.rows import (
+    FirstTokenRow,
+    GenerationRow,
+    MachineFacts,
+    ProductRow,
+)
 from mlx_marlin.planning.measurement import DECODE_ERRORS
 
 SCHEMA = "mlx-marlin result"
@@ -128,14 +132,15 @@ def read(path: Path) -> ResultFile:
     """
     content = regular_files.read(path, MOST_BYTES)
     try:
-        data = json.loads(content.decode("utf-8"), parse_constant=_refuse)
+        data = json.loads(content.decode("utf-8"), parse_constant=refuse)
         return _result(data)
     except (RecursionError, *DECODE_ERRORS) as error:
         reason = redacted(str(error))
         raise ValueError(f"{path.name} is not a result file: {reason}") from error
 
 
-def _refuse(constant: str) -> None:
+def refuse(constant: str) -> None:
+    """Refuses NaN and infinity, which Python's reader would take."""
     raise ValueError(f"{constant} is not a number of JSON")
 
 

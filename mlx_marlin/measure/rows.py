@@ -1,4 +1,4 @@
-"""Rows of a benchmark: one time of one product, generation or first token each."""
+"""What a benchmark found: its machine, and rows of one time each."""
 
 from dataclasses import dataclass
 
@@ -22,6 +22,42 @@ CANDIDATE = "candidate plan"
 """A plan that tuning compared with others."""
 STOCK_MODEL = "stock MLX"
 """The model without our kernels, in rows of generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What times depend on besides the product.
+
+    Attributes:
+        chip: Name of the GPU; "emulator for CHIP" if nothing was measured.
+        architecture: GPU architecture, such as "applegpu_g15s", or "".
+        cores: GPU cores.
+        memory_gb: Memory in 2^30 bytes, 0 if MLX has no GPU here.
+        system: Operating system and version.
+        build: Build of the system, which has the GPU compiler.
+        backend: Back end of this package.
+        python: Version of Python.
+        mlx: Version of MLX.
+        mlx_lm: Version of mlx-lm, or "".
+        mlx_marlin: Version of this package.
+        commit: Commit of this package, or "" outside a repository; "-dirty" follows if
+            files were changed.
+        kernels: Digest of the kernels' texts.
+    """
+
+    chip: str
+    architecture: str
+    cores: int
+    memory_gb: int
+    system: str
+    build: str
+    backend: str
+    python: str
+    mlx: str
+    mlx_lm: str
+    mlx_marlin: str
+    commit: str
+    kernels: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,25 +1,31 @@
-"""Charts as values and as pictures: axes, rooflines, staircases, busy cores."""
+"""Charts as values and as pictures: rooflines, staircases, busy cores."""
 
 import json
 import math
 import re
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import main
-from mlx_marlin.cli.pictures import busy_cores, charts, plots, roofline, staircase
-from mlx_marlin.cli.pictures.charts import LEAST, MOST, Axis, Mark
+from mlx_marlin.cli.pictures import (
+    busy_cores,
+    charts,
+    figures,
+    plots,
+    roofline,
+    staircase,
+)
+from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark
 from mlx_marlin.cli.pictures.staircase import Sample
 from mlx_marlin.cli.pictures.text import schedule
 from mlx_marlin.cli.profile import times
-from mlx_marlin.cli.render import page, svg
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -27,42 +33,7 @@ from support.pictures import chosen, svg_texts
 from support.strategies import devices as any_device
 from support.strategies import plans
 
-values = st.lists(st.floats(LEAST, MOST), min_size=1, max_size=5)
 M4_MAX = devices.named("M4 Max")
-
-
-def check(axis: Axis, contained: list[float]) -> None:
-    """Checks what holds for every axis."""
-    assert axis.low <= min(contained)
-    assert max(contained) <= axis.high
-    assert 2 <= len(axis.ticks) <= 12
-    assert [*axis.ticks] == sorted({*axis.ticks})
-    positions = [axis.position(value) for value in (*axis.ticks, *contained)]
-    assert all(-1e-9 <= position <= 1 + 1e-9 for position in positions)
-    labels = [charts.tick_label(tick) for tick in axis.ticks]
-    assert len({*labels}) == len(labels)
-
-
-@given(values)
-def test_a_logarithmic_axis_contains_its_values(contained: list[float]) -> None:
-    axis = charts.log_axis("name", contained)
-
-    check(axis, contained)
-    assert axis.is_log
-
-
-@given(values)
-def test_a_linear_axis_contains_its_values(contained: list[float]) -> None:
-    check(charts.axis_from_zero("name", contained), [0.0, *contained])
-
-
-@given(st.lists(st.integers(1, 10**9), min_size=2, max_size=5, unique=True))
-def test_an_axis_of_rows_contains_its_values(rows: list[int]) -> None:
-    axis = charts.rows_axis(rows)
-
-    check(axis, [float(row) for row in rows])
-    assert axis.is_log == (max(rows) > 64)
-    assert all(tick == int(tick) >= 1 for tick in axis.ticks)
 
 
 def products(
@@ -70,9 +41,7 @@ def products(
 ) -> list[roofline.Product]:
     point = Point(flops=rows * 10**6, bytes=10**6, seconds=rows / tflops * 1e-6)
     return [
-        roofline.Product(
-            point=point, rows=rows, text="text", kernel=kernel, origin=origin
-        )
+        roofline.Product(point=point, rows=rows, kernel=kernel, origin=origin)
         for kernel in kernels
     ]
 
@@ -85,42 +54,30 @@ def test_the_roofline_bends_at_the_ridge_point() -> None:
     first, ridge, last = chart.series[0].marks
 
     assert (ridge.x, ridge.y) == (32, 16)
-    assert last == Mark(x=chart.x.high, y=16)
+    assert last == Mark(4 * 32, 16)
     assert first.y == pytest.approx(first.x / 2)
-    assert first.y >= chart.y.low
+    assert first.y >= 1 / 4
 
 
-@given(
-    st.floats(LEAST, MOST),
-    st.floats(LEAST, MOST),
-    st.lists(
-        st.tuples(
-            st.integers(1, 10**30), st.integers(1, 10**30), st.floats(1e-300, 1e300)
-        )
-    ),
-)
-def test_everything_on_a_roofline_is_within_its_axes(
-    tflops: float, bandwidth: float, points: list[tuple[int, int, float]]
+@pytest.mark.parametrize("values", [(LEAST, LEAST), (LEAST, MOST), (16, 500)])
+@pytest.mark.parametrize("point", [None, (1, 10**30, 1e300), (10**30, 1, 1e-300)])
+def test_extreme_rooflines_are_drawn(
+    values: tuple[float, float],
+    point: tuple[int, int, float] | None,
+    tmp_path: Path,
 ) -> None:
-    chart = roofline.chart(
-        "title",
-        {"roof": Roofline(tflops=tflops, bandwidth_gbs=bandwidth)},
-        [
-            roofline.Product(
-                point=Point(flops=flops, bytes=size, seconds=seconds),
-                rows=1,
-                text="",
-                kernel="gemv",
-                origin="measured",
-            )
-            for flops, size, seconds in points
-        ],
-    )
+    tflops, bandwidth = values
+    found = products(1, "measured", "gemv")
+    if point is not None:
+        flops, size, seconds = point
+        there = Point(flops=flops, bytes=size, seconds=seconds)
+        found.append(replace(found[0], point=there))
+    roofs = {"roof": Roofline(tflops=tflops, bandwidth_gbs=bandwidth)}
+    chart = roofline.chart("title", roofs, found)
+    figures.save(tmp_path / "a.svg", "--plot", lambda: plots.figure([chart]))
 
-    for series in chart.series:
-        for mark in series.marks:
-            assert -1e-9 <= chart.x.position(mark.x) <= 1 + 1e-9
-            assert -1e-9 <= chart.y.position(mark.y) <= 1 + 1e-9
+    assert len(chart.series[1].marks) == 1
+    assert "gemv (measured)" in svg_texts(tmp_path / "a.svg")
 
 
 def test_series_of_a_roofline_name_where_their_times_come_from() -> None:
@@ -135,7 +92,6 @@ def test_series_of_a_roofline_name_where_their_times_come_from() -> None:
         ("gemv (measured)", 0, True),
         ("stock qmv (predicted)", 1, False),
     ]
-    assert all("predicted" in mark.text for mark in series[0].marks)
 
 
 def test_the_lowest_point_of_each_number_of_rows_is_labelled() -> None:
@@ -229,7 +185,8 @@ def test_busy_cores_are_those_of_the_timeline(plan: Plan, device: Device) -> Non
     assert marks[0].x == 0
     assert marks[0].y == len({bar.core for bar in bars})
     assert marks[-1].y == 0
-    assert marks[-1].x <= chart.x.high * (1 + 1e-9)
+    assert chart.ends is not None
+    assert marks[-1].x <= chart.ends[0] * (1 + 1e-9)
     counts = [mark.y for mark in marks]
     assert counts == sorted(counts, reverse=True)
     # The area is the work, in the unit in which the busiest core takes all the time.
@@ -344,63 +301,6 @@ def chart_of(names: list[str]) -> charts.Chart:
 def test_no_two_series_look_alike() -> None:
     found = chart_of([f"arm {index}" for index in range(32)])
 
-    figure = plots._figure([found])
+    figure = plots.figure([found])
     drawn = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}
     assert len(drawn) == 32
-    text = str(svg.figures([found]))
-    groups = re.findall(r'<g class="series (color\d)[^"]*">(.*?)</g>', text, re.DOTALL)
-    shapes = {(color, shape_of(marks)) for color, marks in groups}
-    assert len(shapes) == 32
-
-
-def shape_of(marks: str) -> str:
-    """Returns the first marker of a sample of a legend, or of a series."""
-    points = re.search(r'<polygon points="([^"]*)"|<circle', marks)
-    assert points is not None
-    return (
-        "circle" if points[1] is None else str(len(points[1].split())) + turn(points[1])
-    )
-
-
-def turn(points: str) -> str:
-    """Returns the direction of a polygon's first corner from its centre."""
-    corners = [tuple(map(float, each.split(","))) for each in points.split()]
-    x, y = (sum(axis) / len(corners) for axis in zip(*corners, strict=True))
-    return f"{math.degrees(math.atan2(corners[0][1] - y, corners[0][0] - x)):.0f}"
-
-
-def test_a_page_has_the_colours_of_pictures() -> None:
-    light = re.search(
-        r":root \{(.*?)\}", (page.FOLDER / "page.css").read_text(), re.DOTALL
-    )
-    assert light is not None
-
-    found = re.findall(r"--color(\d): (#\w+)", light[1])
-
-    assert [int(index) for index, _ in found] == [*range(len(charts.COLORS))]
-    assert [color.upper() for _, color in found] == [*charts.COLORS]
-
-
-@pytest.mark.parametrize(("count", "wide"), [(1, [0]), (2, []), (3, [2]), (4, [])])
-def test_a_chart_alone_in_its_line_takes_all_of_it(count: int, wide: list[int]) -> None:
-    text = str(svg.figures([chart_of([f"arm {index}"]) for index in range(count)]))
-
-    figures = text.split("<figure")[1:]
-    assert [
-        i for i, each in enumerate(figures) if each.startswith(' class="wide"')
-    ] == wide
-    for index, each in enumerate(figures):
-        width = re.search(r'viewBox="0 0 (\d+)', each)
-        assert width is not None
-        lines = re.findall(r'x2="([\d.]+)"', each)
-        assert float(width[1]) == (svg.WIDE if index in wide else svg.WIDTH)
-        assert max(map(float, lines)) == float(width[1]) - svg.RIGHT
-
-
-@pytest.mark.parametrize(("length", "columns"), [(10, 2), (36, 2), (60, 1)])
-def test_a_legend_has_two_columns_if_they_fit(length: int, columns: int) -> None:
-    found = chart_of([f"{index}" * length for index in range(5)])
-
-    legend = plots._figure([found]).axes[0].get_legend()
-
-    assert legend._ncols == columns

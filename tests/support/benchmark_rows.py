@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure.machine import MachineFacts
 from mlx_marlin.measure.result_file import STATUSES, ResultFile, Stage
 from mlx_marlin.measure.rows import (
     CLOCKS,
@@ -17,6 +16,7 @@ from mlx_marlin.measure.rows import (
     STOCK_MODEL,
     FirstTokenRow,
     GenerationRow,
+    MachineFacts,
     ProductRow,
     Timing,
 )

@@ -145,7 +145,9 @@ class Browser:
             ):
                 found.append(f"{method}: {parameters}")
             if method == "Network.requestWillBeSent":
-                found.append(parameters["request"]["url"])
+                url = parameters["request"]["url"]
+                # An image in the page is loaded from nowhere.
+                found += [] if url.startswith("data:") else [url]
         return found
 
     def _next(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_marlin.measure.machine import MachineFacts
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.row_encoding import PROBLEM
 from mlx_marlin.measure.rows import (
@@ -16,6 +15,7 @@ from mlx_marlin.measure.rows import (
     STOCK_MODEL,
     FirstTokenRow,
     GenerationRow,
+    MachineFacts,
     ProductRow,
     Timing,
 )

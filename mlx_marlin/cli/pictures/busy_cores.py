@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlx_marlin.cli.pictures.charts import Chart, Mark, Series, axis_from_zero
+from mlx_marlin.cli.pictures.charts import Chart, Mark, Series
 from mlx_marlin.cli.pictures.text import fullest, schedule
 from mlx_marlin.planning.choice import Choice
 
@@ -16,19 +16,18 @@ def charts(choices: Sequence[Choice]) -> list[Chart]:
     Args:
         choices: Plans of one product for one device, at least one.
     """
-    all_marks = [_marks(choice) for choice in choices]
-    seconds = [choice.prediction.seconds for choice in choices]
-    ends = [marks[-1].x for marks in all_marks]
-    x = axis_from_zero("us (predicted)", [*ends, max(seconds) * 1e6])
-    y = axis_from_zero("busy cores", [choices[0].device.cores])
+    us = max(choice.prediction.seconds for choice in choices) * 1e6
     return [
         Chart(
             title=_title(choice),
-            x=x,
-            y=y,
-            series=(Series(name="busy", marks=marks, style="area", color=color),),
+            x="us (predicted)",
+            y="busy cores",
+            ends=(us, choice.device.cores),
+            series=(
+                Series(name="busy", marks=_marks(choice), style="area", color=color),
+            ),
         )
-        for color, (choice, marks) in enumerate(zip(choices, all_marks, strict=True))
+        for color, choice in enumerate(choices)
     ]
 
 
@@ -46,12 +45,8 @@ def _marks(choice: Choice) -> tuple[Mark, ...]:
     prediction = choice.prediction
     first_us = (prediction.seconds - prediction.dispatch) * 1e6
     scale = first_us / fullest(choice, bars)
-    ends: dict[int, float] = {}
-    for bar in bars:
-        if bar.pieces:
-            ends[bar.core] = bar.end * scale
-    marks = [Mark(x=0.0, y=float(len(ends)))]
-    for end in sorted({*ends.values()}):
-        busy = sum(other > end for other in ends.values())
-        marks.append(Mark(x=end, y=float(busy)))
-    return tuple(marks)
+    ends = {bar.core: bar.end * scale for bar in bars if bar.pieces}
+    return tuple(
+        Mark(time, float(sum(end > time for end in ends.values())))
+        for time in sorted({0.0, *ends.values()})
+    )

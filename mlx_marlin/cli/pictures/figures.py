@@ -15,6 +15,13 @@ METADATA = {
     ".png": {"Software": None},
 }
 """Metadata to omit, by suffix, so that the same pictures give the same bytes."""
+STYLE = {
+    "svg.hashsalt": "mlx-marlin",
+    "svg.fonttype": "none",  # text stays text: files are small and can be searched
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.parse_math": False,
+    "legend.frameon": False,
+}
 
 
 def require(option: str) -> None:
@@ -35,32 +42,32 @@ def require(option: str) -> None:
         ) from None
 
 
+def content(draw: "Callable[[], Figure]", suffix: str) -> bytes:
+    """Returns a figure as a file. The same figure gives the same bytes.
+
+    Args:
+        draw: Returns the figure, in matplotlib's default style.
+        suffix: Suffix of the file, which selects the format: ".svg" or ".png".
+    """
+    import matplotlib.style
+
+    output = BytesIO()
+    with matplotlib.style.context(["default", STYLE]):
+        draw().savefig(output, format=suffix[1:], dpi=150, metadata=METADATA[suffix])
+    return output.getvalue()
+
+
 def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:
-    """Draws a figure to a file. The same figure gives the same bytes.
+    """Draws a figure to a file; an existing file is replaced atomically.
 
     Args:
         path: The file; its suffix selects the format.
         option: The option that names it, for messages.
-        draw: Returns the figure, in matplotlib's default style.
+        draw: As for `content`.
 
     Raises:
         ImportError: If matplotlib is missing.
         OSError: If the file cannot be written.
     """
     require(option)
-    import matplotlib.style
-
-    suffix = path.suffix.lower()
-    output = BytesIO()
-    # Text is not converted to paths: files are small and can be searched.
-    style = {
-        "svg.hashsalt": "mlx-marlin",
-        "svg.fonttype": "none",
-        "font.sans-serif": ["DejaVu Sans"],
-        "text.parse_math": False,
-    }
-    with matplotlib.style.context(["default", style]):
-        draw().savefig(
-            output, format=suffix[1:], dpi=150, metadata=METADATA[suffix], pad_inches=0
-        )
-    files.write(path, option, output.getvalue())
+    files.write(path, option, content(draw, path.suffix.lower()))

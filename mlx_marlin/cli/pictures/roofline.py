@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_marlin.cli.pictures.charts import Chart, Mark, Series, can_draw, log_axis
+from mlx_marlin.cli.pictures.charts import Chart, Mark, Series, can_draw
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
 STOCK = "stock"
@@ -17,14 +17,12 @@ class Product:
     Attributes:
         point: Its operations, bytes and time.
         rows: Rows of x.
-        text: The product in words.
         kernel: The kernel; names of stock MLX's begin with `STOCK`.
         origin: "measured", "predicted" or "assumed".
     """
 
     point: Point
     rows: int
-    text: str
     kernel: str
     origin: str
 
@@ -44,28 +42,26 @@ def chart(
         for product in products
         if can_draw(product.point.intensity, product.point.tflops)
     ]
-    ridges = [roof.ridge for roof in roofs.values()]
-    peaks = [roof.tflops for roof in roofs.values()]
-    x = log_axis(
-        "arithmetic intensity, FLOP/byte",
-        [*ridges, *(2 * ridge for ridge in ridges), *_intensities(drawn)],
-    )
-    points = [product.point.tflops for product in drawn]
-    y = log_axis("TFLOPS", [*peaks, *(points or [min(peaks) / 10])])
+    corners = [(roof.ridge, roof.tflops) for roof in roofs.values()]
+    corners += [(each.point.intensity, each.point.tflops) for each in drawn]
+    xs, ys = zip(*corners, strict=True)
+    low, high, bottom = min(xs) / 4, max(xs) * 4, min(ys) / 4
     series = [
         Series(
             name=f"{name}: {roof.tflops:.4g} TFLOPS, {roof.bandwidth_gbs:g} GB/s",
-            marks=_roof_marks(roof, (x.low, x.high), y.low),
+            marks=_roof_marks(roof, (low, high), bottom),
             style="roof",
             color=index,
         )
         for index, (name, roof) in enumerate(roofs.items())
     ]
-    return Chart(title=title, x=x, y=y, series=(*series, *_of_kernels(drawn)))
-
-
-def _intensities(products: Sequence[Product]) -> list[float]:
-    return [product.point.intensity for product in products]
+    return Chart(
+        title=title,
+        x="arithmetic intensity, FLOP/byte",
+        y="TFLOPS",
+        log_base=10,
+        series=(*series, *_of_kernels(drawn)),
+    )
 
 
 def _roof_marks(
@@ -75,7 +71,7 @@ def _roof_marks(
     low, high = ends
     start = max(low, bottom * 1000 / roof.bandwidth_gbs)
     corners = sorted({min(start, roof.ridge), roof.ridge, high})
-    return tuple(Mark(x=x, y=roof.attainable_tflops(x)) for x in corners)
+    return tuple(Mark(x, roof.attainable_tflops(x)) for x in corners)
 
 
 def _of_kernels(products: Sequence[Product]) -> list[Series]:
@@ -106,16 +102,6 @@ def _of_kernels(products: Sequence[Product]) -> list[Series]:
 
 
 def _mark(product: Product, is_labelled: bool) -> Mark:
-    point = product.point
-    text = (
-        f"{product.text}, {product.kernel}: {point.tflops:.3g} TFLOPS, "
-        f"{point.intensity:.3g} FLOP/byte, {point.seconds * 1e3:.4g} ms "
-        f"({product.origin})"
-    )
     label = f"{product.rows} {'row' if product.rows == 1 else 'rows'}"
-    return Mark(
-        x=point.intensity,
-        y=point.tflops,
-        text=text,
-        label=label if is_labelled else "",
-    )
+    point = product.point
+    return Mark(point.intensity, point.tflops, label if is_labelled else "")

@@ -8,21 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from mlx_marlin.backends import planner
-from mlx_marlin.cli.pictures.charts import (
-    Chart,
-    Mark,
-    Series,
-    axis_from_zero,
-    can_draw,
-    log_axis,
-    rows_axis,
-)
+from mlx_marlin.cli.pictures.charts import Chart, Mark, Series, can_draw
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
 
 MOST_ROWS = 64
-"""Rows of a chart that the model draws."""
+"""Rows of a chart that the model draws; one with more is logarithmic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +78,13 @@ def chart(title: str, samples: Sequence[Sample]) -> Chart | None:
     rows = sorted({sample.rows for sample in drawn})
     if len(rows) < 2:
         return None
-    x = rows_axis(rows)
-    scale = log_axis if x.is_log else axis_from_zero
-    y = scale("time of the product, us", map(_microseconds, drawn))
-    return Chart(title=title, x=x, y=y, series=tuple(_series(drawn)))
+    return Chart(
+        title=title,
+        x="rows",
+        y="time of the product, us",
+        log_base=2 if rows[-1] > MOST_ROWS else None,
+        series=tuple(_series(drawn)),
+    )
 
 
 def _microseconds(sample: Sample) -> float:
@@ -98,23 +93,16 @@ def _microseconds(sample: Sample) -> float:
 
 def _series(samples: Sequence[Sample]) -> Iterator[Series]:
     names = list(dict.fromkeys(sample.name for sample in samples))
-    groups: dict[tuple[str, str], dict[int, Sample]] = {}
+    groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for sample in samples:
-        group = groups.setdefault((sample.name, sample.source), {})
-        known = group.get(sample.rows, sample)
-        group[sample.rows] = min(known, sample, key=_microseconds)
-    for (name, source), group in groups.items():
+        points = groups.setdefault((sample.name, sample.source), [])
+        points.append((sample.rows, _microseconds(sample)))
+    for (name, source), points in groups.items():
+        shortest = dict(sorted(points, reverse=True))  # the last of the same rows stays
         yield Series(
             name=f"{name} ({source})",
-            marks=tuple(_mark(group[rows]) for rows in sorted(group)),
+            marks=tuple(Mark(*point) for point in sorted(shortest.items())),
             style="line",
             is_measured=source == "measured",
             color=names.index(name),
         )
-
-
-def _mark(sample: Sample) -> Mark:
-    time = _microseconds(sample)
-    rows = f"{sample.rows} {'row' if sample.rows == 1 else 'rows'}"
-    text = f"{sample.name}, {rows}: {time:.4g} us ({sample.source})"
-    return Mark(x=float(sample.rows), y=time, text=text)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_marlin.backends import devices, registry
 from mlx_marlin.cli import json_output
-from mlx_marlin.cli.pictures import figures, files
+from mlx_marlin.cli.pictures import figures, files, plots
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
 from mlx_marlin.measure.profiling.document import document
@@ -117,9 +117,8 @@ def run(args: argparse.Namespace) -> int:
     exported = document(device, profiles, skipped)
     json_output.write(args, exported)
     if args.plot:
-        from mlx_marlin.cli.pictures import plots
-
-        plots.save(args.plot, "--plot", profile_document.charts(exported))
+        charts = profile_document.charts(exported)
+        figures.save(args.plot, "--plot", lambda: plots.figure(charts))
     if args.single_config:
         print(report.details(device, profiles))
     else:

@@ -2,6 +2,9 @@
 
 from html import escape
 
+VOID = ("img", "meta")
+"""Elements without content, which have no end tag."""
+
 
 class Markup(str):
     """HTML, in contrast to a text, which has to be escaped."""
@@ -24,7 +27,8 @@ def element(tag: str, *children: str, **attributes: str | float | None) -> Marku
         if value is not None
     )
     content = "".join(map(_escaped, children))
-    return Markup(f"<{tag}{listed}>{content}</{tag}>")
+    end = "" if tag in VOID else f"</{tag}>"
+    return Markup(f"<{tag}{listed}>{content}{end}")
 
 
 def joined(*children: str) -> Markup:

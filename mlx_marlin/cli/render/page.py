@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from mlx_marlin.cli.pictures import figures, plots
 from mlx_marlin.cli.pictures.charts import Chart
-from mlx_marlin.cli.render import svg, tables
+from mlx_marlin.cli.render import tables
 from mlx_marlin.cli.render.html import Markup, element, joined
 from mlx_marlin.cli.render.tables import Table
 
@@ -22,7 +23,6 @@ NOTICES = {
     "a model.",
     "assumed": "Assumed: nothing on this page was measured. Its times were given by "
     "hand.",
-    "unknown": "Nothing on this page is marked as measured.",
 }
 """What the page says at the top if all times come from one source."""
 
@@ -56,12 +56,13 @@ def html(page: Page) -> str:
     style, script = (FOLDER / name for name in ("page.css", "page.js"))
     css, code = (Markup(file.read_text("utf-8")) for file in (style, script))
     policy = (
-        f"default-src 'none'; style-src '{_digest(css)}'; script-src '{_digest(code)}'"
+        f"default-src 'none'; img-src data:; style-src '{_digest(css)}'; "
+        f"script-src '{_digest(code)}'"
     )
     head = joined(
-        Markup('<meta charset="utf-8">'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
         element("title", page.title),
         element("style", css),
     )
@@ -81,7 +82,7 @@ def _content(page: Page) -> Iterable[Markup]:
     yield _notice({source for table in page.tables for source in table.sources})
     yield _facts(page.facts)
     if page.charts:
-        yield svg.figures(page.charts)
+        yield _charts(page.charts)
     yield from map(tables.section, page.tables)
     if page.notes:
         notes = element("ul", *(element("li", note) for note in page.notes))
@@ -89,9 +90,23 @@ def _content(page: Page) -> Iterable[Markup]:
     yield element("footer", f"Made by mlx-marlin render from {page.origin}.")
 
 
-def _notice(sources: set[str]) -> Markup:
+def _charts(charts: Sequence[Chart]) -> Markup:
+    """Returns the charts as images in the page, or how to get them."""
+    try:
+        figures.require("--output")
+    except ImportError as error:
+        return element("p", f"The charts are missing: {error}.")
+    return element("div", *map(_chart, charts), class_="figures")
+
+
+def _chart(chart: Chart) -> Markup:
+    image = figures.content(lambda: plots.figure([chart]), ".svg")
+    data = f"data:image/svg+xml;base64,{b64encode(image).decode()}"
+    return element("figure", element("img", src=data, alt=chart.title))
+
+
+def _notice(found: set[str]) -> Markup:
     """Returns what a reader has to know of the times of the page."""
-    found = sources - {""}
     if not found:
         text = "The document has no times."
     elif len(found) == 1:
@@ -99,14 +114,11 @@ def _notice(sources: set[str]) -> Markup:
     elif "measured" in found:
         text = "Some times on this page are marked as measured, others are not."
     else:
-        text = f"Nothing on this page was measured: its times are {_listed(found)}."
+        listed = " or ".join(sorted(found))
+        text = f"Nothing on this page was measured: its times are {listed}."
     kind = "measured" if found == {"measured"} else "predicted"
     lines = [element("p", element("strong", text)), element("p", MARKS)]
     return element("div", *lines, class_=f"notice {kind}")
-
-
-def _listed(sources: set[str]) -> str:
-    return " or ".join(sorted(sources))
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Markup:

@@ -5,224 +5,135 @@ from typing import Any
 
 from mlx_marlin.cli.pictures import roofline
 from mlx_marlin.cli.pictures.charts import Chart, can_draw
-from mlx_marlin.cli.render.fields import Fields
 from mlx_marlin.cli.render.page import Page
-from mlx_marlin.cli.render.tables import (
-    Cell,
-    Table,
-    number,
-    number_cell,
-    source,
-    source_cell,
-    text_cell,
-)
+from mlx_marlin.cli.render.tables import SOURCE, Table, Value, source, text
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
-HEADS = (
-    *("rows", "k→n", "format", "dtype", "layout", "kernel", "times", "ms"),
-    *(
-        "TFLOPS",
-        "compute %",
-        "GB/s",
-        "memory %",
-        "FLOP/byte",
-        "% of roof",
-        "bottleneck",
-    ),
-    *("simdgroups", "low occupancy", "plan"),
-)
-SKIPPED = ("rows", "k→n", "format", "dtype", "layout", "kernel", "reason")
+Document = Mapping[str, Any]
 
 
-def charts(data: Mapping[str, Any]) -> list[Chart]:
+def charts(document: Document) -> list[Chart]:
     """Returns the roofline of a document.
 
-    Args:
-        data: The document.
-
     Returns:
-        One chart, or none if the document has no peaks of the device.
-
-    Raises:
-        ValueError: If an object or a list of it is something else.
+        One chart, or none if the peaks of the device cannot be drawn.
     """
-    document = Fields(data, "the document")
-    device = document.fields("device")
-    roofs = _roofs(device)
+    device = document["device"]
+    roofs = {
+        name: Roofline(tflops=device[key], bandwidth_gbs=device["bandwidth_gbs"])
+        for name, key in (("roof of stock MLX", "stock_tflops"), ("roof", "tflops"))
+        if can_draw(device[key], device["bandwidth_gbs"])
+    }
     if not roofs:
         return []
-    products = [*filter(None, map(_product, document.rows("profiles")))]
+    if len({*roofs.values()}) == 1:
+        roofs.pop("roof of stock MLX", None)
+    products = [_product(row) for row in document["profiles"] if not row["refusal"]]
     origins = sorted({product.origin for product in products})
     marks = f" ({', '.join(origins)})" if origins else ""
-    return [roofline.chart(f"Roofline of {_name(device)}{marks}", roofs, products)]
+    return [roofline.chart(f"Roofline of {device['variant']}{marks}", roofs, products)]
 
 
-def page(data: Mapping[str, Any], origin: str) -> Page:
+def page(document: Document, origin: str) -> Page:
     """Returns the page of a document.
 
     Args:
-        data: The document.
+        document: The document.
         origin: What it was read from.
-
-    Raises:
-        ValueError: If an object or a list of it is something else.
     """
-    document = Fields(data, "the document")
-    device = document.fields("device")
-    profiles, skipped = document.rows("profiles"), document.rows("skipped")
+    device, profiles = document["device"], document["profiles"]
     return Page(
-        title=f"Profile of {_name(device)}",
+        title=f"Profile of {device['variant']}",
         subtitle="Quantized matrix products, compared with the limits of the device",
         facts=[*_facts(device)],
-        charts=charts(data),
+        charts=charts(document),
         tables=[
-            Table(
-                title="Products",
-                heads=HEADS,
-                rows=[_row(profile) for profile in profiles],
-                sources=[source(profile.text("origin")) for profile in profiles],
-            ),
-            Table(
-                title="Not profiled",
-                heads=SKIPPED,
-                rows=[_skipped(row) for row in skipped],
-                sources=[""] * len(skipped),
-            ),
+            Table(title="Products", rows=[_row(each) for each in profiles]),
+            Table(title="Not profiled", rows=[*map(_skipped, document["skipped"])]),
         ],
-        notes=[*filter(None, map(_refusal, profiles))],
+        notes=[_refusal(each) for each in profiles if each["refusal"]],
         origin=origin,
     )
 
 
-def problem_cells(problem: Fields) -> list[Cell]:
-    """Returns the cells with rows, shape, format, dtype and layout of a product."""
-    return [
-        number_cell(problem.number("m")),
-        text_cell(shape(problem)),
-        text_cell(format_name(problem)),
-        text_cell(problem.text("dtype")),
-        text_cell(problem.text("layout")),
-    ]
+def problem_cells(problem: Mapping[str, Any]) -> dict[str, Value]:
+    """Returns the rows, shape, format, dtype and layout of a product."""
+    return {
+        "rows": problem["m"],
+        "k→n": shape(problem),
+        "format": format_name(problem),
+        "dtype": problem["dtype"],
+        "layout": problem["layout"],
+    }
 
 
-def shape(problem: Fields) -> str:
-    """Returns the sizes of a product's weight; "" if they are missing."""
-    k, n = problem.integer("k"), problem.integer("n")
-    return "" if k is None or n is None else f"{k}→{n}"
+def shape(problem: Mapping[str, Any]) -> str:
+    """Returns the sizes of a product's weight."""
+    return f"{problem['k']}→{problem['n']}"
 
 
-def format_name(problem: Fields) -> str:
-    """Returns the format of a weight's codes, as far as it is known."""
-    bits, group = problem.integer("bits"), problem.integer("group_size")
-    parts = [
-        problem.text("mode"),
-        "" if bits is None else f"{bits}-bit",
-        "" if group is None else f"g{group}",
-    ]
-    return " ".join(filter(None, parts))
+def format_name(problem: Mapping[str, Any]) -> str:
+    """Returns the format of a weight's codes."""
+    return f"{problem['mode']} {problem['bits']}-bit g{problem['group_size']}"
 
 
-def _name(device: Fields) -> str:
-    return device.text("variant") or device.text("name") or "an unnamed device"
+def _facts(device: Document) -> Iterator[tuple[str, str]]:
+    yield "device", device["variant"]
+    yield "GPU cores", text(device["cores"])
+    yield "peak", f"{text(device['tflops'])} TFLOPS"
+    if device["stock_tflops"] != device["tflops"]:
+        yield "peak of stock MLX", f"{text(device['stock_tflops'])} TFLOPS"
+    yield "memory bandwidth", f"{text(device['bandwidth_gbs'])} GB/s"
+    ridge = device["tflops"] * 1e3 / device["bandwidth_gbs"]
+    yield "ridge point", f"{ridge:.3g} FLOP/byte"
 
 
-def _facts(device: Fields) -> Iterator[tuple[str, str]]:
-    yield "device", _name(device)
-    for label, key, unit in (
-        ("GPU cores", "cores", ""),
-        ("peak", "tflops", " TFLOPS"),
-        ("peak of stock MLX", "stock_tflops", " TFLOPS"),
-        ("memory bandwidth", "bandwidth_gbs", " GB/s"),
-    ):
-        value = device.number(key)
-        is_repeated = key == "stock_tflops" and value == device.number("tflops")
-        if value is not None and not is_repeated:
-            yield label, number(value, 4) + unit
-    if roofs := _roofs(device):
-        ridge = next(iter(roofs.values())).ridge
-        yield "ridge point", f"{number(ridge, 3)} FLOP/byte"
+def _kernel(profile: Document) -> str:
+    first: str = profile["kernel"].split()[0]
+    return f"stock {first}" if profile["served_by"] == "stock" else first
 
 
-def _roofs(device: Fields) -> dict[str, Roofline]:
-    """Returns the roofs of a device by name; none if they cannot be drawn."""
-    bandwidth, peak = device.number("bandwidth_gbs"), device.number("tflops")
-    if bandwidth is None or peak is None or not can_draw(bandwidth, peak):
-        return {}
-    roofs = {"roof": Roofline(tflops=peak, bandwidth_gbs=bandwidth)}
-    stock = device.number("stock_tflops")
-    if stock is not None and stock != peak and can_draw(stock):
-        roofs["roof of stock MLX"] = Roofline(tflops=stock, bandwidth_gbs=bandwidth)
-    return roofs
-
-
-def _kernel(profile: Fields) -> str:
-    first = next(iter(profile.text("kernel").split()), "a kernel")
-    return f"stock {first}" if profile.text("served_by") == "stock" else first
-
-
-def _product(profile: Fields) -> roofline.Product | None:
-    """Returns a profile's place on the roofline.
-
-    Returns:
-        The place; None if figures are missing, or the time is one that cannot be right.
-    """
-    point, problem = profile.fields("point"), profile.fields("problem")
-    flops, size = point.integer("flops"), point.integer("bytes")
-    seconds, rows = point.number("seconds"), problem.integer("m")
-    if flops is None or size is None or seconds is None or rows is None:
-        return None
-    if profile.text("refusal") or not min(flops, size) >= 1 or not seconds > 0:
-        return None
+def _product(profile: Document) -> roofline.Product:
     return roofline.Product(
-        point=Point(flops=flops, bytes=size, seconds=seconds),
-        rows=rows,
-        text=f"{rows} x {shape(problem)}",
+        point=Point(**profile["point"]),
+        rows=profile["problem"]["m"],
         kernel=_kernel(profile),
-        origin=source(profile.text("origin")),
+        origin=source(profile["origin"]),
     )
 
 
-def _row(profile: Fields) -> list[Cell]:
-    seconds = profile.fields("point").number("seconds")
-    occupancy = profile.fields("occupancy")
-    is_refused = bool(profile.text("refusal"))
+def _row(profile: Document) -> dict[str, Value]:
+    def percent(key: str) -> float | None:
+        return None if profile[key] is None else 100 * profile[key]
 
-    def figure(key: str, factor: float = 1) -> Cell:
-        value = profile.number(key)
-        scaled = None if value is None else value * factor
-        return number_cell(scaled, 3, is_figure=True)
-
-    return [
-        *problem_cells(profile.fields("problem")),
-        text_cell(_kernel(profile)),
-        source_cell(source(profile.text("origin"))),
-        number_cell(None if seconds is None else seconds * 1e3, is_figure=True),
-        figure("tflops"),
-        figure("compute_utilization", 100),
-        figure("bandwidth_gbs"),
-        figure("memory_utilization", 100),
-        number_cell(profile.number("intensity"), 3),
-        figure("attained", 100),
-        text_cell("IMPOSSIBLE", "failed")
-        if is_refused
-        else text_cell(profile.text("bottleneck")),
-        number_cell(occupancy.number("resident")),
-        text_cell(occupancy.text("limit") if occupancy.text("low") else ""),
-        text_cell(profile.text("plan")),
-    ]
+    occupancy = profile["occupancy"] or dict.fromkeys(("resident", "limit", "low"))
+    bottleneck = "IMPOSSIBLE" if profile["refusal"] else profile["bottleneck"]
+    return problem_cells(profile["problem"]) | {
+        "kernel": _kernel(profile),
+        SOURCE: source(profile["origin"]),
+        "ms": profile["point"]["seconds"] * 1e3,
+        "TFLOPS": profile["tflops"],
+        "compute %": percent("compute_utilization"),
+        "GB/s": profile["bandwidth_gbs"],
+        "memory %": percent("memory_utilization"),
+        "FLOP/byte": profile["intensity"],
+        "% of roof": percent("attained"),
+        "bottleneck": bottleneck,
+        "simdgroups": occupancy["resident"],
+        "low occupancy": occupancy["limit"] if occupancy["low"] else "",
+        "plan": profile["plan"],
+    }
 
 
-def _skipped(row: Fields) -> list[Cell]:
-    cells = problem_cells(row.fields("problem"))
-    return [*cells, text_cell(row.text("kernel")), text_cell(row.text("reason"))]
+def _skipped(row: Document) -> dict[str, Value]:
+    cells = problem_cells(row["problem"])
+    return cells | {"kernel": row["kernel"], "reason": row["reason"]}
 
 
-def _refusal(profile: Fields) -> str:
-    """Returns why a time cannot be right, or ""."""
-    refusal, problem = profile.text("refusal"), profile.fields("problem")
-    if not refusal:
-        return ""
-    rows = problem.integer("m")
-    label = f"{rows if rows is not None else '?'} x {shape(problem)}"
-    origin = source(profile.text("origin"))
-    return f"IMPOSSIBLE ({origin}): {label}, {_kernel(profile)}: {refusal}"
+def _refusal(profile: Document) -> str:
+    """Returns why a time cannot be right."""
+    product = f"{profile['problem']['m']} x {shape(profile['problem'])}"
+    return (
+        f"IMPOSSIBLE ({profile['origin']}): {product}, {_kernel(profile)}: "
+        f"{profile['refusal']}"
+    )

@@ -1,9 +1,8 @@
 """Tables of the page: columns of texts and numbers, and where they come from."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from typing import TypeGuard
 
 from mlx_marlin.cli.render.html import Markup, element
 
@@ -13,25 +12,22 @@ MANY = 4
 """Rows from which a column with one text is left out of a table."""
 MISSING = "\N{EN DASH}"
 SOURCES = ("measured", "predicted", "assumed")
-UNKNOWN = "unknown"
-"""Source of a figure of which the document does not say where it comes from."""
+SOURCE = "times"
+"""Name of the column that says where the times of a row come from."""
+FIGURES = {
+    *("ms", "TFLOPS", "compute %", "GB/s", "memory %", "% of roof", "range, ms"),
+    *("x stock", "ms to first token", "ms a step", "prompt tokens/s"),
+    *("generated tokens/s", "cold, ms", "warm, ms"),
+}
+"""Columns that depend on a time; the page shows whether it is measured."""
+BADGES = {"IMPOSSIBLE": "failed", "timed out": "failed"} | {
+    name: name for name in (*SOURCES, "passed", "failed")
+}
+"""Texts that are highlighted, and the class."""
+BADGED = (SOURCE, "status", "bottleneck")
+"""Columns in which they are."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A cell.
-
-    Attributes:
-        text: What it shows; "" if it is missing.
-        value: The number to sort by; None for a text.
-        is_figure: Whether it depends on a time that is measured or predicted.
-        badge: A class that highlights it, or None.
-    """
-
-    text: str
-    value: float | None = None
-    is_figure: bool = False
-    badge: str | None = None
+Value = str | float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,129 +36,95 @@ class Table:
 
     Attributes:
         title: Its heading.
-        heads: Names of the columns.
-        rows: The rows, each with a cell for each column.
-        sources: Where the figures of each row come from: one of `SOURCES`, or
-            `UNKNOWN`; "" for a row without figures.
+        rows: The rows: values by the name of the column, of which all rows have the
+            same; None and "" are missing.
     """
 
     title: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    sources: Sequence[str]
+    rows: Sequence[Mapping[str, Value]]
 
-
-def text_cell(text: str, badge: str | None = None) -> Cell:
-    """Returns a cell with a text."""
-    return Cell(text=text, badge=badge)
-
-
-def number_cell(value: float | None, digits: int = 4, is_figure: bool = False) -> Cell:
-    """Returns a cell with a number.
-
-    Args:
-        value: The number; None or infinity if it is missing.
-        digits: Digits that are shown.
-        is_figure: Whether it depends on a time.
-    """
-    if value is None or not math.isfinite(value):
-        return Cell(text="")
-    return Cell(text=number(value, digits), value=value, is_figure=is_figure)
-
-
-def number(value: float, digits: int) -> str:
-    """Returns a number with some digits, without an exponent where that is short."""
-    if value == int(value) and abs(value) < 1e9:
-        return f"{value:.0f}"
-    short = f"{value:.{digits}g}"
-    return f"{Decimal(short):f}" if 1e-4 <= abs(value) < 1e9 else short
-
-
-def source_cell(source: str) -> Cell:
-    """Returns the cell that says where the figures of a row come from."""
-    return Cell(text=source, badge=source)
+    @property
+    def sources(self) -> set[str]:
+        """Where its times come from."""
+        return {str(row[SOURCE]) for row in self.rows if SOURCE in row}
 
 
 def source(text: str) -> str:
-    """Returns a source that the page knows."""
-    return text if text in SOURCES else UNKNOWN
+    """Returns a word for where a time comes from.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if text not in SOURCES:
+        raise ValueError(f"a time is {text!r:.60}, expected one of {SOURCES}")
+    return text
 
 
 def section(table: Table) -> Markup:
     """Returns a table with its heading; nothing without rows.
 
     Columns without any text are left out, and those with the same text in many rows are
-    a line above the table, but for the sources.
+    a line above the table, but for the times.
     """
     if not table.rows:
         return Markup("")
-    columns = [
-        _Column(head=head, cells=tuple(cells))
-        for head, *cells in zip(table.heads, *table.rows, strict=True)
-    ]
-    columns = [column for column in columns if any(cell.text for cell in column.cells)]
-    same = [column for column in columns if column.is_same]
-    kept = [column for column in columns if not column.is_same]
+    kept, same = [], []
+    for head in table.rows[0]:
+        found = {row[head] for row in table.rows}
+        if found <= {None, ""}:
+            continue
+        is_same = len(found) == 1 and len(table.rows) >= MANY
+        if is_same and head not in FIGURES and head not in BADGED:
+            same.append(f"{head}: {text(*found)}")
+        else:
+            kept.append(head)
+    numbers = {head for head in kept if any(_is_number(r[head]) for r in table.rows)}
     heads = [
-        element("th", column.head, scope="col", class_=column.classes)
-        for column in kept
+        element("th", head, scope="col", class_="number" if head in numbers else None)
+        for head in kept
     ]
     rows = [
-        element("tr", *(_cell(column, index) for column in kept), class_=source or None)
-        for index, source in enumerate(table.sources)
+        element(
+            "tr",
+            *(_cell(head, row[head], head in numbers) for head in kept),
+            class_=row.get(SOURCE),
+        )
+        for row in table.rows
     ]
     parts = [element("h2", table.title)]
     if same:
-        listed = "; ".join(f"{column.head}: {column.cells[0].text}" for column in same)
-        parts.append(element("p", f"In all rows: {listed}.", class_="same"))
+        parts.append(element("p", f"In all rows: {'; '.join(same)}.", class_="same"))
     drawn = element(
         "table", element("thead", element("tr", *heads)), element("tbody", *rows)
     )
     return element("section", *parts, element("div", drawn, class_="table"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    """A column of a table."""
-
-    head: str
-    cells: tuple[Cell, ...]
-
-    @property
-    def is_same(self) -> bool:
-        """Whether one text above the table can replace the column."""
-        first = self.cells[0]
-        if len(self.cells) < MANY or first.is_figure or first.badge:
-            return False
-        return all(cell == first for cell in self.cells)
-
-    @property
-    def classes(self) -> str | None:
-        """Class of the cells: those of numbers are aligned to the right."""
-        is_number = any(cell.value is not None for cell in self.cells)
-        return "number" if is_number else None
+def text(value: Value) -> str:
+    """Returns a value as it is shown: numbers have at least four digits."""
+    if not _is_number(value):
+        return str(value or "")
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _cell(column: _Column, index: int) -> Markup:
+def _is_number(value: Value) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def _cell(head: str, value: Value, is_number: bool) -> Markup:
     """Returns a cell; a phone shows the name of the column beside it."""
-    cell = column.cells[index]
-    classes = [
-        name
-        for name, applies in (
-            (column.classes or "", True),
-            ("figure", cell.is_figure),
-            ("long", len(cell.text) > LONG),
-            ("missing", not cell.text),
-        )
-        if applies and name
-    ]
-    text: str = cell.text or MISSING
-    if cell.badge:
-        text = element("span", text, class_=f"badge {cell.badge}")
+    shown = text(value)
+    badge = BADGES.get(shown) if head in BADGED else None
+    classes = {
+        "number": is_number,
+        "figure": head in FIGURES,
+        "long": len(shown) > LONG,
+        "missing": not shown,
+    }
     return element(
         "td",
-        text,
-        class_=" ".join(classes) or None,
-        data_head=column.head,
-        data_value=None if cell.value is None else repr(cell.value),
+        element("span", shown, class_=f"badge {badge}") if badge else shown or MISSING,
+        class_=" ".join(name for name, applies in classes.items() if applies) or None,
+        data_head=head,
+        data_value=repr(value) if _is_number(value) else None,
     )

@@ -1,0 +1,124 @@
+"""`mlx-marlin render RESULT.json -o FILE`: shows results as a page or a picture."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mlx_marlin import regular_files
+from mlx_marlin.cli.pictures import figures, files, plots
+from mlx_marlin.cli.render import page as pages
+from mlx_marlin.cli.render import profile_document, result_document
+from mlx_marlin.measure import result_file
+from mlx_marlin.measure.profiling import document as profile
+from mlx_marlin.planning.measurement import DECODE_ERRORS
+
+DESCRIPTION = """
+Render a result of `mlx-marlin profile --json`, `mlx-marlin bench --json` or
+`make mac` as one HTML page without external resources, or its charts as a picture.
+"""
+EPILOG = """
+examples:
+  mlx-marlin profile --compare stock --json profile.json
+  mlx-marlin render profile.json -o profile.html
+  mlx-marlin render profile.json -o roofline.png
+"""
+PAGE = ".html"
+DOCUMENTS: dict[str, ModuleType] = {
+    profile.SCHEMA: profile_document,
+    result_file.SCHEMA: result_document,
+}
+"""Schema -> the module with `page` and `charts`."""
+
+
+def add_parser(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> None:
+    """Adds the arguments of the command."""
+    parser = subparsers.add_parser(
+        "render",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "result", type=Path, metavar="RESULT.json", help="the result to render"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help=".html for the page; .svg or .png for its charts",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page or the picture and returns 0."""
+    files.check(args.output, "--output", (PAGE, *files.PICTURES))
+    schema, document = read(args.result)
+    module = DOCUMENTS[schema]
+    is_page = args.output.suffix.lower() == PAGE
+    with _refusal(args.result):
+        charts = module.charts(document)
+        page = module.page(document, f"{args.result.name}, {schema}")
+        text = pages.html(page).encode("utf-8", "replace") if is_page else b""
+    if is_page:
+        files.write(args.output, "--output", text)
+    elif charts:
+        figures.save(args.output, "--output", lambda: plots.figure(charts))
+    else:
+        raise ValueError(
+            f"{args.result}: no chart can be drawn of it, expected the peaks of a "
+            f"device, or times of one product with several numbers of rows"
+        )
+    print(f"saved {args.output}")
+    return 0
+
+
+def read(path: Path) -> tuple[str, Any]:
+    """Reads a document.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The schema, a key of `DOCUMENTS`, and the document.
+
+    Raises:
+        ValueError: If it is not a document of a schema and version that we write.
+        OSError: If it cannot be read.
+    """
+    content = regular_files.read(path, result_file.MOST_BYTES)
+    try:
+        data = json.loads(content, parse_constant=result_file.refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema == result_file.SCHEMA:
+        return schema, result_file.read(path)
+    if schema != profile.SCHEMA:
+        raise ValueError(
+            f"{path}: its schema is {schema!r:.60}, expected one of "
+            f"{', '.join(map(repr, DOCUMENTS))}"
+        )
+    if data.get("version") != profile.VERSION:
+        raise ValueError(
+            f"{path}: its version is {data.get('version')!r:.60}, and this program "
+            f"reads {profile.VERSION}"
+        )
+    return schema, data
+
+
+@contextmanager
+def _refusal(path: Path) -> Iterator[None]:
+    """Refuses a file whose content is not what its schema says."""
+    try:
+        yield
+    except (*DECODE_ERRORS, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not what we write: {reason:.200}") from error
