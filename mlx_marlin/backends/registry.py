@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import import_module
+from typing import cast
 
 from mlx_marlin.backends.base import Backend
 from mlx_marlin.planning.device import PlanningDevice
@@ -11,8 +12,8 @@ MODULES = {
     "metal": "mlx_marlin.backends.metal.backend",
     "cuda": "mlx_marlin.backends.cuda.backend",
 }
-"""The modules of back ends, each with a `BACKEND`. The first one plans where no GPU
-runs the kernels: for the emulator and stock MLX."""
+"""The modules that implement `Backend`. The first one plans where no GPU runs the
+kernels: for the emulator and stock MLX."""
 FIRST = next(iter(MODULES))
 
 _loaded: dict[str, Backend] = {}
@@ -22,7 +23,7 @@ def named(name: str) -> Backend:
     """Returns the back end of a name; the first one for "emulator" and "stock"."""
     name = name if name in MODULES else FIRST
     if name not in _loaded:
-        _loaded[name] = import_module(MODULES[name]).BACKEND
+        _loaded[name] = cast(Backend, import_module(MODULES[name]))
     return _loaded[name]
 
 

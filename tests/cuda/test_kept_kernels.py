@@ -17,14 +17,15 @@ from mlx_marlin.backends.base import Prepared
 from mlx_marlin.backends.cuda import detection
 from mlx_marlin.backends.cuda.compiling import (
     kernel_files,
+    kernel_text,
     mlx_folder,
     nvrtc,
     preparation,
     toolchain,
 )
-from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
 from mlx_marlin.backends.cuda.compiling.nvrtc import CompileError, MachineCode, Nvrtc
 from mlx_marlin.backends.cuda.compiling.toolchain import Toolchain, UnavailableError
+from mlx_marlin.backends.launch import Launch, Operand, Output
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.problem import problem_of
 from support.cuda_launches import H200, Model
@@ -38,11 +39,16 @@ SOURCE = Source(
     header="#define THREADS 32\n",
     source="out[0] = T(2) * x[0];",
 )
-INSTANCE = KernelInstance(
+LAUNCH = Launch(
     source=SOURCE,
     template=(("M", 8), ("WHOLE", True), ("SPLIT", False), ("T", "bfloat16")),
-    inputs=("float16", "int32"),
-    outputs=("float32",),
+    inputs=(
+        Operand(name="x", dtype="float16"),
+        Operand(name="numbers", dtype="int32"),
+    ),
+    grid=(1, 1, 1),
+    threadgroup=(1, 1, 1),
+    outputs=(Output("out", "float32", (1,)),),
 )
 TEXT = """
 #include "mlx/backend/cuda/device/utils.cuh"
@@ -115,15 +121,18 @@ def compiled(prepared: Prepared) -> Source:
 
 
 def test_the_text_is_the_one_that_mlx_compiles() -> None:
-    assert INSTANCE.text() == TEXT
-    assert INSTANCE.qualified == "mlx::core::cu::custom_kernel_twice_8_t_f_bfloat16_t"
+    assert kernel_text.text(LAUNCH) == TEXT
+    assert (
+        kernel_text.qualified(LAUNCH)
+        == "mlx::core::cu::custom_kernel_twice_8_t_f_bfloat16_t"
+    )
 
 
 def test_a_name_ends_with_the_hash_of_gnus_library() -> None:
-    assert mlx_folder.kernel_name(INSTANCE, "abc") == (
+    assert mlx_folder.kernel_name(LAUNCH, "abc") == (
         "custom_kernel_twice_8_t_f_bfloat16_t_32d82bf8ed3dba39"
     )
-    long = replace(INSTANCE, template=tuple((f"A{i}", 10**9) for i in range(25)))
+    long = replace(LAUNCH, template=tuple((f"A{i}", 10**9) for i in range(25)))
     with pytest.raises(ValueError, match="more than 245 characters"):
         mlx_folder.kernel_name(long, "abc")
 
@@ -131,7 +140,7 @@ def test_a_name_ends_with_the_hash_of_gnus_library() -> None:
 def test_a_kernel_that_reads_shapes_is_not_kept() -> None:
     reading = replace(SOURCE, source="out[0] = x_shape[0];")
     with pytest.raises(ValueError, match="reads x_shape"):
-        replace(INSTANCE, source=reading).text()
+        kernel_text.text(replace(LAUNCH, source=reading))
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])
@@ -139,43 +148,38 @@ def test_our_kernels_read_no_shapes_and_have_short_names(m: int) -> None:
     problem = problem_of(m=m, n=5120, k=17408, layout="marlin")
     plan = planner.make(problem, device=H200)
     launch = registry.named(plan.backend).launches(plan)[0]
-    instance = KernelInstance(
-        source=launch.source,
-        template=launch.template,
-        inputs=launch.dtypes,
-        outputs=("float16",) * len(launch.outputs),
-    )
-    assert "_shape" not in mlx_folder.kernel_name(instance, instance.text())
+    text = kernel_text.text(launch)
+    assert "_shape" not in mlx_folder.kernel_name(launch, text)
 
 
 def test_a_kernel_is_compiled_once_and_found_in_the_next_process(
     compiler: Compiler, root: Path
 ) -> None:
-    source = compiled(preparation.prepare(INSTANCE))
-    assert preparation.prepare(INSTANCE) == Prepared(source)
+    source = compiled(preparation.prepare(LAUNCH))
+    assert preparation.prepare(LAUNCH) == Prepared(source)
 
     state.reset()  # another process
-    again = preparation.prepare(INSTANCE)
+    again = preparation.prepare(LAUNCH)
 
     assert again == Prepared(source)
     assert source.header == SOURCE.header + "// NVRTC 13.0, sm_90a\n"
     assert len(compiler.compiled) == 1
     (text,) = compiler.compiled
-    name = mlx_folder.kernel_name(replace(INSTANCE, source=source), text)
+    name = mlx_folder.kernel_name(replace(LAUNCH, source=source), text)
     assert (root / "ptx" / f"{name}.ptx").read_bytes() == CODE
-    names = f"{INSTANCE.qualified}\t_Z{len(text)}\n"
+    names = f"{kernel_text.qualified(LAUNCH)}\t_Z{len(text)}\n"
     assert (root / "ptx" / f"{name}.txt").read_text() == names
 
 
 def test_mlxs_folder_is_filled_from_the_cache(compiler: Compiler, root: Path) -> None:
-    compiled(preparation.prepare(INSTANCE))
+    compiled(preparation.prepare(LAUNCH))
     files = sorted((root / "ptx").iterdir())
     contents = [file.read_bytes() for file in files]
     files[0].write_bytes(CODE[:9])  # left by a process that was killed
     files[1].unlink()
 
     state.reset()
-    assert preparation.prepare(INSTANCE).compile is None
+    assert preparation.prepare(LAUNCH).compile is None
 
     assert [file.read_bytes() for file in files] == contents
     assert sorted((root / "ptx").iterdir()) == files
@@ -184,11 +188,14 @@ def test_mlxs_folder_is_filled_from_the_cache(compiler: Compiler, root: Path) ->
 @pytest.mark.parametrize(
     "change",
     [
-        lambda instance, chain: (replace(instance, template=(("M", 16),)), chain),
-        lambda instance, chain: (replace(instance, inputs=("float32", "int32")), chain),
-        lambda instance, chain: (instance, replace(chain, identity="another NVRTC")),
-        lambda instance, chain: (
-            replace(instance, source=replace(SOURCE, source="out[0] = T(3);")),
+        lambda launch, chain: (replace(launch, template=(("M", 16),)), chain),
+        lambda launch, chain: (
+            replace(launch, inputs=(launch.inputs[1], launch.inputs[1])),
+            chain,
+        ),
+        lambda launch, chain: (launch, replace(chain, identity="another NVRTC")),
+        lambda launch, chain: (
+            replace(launch, source=replace(SOURCE, source="out[0] = T(3);")),
             chain,
         ),
     ],
@@ -197,12 +204,12 @@ def test_mlxs_folder_is_filled_from_the_cache(compiler: Compiler, root: Path) ->
 def test_another_kernel_or_compiler_has_another_file(
     compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[KernelInstance, Toolchain], tuple[KernelInstance, Toolchain]],
+    change: Callable[[Launch, Toolchain], tuple[Launch, Toolchain]],
 ) -> None:
-    compiled(preparation.prepare(INSTANCE))
+    compiled(preparation.prepare(LAUNCH))
     here = toolchain.here()
     assert here is not None
-    other, chain = change(INSTANCE, here)
+    other, chain = change(LAUNCH, here)
     monkeypatch.setattr(toolchain, "here", lambda: chain)
     state.reset()
 
@@ -246,31 +253,31 @@ def _with_head(head: object) -> Callable[[bytes], bytes]:
 def test_a_file_that_is_not_valid_is_ignored_with_one_message(
     compiler: Compiler, root: Path, change: Callable[[bytes], bytes]
 ) -> None:
-    compiled(preparation.prepare(INSTANCE))
+    compiled(preparation.prepare(LAUNCH))
     (file,) = (root / "mlx_marlin" / "kernels").iterdir()
     file.write_bytes(change(file.read_bytes()))
     state.reset()
 
     with pytest.warns(RuntimeWarning, match="a compiled kernel is ignored") as warned:
-        first = preparation.prepare(INSTANCE)
-    assert preparation.prepare(INSTANCE).compile is not None  # without a message
+        first = preparation.prepare(LAUNCH)
+    assert preparation.prepare(LAUNCH).compile is not None  # without a message
     compiled(first)
 
     assert len(warned) == 1
     state.reset()
-    assert preparation.prepare(INSTANCE).compile is None
+    assert preparation.prepare(LAUNCH).compile is None
 
 
 def test_a_file_that_others_may_have_written_is_ignored(
     compiler: Compiler, root: Path
 ) -> None:
-    compiled(preparation.prepare(INSTANCE))
+    compiled(preparation.prepare(LAUNCH))
     (file,) = (root / "mlx_marlin" / "kernels").iterdir()
     file.chmod(0o666)
     state.reset()
 
     with pytest.warns(RuntimeWarning, match="can be written by other users"):
-        assert preparation.prepare(INSTANCE).compile is not None
+        assert preparation.prepare(LAUNCH).compile is not None
 
 
 def test_a_folder_of_mlx_that_is_not_ours_is_not_written_to(
@@ -279,7 +286,7 @@ def test_a_folder_of_mlx_that_is_not_ours_is_not_written_to(
     monkeypatch.setattr(mlx_folder.os, "geteuid", lambda: 4_000_000)
 
     with pytest.raises(PermissionError, match="ptx belongs to the user"):
-        mlx_folder.place(root / "ptx", "a", INSTANCE, MachineCode("a", CODE))
+        mlx_folder.place(root / "ptx", "a", LAUNCH, MachineCode("a", CODE))
 
     assert [*(root / "ptx").iterdir()] == []
 
@@ -290,8 +297,8 @@ def test_a_folder_of_mlx_that_cannot_be_written_to_is_one_message(
     (root / "ptx").write_text("a file")
 
     with pytest.warns(RuntimeWarning, match="cannot be kept"):
-        compiled(preparation.prepare(INSTANCE))
-    compiled(preparation.prepare(replace(INSTANCE, template=(("M", 1),))))
+        compiled(preparation.prepare(LAUNCH))
+    compiled(preparation.prepare(replace(LAUNCH, template=(("M", 1),))))
 
 
 def test_a_kernel_that_does_not_compile_is_left_to_mlx(
@@ -299,7 +306,7 @@ def test_a_kernel_that_does_not_compile_is_left_to_mlx(
 ) -> None:
     compiler.fault = "kernel.cu(3): error: expected a ;\nand more"
 
-    compiled(preparation.prepare(INSTANCE))  # without a message: MLX raises the error
+    compiled(preparation.prepare(LAUNCH))  # without a message: MLX raises the error
 
     assert not (root / "ptx").exists()
 
@@ -310,7 +317,7 @@ def test_a_compiler_that_finds_no_headers_is_one_message(
     compiler.fault = "kernel.cu(3): catastrophic error: cannot open cuda_fp16.h\nmore"
 
     with pytest.warns(RuntimeWarning, match=r"cuda_fp16.h. MLX compiles them in each"):
-        compiled(preparation.prepare(INSTANCE))
+        compiled(preparation.prepare(LAUNCH))
 
     assert not (root / "ptx").exists()
 
@@ -324,8 +331,8 @@ def test_without_a_compiler_mlx_compiles_after_one_message(
     monkeypatch.setattr(toolchain, "here", missing)
 
     with pytest.warns(RuntimeWarning, match="has not loaded NVRTC"):
-        assert preparation.prepare(INSTANCE) == Prepared(SOURCE)
-    assert preparation.prepare(INSTANCE) == Prepared(SOURCE)  # without a message
+        assert preparation.prepare(LAUNCH) == Prepared(SOURCE)
+    assert preparation.prepare(LAUNCH) == Prepared(SOURCE)  # without a message
 
 
 @pytest.mark.parametrize("error", [OSError("no library"), AttributeError("no hash")])
@@ -338,13 +345,13 @@ def test_without_mlxs_hash_mlx_compiles(
     monkeypatch.setattr(mlx_folder, "_hash", missing)
 
     with pytest.warns(RuntimeWarning, match=f"cannot be kept: {error}"):
-        assert preparation.prepare(INSTANCE) == Prepared(SOURCE)
+        assert preparation.prepare(LAUNCH) == Prepared(SOURCE)
 
 
 def test_without_a_device_nothing_is_kept(root: Path) -> None:
     if mx.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    assert preparation.prepare(INSTANCE) == Prepared(SOURCE)  # without a message
+    assert preparation.prepare(LAUNCH) == Prepared(SOURCE)  # without a message
 
 
 def test_the_tool_chain_is_that_of_the_loaded_library(

@@ -8,8 +8,8 @@ import pytest
 
 from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, launcher, planner
-from mlx_marlin.backends.cuda.compiling import mlx_folder, toolchain
-from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
+from mlx_marlin.backends.cuda.compiling import kernel_text, mlx_folder, toolchain
+from mlx_marlin.backends.launch import Launch, Operand, Output
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.problem import problem_of
 
@@ -52,20 +52,24 @@ def launched(source: Source) -> mx.array:
 def test_mlx_takes_the_kernel_from_its_folder(keep: bool) -> None:
     """The kept machine code multiplies by three, so that it can be told from MLX's."""
     source = replace(SOURCE, header=f"// {keep}\n")
-    instance = KernelInstance(
+    launch = Launch(
         source=source,
         template=(("T", "float16"),),
-        inputs=("float16",),
-        outputs=("float16",),
+        inputs=(Operand(name="x", dtype="float16"),),
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        outputs=(Output("out", "float16", (1,)),),
     )
-    text = instance.text()
+    text = kernel_text.text(launch)
     chain = toolchain.here()
     assert chain is not None
-    name = mlx_folder.kernel_name(instance, text)
+    name = mlx_folder.kernel_name(launch, text)
     folder = mlx_folder.folder(chain.mlx)
     if keep:
-        other = chain.compile(text.replace("T(2)", "T(3)"), instance.qualified)
-        mlx_folder.place(folder, name, instance, other)
+        other = chain.compile(
+            text.replace("T(2)", "T(3)"), kernel_text.qualified(launch)
+        )
+        mlx_folder.place(folder, name, launch, other)
 
     try:
         result = launched(source)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal import explicit
-from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.candidates import plans as candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
 from mlx_marlin.backends.planner import predict

@@ -7,7 +7,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends.metal import explicit
-from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.candidates import plans as candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.candidates import plans as candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import (
     BUFFERS,

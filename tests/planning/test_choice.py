@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal.candidates import candidates
+from mlx_marlin.backends.metal.candidates import plans as candidates
 from mlx_marlin.backends.metal.choice import kernels
 from mlx_marlin.backends.metal.cost import level_seconds
 from mlx_marlin.backends.metal.device import DEFAULT, Device

@@ -83,7 +83,7 @@ class Body(NamedTuple):
         )
 
 
-def candidates(problem: Problem, device: CudaDevice) -> Iterator[CudaPlan]:
+def plans(problem: Problem, device: CudaDevice) -> Iterator[CudaPlan]:
     """Yields the plans to compare, at least one.
 
     Raises:

@@ -12,7 +12,7 @@ from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 
 
-def of(plan: Any) -> tuple[Launch, ...]:
+def launches(plan: Any) -> tuple[Launch, ...]:
     """Returns the launches of a plan, in order.
 
     Raises:

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from mlx_marlin.backends.cuda import explicit, limits
-from mlx_marlin.backends.cuda.candidates import (
-    candidates,
-    fewest_fragments,
-    fitting,
-)
+from mlx_marlin.backends.cuda.candidates import fewest_fragments, fitting, plans
 from mlx_marlin.backends.cuda.cost import predict
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
@@ -17,12 +14,12 @@ from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
-from mlx_marlin.planning.search import Candidate
+from mlx_marlin.planning.search import BestSoFar, Candidate
 from mlx_marlin.planning.work import STRATEGIES, data_parallel
 
 
-def compared(
-    problem: Problem, device: CudaDevice, overrides: PlanOverrides
+def candidates(
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides, _: BestSoFar
 ) -> Iterator[Candidate]:
     """Yields the plans to compare, at least one.
 
@@ -45,7 +42,7 @@ def _plans(
         raise ValueError(reason)
     if overrides:
         return explicit.plans(problem, device, overrides)
-    return candidates(problem, device)
+    return plans(problem, device)
 
 
 def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> CudaPlan:
@@ -54,7 +51,7 @@ def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> Cuda
     Raises:
         ValueError: If no plan has the given fields.
     """
-    found = search.best(lambda limit: compared(problem, device, overrides))
+    found = search.best(partial(candidates, problem, device, overrides))
     assert isinstance(found, CudaPlan)
     return found
 

@@ -39,7 +39,7 @@ INVARIANT_SIMDGROUPS_K = (1, 2)
 """Numbers of simdgroups along k that fit with any m."""
 
 
-def candidates(
+def plans(
     problem: Problem,
     device: Device,
     kernel: Kernel | None = None,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from mlx_marlin.backends.metal import cost, explicit
-from mlx_marlin.backends.metal.candidates import candidates, default_kernel
+from mlx_marlin.backends.metal.candidates import default_kernel, plans
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import TENSOR_KERNEL
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -22,7 +22,7 @@ TENSOR_MARGIN = 1 + search.MODEL_ERROR
 kernels did not always hold in a chain."""
 
 
-def compared(
+def candidates(
     problem: Problem, device: Device, overrides: PlanOverrides, limit: BestSoFar
 ) -> Iterator[Candidate]:
     """Yields the plans to compare, as `Backend.candidates`.
@@ -36,8 +36,8 @@ def compared(
         return seconds * search.split_factor(work.is_split) <= limit()
 
     # With given fields, the error must not depend on predicted times.
-    plans = explicit.plans(problem, device, overrides) if overrides else None
-    for plan in plans or _of_kernels(problem, device, can_win):
+    given = explicit.plans(problem, device, overrides) if overrides else None
+    for plan in given or _of_kernels(problem, device, can_win):
         prediction = cost.predict(plan, device)
         yield Candidate(_rank(plan, prediction), prediction, plan)
 
@@ -46,7 +46,7 @@ def _of_kernels(
     problem: Problem, device: Device, can_win: Callable[[MetalPlan, Work], bool]
 ) -> Iterator[MetalPlan]:
     for kernel in kernels(problem, device):
-        yield from candidates(problem, device, kernel, can_win)
+        yield from plans(problem, device, kernel, can_win)
 
 
 def kernels(problem: Problem, device: Device) -> Iterator[Kernel]:
@@ -60,7 +60,7 @@ def best(
     problem: Problem, device: Device, overrides: PlanOverrides | None = None
 ) -> MetalPlan:
     """Returns the best plan that has the fields in `overrides`."""
-    found = search.best(partial(compared, problem, device, overrides or {}))
+    found = search.best(partial(candidates, problem, device, overrides or {}))
     assert isinstance(found, MetalPlan)
     return found
 

@@ -21,7 +21,7 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 
-def of(plan: Any) -> tuple[Launch, ...]:
+def launches(plan: Any) -> tuple[Launch, ...]:
     """Returns the launches of a plan, in order.
 
     Raises:

@@ -23,9 +23,7 @@ ELEMENTS = {"w": 32, "x": 16, "result": 16}
 
 
 def probes(plan: MetalPlan) -> Sequence[Probe]:
-    """Returns the probes of a plan's kernel, none if it has no tensor operations."""
-    if not plan.has_tensor_operations:
-        return ()
+    """Returns the probes of the kernel of a plan, which has tensor operations."""
     dtype = plan.problem.dtype
     return (
         layout_probe(dtype),

@@ -4,10 +4,7 @@ MLX (0.32.4) finds a compiled kernel by its name and a hash of this text. If the
 differs from MLX's in one character, MLX does not find the kernel and compiles its own.
 """
 
-from dataclasses import dataclass
-
-from mlx_marlin.backends.launch import TemplateValue
-from mlx_marlin.backends.source import Source
+from mlx_marlin.backends.launch import Launch, TemplateValue
 
 NAMESPACE = "mlx::core::cu::"
 INCLUDED = "mlx/backend/cuda/device/utils.cuh"
@@ -29,69 +26,51 @@ _NAMES = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
 """How MLX writes dtypes of template arguments into a kernel's name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelInstance:
-    """A kernel with template arguments and dtypes, as a compiler sees it.
+def function(launch: Launch) -> str:
+    """Returns the name of the CUDA function of a launch, without its namespace."""
+    values = (_in_name(value) for _, value in launch.template)
+    return f"custom_kernel_{launch.source.name}{''.join(values)}"
 
-    Attributes:
-        source: The kernel.
-        template: Template arguments in the order of the call; a string is a dtype.
-        inputs: Dtypes of the inputs.
-        outputs: Dtypes of the outputs.
+
+def qualified(launch: Launch) -> str:
+    """Returns the name of the CUDA function of a launch in C++."""
+    return NAMESPACE + function(launch)
+
+
+def text(launch: Launch) -> str:
+    """Returns the text that MLX compiles for a launch.
+
+    Raises:
+        ValueError: If the body reads shapes or strides of an input, which MLX passes as
+            further parameters.
     """
-
-    source: Source
-    template: tuple[tuple[str, TemplateValue], ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @property
-    def function(self) -> str:
-        """Name of the CUDA function, without its namespace."""
-        values = (_in_name(value) for _, value in self.template)
-        return f"custom_kernel_{self.source.name}{''.join(values)}"
-
-    @property
-    def qualified(self) -> str:
-        """Name of the CUDA function in C++."""
-        return NAMESPACE + self.function
-
-    def text(self) -> str:
-        """Returns the text that MLX compiles.
-
-        Raises:
-            ValueError: If the body reads shapes or strides of an input, which MLX
-                passes as further parameters.
-        """
-        source = self.source
-        for name in source.input_names:
-            for suffix in _SUFFIXES:
-                if name + suffix in source.source:
-                    raise ValueError(
-                        f"the kernel {source.name} reads {name + suffix}, expected a "
-                        f"kernel without shapes and strides of its inputs"
-                    )
-        arrays = zip(source.input_names, self.inputs, strict=True)
-        results = zip(source.output_names, self.outputs, strict=True)
-        parameters = [
-            f"    const {_cuda_type(type_)}* {name}" for name, type_ in arrays
-        ]
-        parameters += [f"    {_cuda_type(type_)}* {name}" for name, type_ in results]
-        constants = [_constant(name, value) for name, value in self.template]
-        return "".join(
-            (
-                _BEFORE,
-                source.header,
-                _OPENING,
-                f"__global__ void {self.function}(\n",
-                ",\n".join(parameters),
-                ") {\n",
-                *constants,
-                "\n" if constants else "",
-                source.source,
-                _CLOSING,
-            )
+    source = launch.source
+    for name in source.input_names:
+        for suffix in _SUFFIXES:
+            if name + suffix in source.source:
+                raise ValueError(
+                    f"the kernel {source.name} reads {name + suffix}, expected a "
+                    f"kernel without shapes and strides of its inputs"
+                )
+    arrays = zip(source.input_names, launch.dtypes, strict=True)
+    results = zip(source.output_names, launch.outputs, strict=True)
+    parameters = [f"    const {_cuda_type(dtype)}* {name}" for name, dtype in arrays]
+    parameters += [f"    {_cuda_type(each.dtype)}* {name}" for name, each in results]
+    constants = [_constant(name, value) for name, value in launch.template]
+    return "".join(
+        (
+            _BEFORE,
+            source.header,
+            _OPENING,
+            f"__global__ void {function(launch)}(\n",
+            ",\n".join(parameters),
+            ") {\n",
+            *constants,
+            "\n" if constants else "",
+            source.source,
+            _CLOSING,
         )
+    )
 
 
 def _in_name(value: TemplateValue) -> str:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import regular_files
-from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
+from mlx_marlin.backends.cuda.compiling import kernel_text
 from mlx_marlin.backends.cuda.compiling.nvrtc import MachineCode
+from mlx_marlin.backends.launch import Launch
 
 ENVIRONMENT = "MLX_PTX_CACHE_DIR"
 """MLX's variable with the path of the folder."""
@@ -40,11 +41,11 @@ def folder(mlx: str) -> Path:
     return Path(temporary, "mlx", mlx, "ptx")
 
 
-def kernel_name(instance: KernelInstance, text: str) -> str:
+def kernel_name(launch: Launch, text: str) -> str:
     """Returns the name by which MLX finds a compiled kernel.
 
     Args:
-        instance: The kernel.
+        launch: A launch of the kernel.
         text: Its text.
 
     Raises:
@@ -53,21 +54,19 @@ def kernel_name(instance: KernelInstance, text: str) -> str:
         ValueError: If MLX distributes such a long name to several folders.
     """
     content = text.encode()
-    name = f"{instance.function}_{_hash()(content, len(content), SEED):x}"
+    name = f"{kernel_text.function(launch)}_{_hash()(content, len(content), SEED):x}"
     if len(name) > LONGEST_NAME:
         raise ValueError(f"the name {name} has more than {LONGEST_NAME} characters")
     return name
 
 
-def place(
-    target: Path, name: str, instance: KernelInstance, compiled: MachineCode
-) -> None:
+def place(target: Path, name: str, launch: Launch, compiled: MachineCode) -> None:
     """Puts a kernel into MLX's folder, unless it is there.
 
     Args:
         target: MLX's folder; created if it is missing.
         name: The kernel's name.
-        instance: The kernel.
+        launch: A launch of the kernel.
         compiled: Its machine code.
 
     Raises:
@@ -76,7 +75,7 @@ def place(
     target.mkdir(parents=True, exist_ok=True)
     if (owner := target.stat().st_uid) != os.geteuid():
         raise PermissionError(f"{target} belongs to the user {owner}")
-    names = f"{instance.qualified}\t{compiled.symbol}\n".encode()
+    names = f"{kernel_text.qualified(launch)}\t{compiled.symbol}\n".encode()
     # MLX looks for the machine code first, so it is written last.
     for suffix, content in ((".txt", names), (".ptx", compiled.code)):
         path = target / f"{name}{suffix}"

@@ -1,14 +1,22 @@
 """Prepares kernels before MLX looks for them: compiled once per machine, then kept."""
 
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from mlx_marlin import state
 from mlx_marlin.backends.base import Prepared
-from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder, toolchain
-from mlx_marlin.backends.cuda.compiling.kernel_text import KernelInstance
+from mlx_marlin.backends.cuda.compiling import (
+    kernel_files,
+    kernel_text,
+    mlx_folder,
+    toolchain,
+)
 from mlx_marlin.backends.cuda.compiling.nvrtc import CompileError, MachineCode
 from mlx_marlin.backends.cuda.compiling.toolchain import Toolchain, UnavailableError
+from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
 
 _placed: set[str] = state.register(set())
@@ -19,11 +27,11 @@ _OF_THE_TEXT = ": error: "
 "catastrophic error"."""
 
 
-def prepare(instance: KernelInstance) -> Prepared:
+def prepare(launch: Launch) -> Prepared:
     """Puts a kernel into MLX's folder if it is stored, or returns what compiles it.
 
     Args:
-        instance: The kernel.
+        launch: A launch of the kernel.
 
     Returns:
         The text to launch. It names the compiler and the architecture, so that MLX
@@ -31,87 +39,73 @@ def prepare(instance: KernelInstance) -> Prepared:
     """
     chain = _toolchain()
     if chain is None:
-        return Prepared(instance.source)
-    named = replace(instance, source=_with_compiler(instance, chain))
+        return Prepared(launch.source)
+    named = replace(launch, source=_with_compiler(launch.source, chain))
     try:
-        task = _Task.of(named, chain)
+        text = kernel_text.text(named)
+        name = mlx_folder.kernel_name(named, text)
     except (ValueError, OSError, AttributeError) as error:
         _warn_unkept(str(error))
-        return Prepared(instance.source)
-    if task.name in _placed:
+        return Prepared(launch.source)
+    if name in _placed:
         return Prepared(named.source)
-    stored = task.stored()
+    qualified = kernel_text.qualified(named)
+    file = kernel_files.file_name(text, qualified, chain.identity)
+    place = partial(_place, mlx_folder.folder(chain.mlx), name, named)
+    stored = _stored(file)
     if stored is None:
-        return Prepared(named.source, task.name, task.compile)
-    task.place(stored)
+        compile = partial(_compile, chain, text, named, file, place)
+        return Prepared(named.source, name, compile)
+    place(stored)
     return Prepared(named.source)
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """Stores one kernel.
+def _stored(file: str) -> MachineCode | None:
+    """Returns the stored machine code; None if there is none that is valid."""
+    try:
+        return kernel_files.read(file)
+    except (OSError, ValueError) as error:
+        _warn("ignored", f"a compiled kernel is ignored: {error}")
+        return None
 
-    Attributes:
-        instance: The kernel.
-        chain: The compiler.
-        text: The text to compile.
-        name: Name of the kernel in MLX's folder.
-        file: Name of the kernel's file in the cache.
+
+def _compile(
+    chain: Toolchain,
+    text: str,
+    launch: Launch,
+    file: str,
+    place: Callable[[MachineCode], None],
+) -> None:
+    """Compiles, stores and places a kernel; warns if that fails.
+
+    It does not warn of an error in the text: MLX compiles the same text next and raises
+    the error, which the guard reports.
     """
-
-    instance: KernelInstance
-    chain: Toolchain
-    text: str
-    name: str
-    file: str
-
-    @classmethod
-    def of(cls, instance: KernelInstance, chain: Toolchain) -> "_Task":
-        text = instance.text()
-        name = mlx_folder.kernel_name(instance, text)
-        file = kernel_files.file_name(text, instance.qualified, chain.identity)
-        return cls(instance, chain, text, name, file)
-
-    def stored(self) -> MachineCode | None:
-        """Returns the stored machine code; None if there is none that is valid."""
-        try:
-            return kernel_files.read(self.file)
-        except (OSError, ValueError) as error:
-            _warn("ignored", f"a compiled kernel is ignored: {error}")
-            return None
-
-    def compile(self) -> None:
-        """Compiles, stores and places the kernel; warns if that fails.
-
-        It does not warn of an error in the text: MLX compiles the same text next and
-        raises the error, which the guard reports.
-        """
-        try:
-            compiled = self.chain.compile(self.text, self.instance.qualified)
-        except CompileError as error:
-            line = next(iter(str(error).splitlines()), "no message")
-            if _OF_THE_TEXT not in line:
-                _warn_unkept(f"{self.instance.function}: {line}")
-            return
-        try:
-            kernel_files.write(self.file, compiled)
-        except OSError as error:
-            _warn_unkept(str(error))
-        self.place(compiled)
-
-    def place(self, compiled: MachineCode) -> None:
-        """Puts machine code into MLX's folder; warns if that fails."""
-        target = mlx_folder.folder(self.chain.mlx)
-        try:
-            mlx_folder.place(target, self.name, self.instance, compiled)
-        except OSError as error:
-            _warn_unkept(str(error))
-        else:
-            _placed.add(self.name)
+    try:
+        compiled = chain.compile(text, kernel_text.qualified(launch))
+    except CompileError as error:
+        line = next(iter(str(error).splitlines()), "no message")
+        if _OF_THE_TEXT not in line:
+            _warn_unkept(f"{kernel_text.function(launch)}: {line}")
+        return
+    try:
+        kernel_files.write(file, compiled)
+    except OSError as error:
+        _warn_unkept(str(error))
+    place(compiled)
 
 
-def _with_compiler(instance: KernelInstance, chain: Toolchain) -> Source:
-    source = instance.source
+def _place(target: Path, name: str, launch: Launch, compiled: MachineCode) -> None:
+    """Puts machine code into MLX's folder; warns if that fails."""
+    try:
+        mlx_folder.place(target, name, launch, compiled)
+    except OSError as error:
+        _warn_unkept(str(error))
+    else:
+        _placed.add(name)
+
+
+def _with_compiler(source: Source, chain: Toolchain) -> Source:
     note = f"// NVRTC {chain.compiler.version}, {chain.arch}\n"
     return replace(source, header=source.header + note)
 
