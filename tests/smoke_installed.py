@@ -9,7 +9,7 @@ import mlx.core as mx
 
 import mlx_marlin
 from mlx_marlin.backends import launcher, selection, source
-from mlx_marlin.cli import demo
+from mlx_marlin.cli.demo import command as demo
 
 package = Path(mlx_marlin.__file__).parent
 assert source.shader_folder() == package / "shaders", source.shader_folder()

@@ -1,7 +1,7 @@
 """The command line: `mlx-marlin COMMAND`, one module per command.
 
-The module of a command defines `add_parser(subparsers)` and `run(args) -> int`. It is
-imported only when the command is used.
+The module of a command defines `DESCRIPTION`, `EPILOG`, `add_arguments(parser)` and
+`run(args) -> int`. It is imported only when the command is used.
 """
 
 import argparse
@@ -21,7 +21,10 @@ COMMANDS = {
         "mlx_marlin.cli.verify",
         "compare a model's layers with exact results",
     ),
-    "tune": ("mlx_marlin.cli.tune", "measure plans on this machine, keep the fastest"),
+    "tune": (
+        "mlx_marlin.cli.tune.command",
+        "measure plans on this machine, keep the fastest",
+    ),
     "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
     "profile": (
         "mlx_marlin.cli.profile.command",
@@ -40,7 +43,7 @@ COMMANDS = {
         "check whether our kernels can run here",
     ),
     "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
-    "demo": ("mlx_marlin.cli.demo", "generate text with quantized kernels"),
+    "demo": ("mlx_marlin.cli.demo.command", "generate text with quantized kernels"),
     "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
     "emulate": ("mlx_marlin.cli.emulate.command", "run a Metal kernel on the CPU"),
 }
@@ -71,9 +74,6 @@ EPILOG = "\n".join(
         "Run `mlx-marlin COMMAND --help` for the options of a command.",
     ]
 )
-
-HAD_A_JSON_FLAG = ("plan", "doctor", "cache", "emulate")
-"""Commands whose option `--json` took no file."""
 
 WRONG_INPUT = 2
 """Exit status for invalid input or a missing dependency."""
@@ -128,8 +128,6 @@ class _Version(argparse.Action):
 
 def _run(argv: list[str]) -> int:
     command = next((word for word in argv if not word.startswith("-")), None)
-    if command in HAD_A_JSON_FLAG:
-        argv = json_output.separated(argv)
     args = _parser(command).parse_args(argv)
     with json_output.instead_of_text(args):
         status: int = import_module(COMMANDS[args.command][0]).run(args)
@@ -154,8 +152,11 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         title="commands", dest="command", metavar="COMMAND", required=True
     )
     for name, (module, text) in COMMANDS.items():
+        added = subparsers.add_parser(
+            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name == command:
-            import_module(module).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=text)
+            found = import_module(module)
+            added.description, added.epilog = found.DESCRIPTION, found.EPILOG
+            found.add_arguments(added)
     return parser

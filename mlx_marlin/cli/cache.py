@@ -38,6 +38,7 @@ LEFTOVER = re.compile(rf"{re.escape(cache.TEMPORARY_PREFIX)}(\d+)-\w+")
 MIN_AGE = 3600
 """Seconds since its last change after which a temporary folder may be removed."""
 
+DESCRIPTION = "List the files in the package's cache."
 EPILOG = """
 All files of the cache can be recreated, so it is always safe to remove them. The
 command also removes temporary folders of killed processes that are older than an hour.
@@ -69,16 +70,8 @@ class CacheFolder:
     untrusted: str | None
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
-    """Adds the command's arguments."""
-    parser = subparsers.add_parser(
-        "cache",
-        description="List the files in the package's cache.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
         "--limit",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mlx_marlin.checkpoints.quantization import Quantization
     from mlx_marlin.lm.checkpoints.conversion import Row
 
+DESCRIPTION = "Convert a checkpoint, one tensor at a time."
 EPILOG = """
 SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ or compressed-tensors,
 or one with plain weights. Quantized weights are moved without rounding; what DST cannot
@@ -27,16 +28,8 @@ NAME_WIDTH, LEFT_WIDTH = 46, 97
 """Characters of a name, and of name and format, in a line of at most 120."""
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
-    """Adds the command's arguments."""
-    parser = subparsers.add_parser(
-        "convert",
-        description="Convert a checkpoint, one tensor at a time.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("source", metavar="SRC", type=Path, help="folder or GGUF file")
     parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
     parser.add_argument(

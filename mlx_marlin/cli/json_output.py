@@ -13,7 +13,6 @@ from mlx_marlin.cli.pictures import files
 OPTION = "--json"
 STDOUT = Path("-")
 """Value of the option without a file: JSON is printed instead of text."""
-SUFFIX = ".json"
 
 
 def add_option(parser: "argparse._ActionsContainer", *aliases: str) -> None:
@@ -32,20 +31,6 @@ def add_option(parser: "argparse._ActionsContainer", *aliases: str) -> None:
         metavar="FILE",
         help="write the result as JSON too; without FILE, print JSON instead of text",
     )
-
-
-def separated(argv: list[str]) -> list[str]:
-    """Returns arguments in which `--json` takes only names of JSON files.
-
-    Before commands took a file, other arguments could follow the option.
-    """
-    words = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        is_flag = word == OPTION and not (
-            following == f"{STDOUT}" or following.endswith(SUFFIX)
-        )
-        words.append(f"{OPTION}={STDOUT}" if is_flag else word)
-    return words
 
 
 def is_printed(args: argparse.Namespace) -> bool:

@@ -39,6 +39,7 @@ OPTIONS = ("layout", "join", "trace", "compute")
 FAILED = 1
 """Exit status of Python for an error that mlx-lm does not catch."""
 
+DESCRIPTION = "Run a command of mlx-lm on our kernels."
 EPILOG = f"""
 COMMAND is one of mlx-lm's: {", ".join(_NAMES[:9])},
 {", ".join(_NAMES[9:])}. What follows it are its own arguments,
@@ -54,17 +55,9 @@ examples:
 """
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser = subparsers.add_parser(
-        "lm",
-        description="Run a command of mlx-lm on our kernels.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # arguments of mlx-lm are not ours to complete
-    )
+    parser.allow_abbrev = False  # arguments of mlx-lm are not ours to complete
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,

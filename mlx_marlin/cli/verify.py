@@ -9,6 +9,7 @@ from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.location import check_location
 from mlx_marlin.cli import json_output, models, terminal
 
+DESCRIPTION = "Compare a model's quantized layers with exact results."
 EPILOG = """
 MODEL is a checkpoint that mlx_marlin.load reads: a GGUF file, or a folder in the format
 of mlx-marlin convert, MLX, GPTQ, AWQ or compressed-tensors. Its layers are converted as
@@ -25,16 +26,8 @@ ROWS = [1, 8, 32]
 """Rows of activations: those of decoding, of small batches and of short prompts."""
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
-    """Adds the command's arguments."""
-    parser = subparsers.add_parser(
-        "verify",
-        description="Compare a model's quantized layers with exact results.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("model", metavar="MODEL", help="folder or GGUF file")
     parser.add_argument(
         "--against",

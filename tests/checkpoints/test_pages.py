@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.cli import demo, main
+from mlx_marlin.cli import main
+from mlx_marlin.cli.demo import command as demo
 from support import foreign_checkpoints as foreign
 from support.foreign_models import write_llama
 

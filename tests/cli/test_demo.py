@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends import launcher, selection
-from mlx_marlin.cli import demo, main
+from mlx_marlin.cli import main
+from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.cli.demo import report
 from mlx_marlin.cli.demo.generation import (
     Generation,

@@ -14,7 +14,8 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.backends import launcher
-from mlx_marlin.cli import demo, main, models
+from mlx_marlin.cli import main, models
+from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.measure import layers
 from mlx_marlin.weights.formats import LAYOUTS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.cli import COMMANDS, json_output, main
+from mlx_marlin.cli import COMMANDS, main
 from support import quantized_folder
 
 needs_emulator = pytest.mark.skipif(
@@ -80,8 +80,7 @@ def test_the_option_is_the_same_in_all_commands(
     "words",
     [
         ["plan", "8", "64", "128", "--json"],
-        ["plan", "--json", "8", "64", "128"],
-        ["plan", "--json", "8,64,128", "--bits", "4"],
+        ["plan", "8,64,128", "--json", "--bits", "4"],
         ["plan", "8x64x128", "--json", "-"],
     ],
 )
@@ -116,13 +115,3 @@ def test_old_spellings_of_a_profile_are_accepted(
     assert main([*words, old, str(path)]) == 0
 
     assert json.loads(path.read_text())["schema"] == "mlx_marlin.profile"
-
-
-def test_only_names_of_json_files_follow_an_option_that_was_a_flag() -> None:
-    assert json_output.separated(["--json", "8", "--json", "a.json", "--json"]) == [
-        "--json=-",
-        "8",
-        "--json",
-        "a.json",
-        "--json=-",
-    ]

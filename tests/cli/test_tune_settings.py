@@ -72,8 +72,8 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
 
     monkeypatch.setattr(Generations, "compare", compare)
     monkeypatch.setattr(values_of_mlx, "measure", measure)
-    monkeypatch.setattr("mlx_marlin.cli.tune._tune", lambda *_: 0)
-    monkeypatch.setattr("mlx_marlin.cli.tune._clock", lambda *_: object())
+    monkeypatch.setattr("mlx_marlin.cli.tune.command._tune", lambda *_: 0)
+    monkeypatch.setattr("mlx_marlin.cli.tune.command._clock", lambda *_: object())
     return found
 
 
@@ -214,9 +214,9 @@ def test_products_are_kept_before_the_model_is_measured(
         events.append("all")
         return status
 
-    monkeypatch.setattr("mlx_marlin.cli.tune._tune", products)
+    monkeypatch.setattr("mlx_marlin.cli.tune.command._tune", products)
     monkeypatch.setattr(
-        "mlx_marlin.cli.tune.model.tune", lambda name, *_: events.append(name)
+        "mlx_marlin.cli.tune.command.model.tune", lambda name, *_: events.append(name)
     )
 
     assert main(["tune", "8x64x128", "a/b", "c/d", "a/b"]) == status

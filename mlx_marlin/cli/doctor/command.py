@@ -31,16 +31,8 @@ examples:
 """
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     json_output.add_option(parser)
     check = parser.add_argument_group("checking kernels")
     check.add_argument(

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from mlx_marlin.emulator import Counters
     from mlx_marlin.emulator.language.whole_kernel import WholeKernel
 
+DESCRIPTION = """
+Run a Metal kernel on the CPU, as mx.fast.metal_kernel runs it on a GPU.
+"""
 EPILOG = """
 ARRAY is SHAPE:DTYPE[:FILL], such as 8x512:float16:random, where FILL is random, arange,
 ones or zeros. An input can also be a .npy file, or a number, which the kernel receives
@@ -59,17 +62,8 @@ class Request:
     whole: "WholeKernel | None"
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser = subparsers.add_parser(
-        "emulate",
-        description="Run a Metal kernel on the CPU, as mx.fast.metal_kernel runs it "
-        "on a GPU.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument(
         "file",
         type=Path,

@@ -34,16 +34,8 @@ examples:
 """
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser = subparsers.add_parser(
-        "profile",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     products = parser.add_argument_group(
         "products", f"default: {subjects.default_set()}"
     )

@@ -34,16 +34,8 @@ DOCUMENTS: dict[str, ModuleType] = {
 """Schema -> the module with `page` and `charts`."""
 
 
-def add_parser(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser = subparsers.add_parser(
-        "render",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
     parser.add_argument(
         "result", type=Path, metavar="RESULT.json", help="the result to render"
     )

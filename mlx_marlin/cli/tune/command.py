@@ -1,0 +1,288 @@
+"""`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin import cache, state
+from mlx_marlin.backends import (
+    planner,
+    registry,
+    selection,
+    tuned_results,
+)
+from mlx_marlin.cli import models, product_shapes, progress
+from mlx_marlin.cli.tune import folders, model, report
+from mlx_marlin.lm.tuned_models import lookup, results
+from mlx_marlin.measure import layers, operands, tuner
+from mlx_marlin.measure.tuner import Arm, Clock
+from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import eligibility
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
+
+ROWS = (1, 2, 4, 8, 16, 32)
+"""Default rows (M) of models and of shapes without M."""
+MAX_SECONDS = 86400.0
+"""Upper limit of --seconds: a day."""
+BOTH = "both"
+"""Value of `--layout` for all layouts."""
+
+DESCRIPTION = """
+Measure the plans of this package and stock MLX on this machine, and keep the fastest.
+Later products of the same shapes use it. For a model, also compare the settings of
+`optimize` with stock MLX by generating tokens; `optimize(model)` then uses the fastest.
+"""
+EPILOG = """
+examples:
+  mlx-marlin tune 8x4096x11008
+  mlx-marlin tune 4096x4096 4096x11008 --rows 1,4,8 --dtype bfloat16
+  mlx-marlin tune 8x4096x11008 --mode mxfp4 --layout both
+  mlx-marlin tune mlx-community/Qwen3-4B-4bit --layout marlin
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        metavar="MODEL_OR_SHAPE",
+        help="MxNxK or M,N,K; NxK for several M; or the name or folder of an mlx-lm "
+        "model",
+    )
+    _add_options(parser)
+    model.add_options(parser)
+    shapes = parser.add_argument_group("format of shapes (a model has its own)")
+    shapes.add_argument("--mode", choices=MODES, help="default: affine")
+    shapes.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
+    shapes.add_argument("--group-size", type=int, help="default: the mode's")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rows", help=f"M to measure, such as 1,4,8; default: {models.listed(ROWS)}"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=(*LAYOUTS, BOTH),
+        help="layout of the weight; default: the layout that `optimize` uses on this "
+        "back end, or the only layout of the format",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=list(DTYPE_BYTES),
+        help="dtype of activations; default: the model's, or float16",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=tuner.SECONDS,
+        help=f"time limit for each problem; default: {tuner.SECONDS:g}",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only list the plans to measure"
+    )
+    parser.add_argument(
+        "--clear", action="store_true", help="remove all stored results first"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes products, then models; returns 1 if the result of a plan was wrong."""
+    _check_arguments(args)
+    streams = model.streams(args)
+    names = [] if args.no_model else _model_names(args)
+    found = _tunable(problems(args))
+    if args.dry_run:
+        texts = [listing(problem, eligibility.target()) for problem in found]
+        print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
+        return 0
+    folder = tuned_results.folder()
+    clock = _clock(args.seconds, folder) if found else None
+    if names and lookup.why_not_tuned() is None:
+        folders.check_writable(results.folder(), cache.make)
+    if args.clear:
+        print(f"files removed from {folder}: {tuned_results.clear(folder)}")
+        print(f"files removed from {results.folder()}: {results.clear()}")
+    status = _tune(found, eligibility.target(), clock, folder) if clock else 0
+    for name in names:
+        model.tune(name, streams, args.max_minutes)
+    return status
+
+
+def _model_names(args: argparse.Namespace) -> list[str]:
+    names = (each for each in args.targets if product_shapes.shape(each) is None)
+    return [*dict.fromkeys(names)]
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if not args.targets and not args.clear:
+        raise ValueError(
+            "expected a shape such as 8x4096x11008, a model, or the option --clear"
+        )
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g} must be above 0")
+    if args.seconds > MAX_SECONDS:
+        raise ValueError(
+            f"--seconds {args.seconds:g}, expected at most {MAX_SECONDS:g}"
+        )
+    if args.clear and args.dry_run:
+        raise ValueError("--clear and --dry-run exclude each other: use one of them")
+    for name in _model_names(args):
+        try:
+            models.check(name)
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{name!r} is neither a shape such as 8x4096x11008 nor a model: {error}"
+            ) from error
+
+
+def problems(args: argparse.Namespace) -> list[Problem]:
+    """Returns the problems that the arguments specify, without duplicates."""
+    rows = models.rows(args.rows) if args.rows else None
+    found: list[Problem] = []
+    for target in args.targets:
+        shape = product_shapes.shape(target)
+        if shape is None:
+            found += layers.with_rows(_model_problems(target, args), rows or ROWS)
+            continue
+        m, n, k = shape
+        in_layouts = _shape_problems(n, k, args)
+        found += layers.with_rows(in_layouts, rows or (ROWS if m is None else [m]))
+    return [*dict.fromkeys(found)]
+
+
+def listing(problem: Problem, target: PlanningDevice) -> str:
+    """Returns the plans to measure for a problem, with predicted times."""
+    times_stock = selection.backend() in selection.ON_GPU
+    rows = [["", "us by the model, not measured"]]
+    for arm in tuner.arms(problem, target, times_stock=times_stock):
+        rows.append([tuner.name(arm), _predicted(arm, problem, target)])
+    return f"{problem.explain()}\n{aligned(rows)}"
+
+
+def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> str:
+    """Returns the predicted microseconds, or "" without a cost model."""
+    if arm is not None:
+        return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
+    stock = registry.of_device(target).predict_stock(problem, target)
+    return "" if stock is None else f"{stock.seconds * 1e6:.1f}"
+
+
+def _tunable(found: list[Problem]) -> list[Problem]:
+    """Returns the problems that can be tuned, and prints why the others cannot.
+
+    Raises:
+        ValueError: If there are problems, but none can be tuned.
+    """
+    reasons = {problem: _why_not(problem) for problem in found}
+    messages = [
+        f"{problem.explain()}: not measured, {reason}"
+        for problem, reason in reasons.items()
+        if reason is not None
+    ]
+    if messages and len(messages) == len(found):
+        raise ValueError("\n".join(messages))
+    for message in messages:
+        print(message)
+    return [problem for problem in found if reasons[problem] is None]
+
+
+def _why_not(problem: Problem) -> str | None:
+    try:
+        operands.check(problem)
+    except ValueError as error:
+        return str(error)
+    return tuner.why_not(problem, eligibility.target())
+
+
+def _clock(seconds: float, folder: Path) -> Clock:
+    """Returns the clock of this machine.
+
+    Raises:
+        ValueError: If this machine cannot measure.
+        OSError: If the folder cannot be written to.
+    """
+    clock = models.clock(seconds)
+    folders.check_writable(folder, tuned_results.locked)
+    return clock
+
+
+def _tune(
+    found: list[Problem], target: PlanningDevice, clock: Clock, folder: Path
+) -> int:
+    """Measures the problems, and stores every result immediately."""
+    machine = tuned_results.machine(target, selection.backend())
+    wrong = kept = 0
+    for problem in progress.shown(found, "tune", "problem"):
+        outcome = tuner.tune(problem, target, clock)
+        progress.print_above(report.measurements(problem, outcome, clock))
+        if outcome.result:
+            tuned_results.write(folder, machine, [outcome.result])
+            kept += 1
+        wrong += len(outcome.wrong) + len(outcome.failed)
+    state.reset()
+    print(report.conclusion(kept, len(found), folder / machine.file_name))
+    return 1 if wrong else 0
+
+
+def _shape_problems(n: int, k: int, args: argparse.Namespace) -> list[Problem]:
+    """Returns the problem of one row of a shape, in every layout to measure."""
+    problem = partial(
+        problem_of,
+        mode=args.mode or "affine",
+        bits=args.bits,
+        group_size=args.group_size,
+        dtype=args.dtype or "float16",
+    )
+    packed = problem(1, n, k, layout="marlin")
+    return [problem(1, n, k, layout=layout) for layout in _layouts(args, packed)]
+
+
+def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
+    """Returns the layouts in which to measure a problem."""
+    supported = problem.format.layouts
+    if args.layout is None:
+        usual = _usual_layout()
+        return (usual,) if usual in supported else supported[:1]
+    return supported if args.layout == BOTH else (args.layout,)
+
+
+def _usual_layout() -> str:
+    """Returns the layout to which `optimize` converts by default."""
+    return selection.traits().default_layout
+
+
+def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
+    """Returns the problem of one row of every layer of a model.
+
+    The weights are not read.
+    """
+    for option in ("mode", "bits", "group_size"):
+        if (value := getattr(args, option)) is not None:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {value} is for shapes; the model "
+                f"{name!r} has its own"
+            )
+    layouts = LAYOUTS if args.layout == BOTH else (args.layout or _usual_layout(),)
+    found = layers.find(_load(name), layouts)
+    if found.others:
+        print(
+            f"{name}: {found.others} quantized layers are in formats that our kernels "
+            f"do not read"
+        )
+    if not found.problems:
+        raise ValueError(
+            f"the model {name!r} has no quantized linear layer in a format that our "
+            f"kernels read; mlx_lm.convert -q makes them"
+        )
+    if args.dtype is None:
+        return [*found.problems]
+    return [models.with_dtype(problem, args.dtype) for problem in found.problems]
+
+
+def _load(name: str) -> Any:
+    return models.load(name, lazy=True)[0]
