@@ -6,10 +6,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
-from mlx_marlin.cli import models
+from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm.compute import COMPUTE
 from mlx_marlin.lm.tuned_models import environment
-from mlx_marlin.weights.formats import LAYOUTS
 
 _NAMES = (
     "benchmark",
@@ -58,11 +57,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     parser.allow_abbrev = False  # arguments of mlx-lm are not ours to complete
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        help="layout of the weights; default: the default of `optimize`",
-    )
+    arguments.add_layout(parser)
     parser.add_argument(
         "--join",
         action=argparse.BooleanOptionalAction,

@@ -1,7 +1,6 @@
-"""Arguments that several commands share: mlx-lm models, numbers of rows."""
+"""The models and the clock of commands."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from mlx_marlin.cli import terminal
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
+    from mlx_marlin.measure.layers import Found
     from mlx_marlin.measure.tuner import Clock
 
 
@@ -61,22 +61,6 @@ def check(name: str) -> None:
     terminal.print_note(f"loading {name} {where}".rstrip())
 
 
-def rows(text: str, option: str = "--rows") -> list[int]:
-    """Parses numbers of rows, such as "1,4,8".
-
-    Args:
-        text: The numbers.
-        option: The option that has them, for messages.
-
-    Raises:
-        ValueError: If a number is not a positive decimal integer.
-    """
-    parts = text.split(",")
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{option} {text!r}, expected numbers such as 1,2,4,8")
-    return [int(part) for part in parts]
-
-
 def clock(seconds: float) -> "Clock":
     """Returns the clock of this machine.
 
@@ -98,6 +82,32 @@ def clock(seconds: float) -> "Clock":
     return tuner.clock(eligibility.target(), seconds)
 
 
+def load_lazily(name: str) -> Any:
+    """Returns a model whose weights are read when they are used."""
+    return load(name, lazy=True)[0]
+
+
+def layers(name: str, layouts: Sequence[str]) -> "Found":
+    """Returns the quantized layers of a model, whose weights are not read.
+
+    Args:
+        name: As for `load`.
+        layouts: Layouts of the weights.
+
+    Raises:
+        ValueError: If the model cannot be loaded, or no layer has a supported format.
+    """
+    from mlx_marlin.measure import layers
+
+    found = layers.find(load_lazily(name), layouts)
+    if not found.problems:
+        raise ValueError(
+            f"the model {name!r} has no quantized linear layer in a format that our "
+            f"kernels read; mlx_lm.convert -q makes them"
+        )
+    return found
+
+
 def problems(
     name: str, counts: Sequence[int], layout: str | None = None
 ) -> list[Problem]:
@@ -109,30 +119,10 @@ def problems(
         layout: Layout of the weights. Default: that which `optimize` uses.
 
     Raises:
-        ValueError: If the model cannot be loaded, or no layer has a supported format.
+        ValueError: As for `layers`.
     """
     from mlx_marlin.backends import selection
-    from mlx_marlin.measure import layers
+    from mlx_marlin.measure.layers import with_rows
 
     layouts = [layout or selection.traits().default_layout]
-    found = layers.find(load(name, lazy=True)[0], layouts).problems
-    if not found:
-        raise ValueError(
-            f"the model {name!r} has no quantized linear layer in a format that our "
-            f"kernels read"
-        )
-    return layers.with_rows(found, counts)
-
-
-def with_dtype(problem: Problem, dtype: str) -> Problem:
-    """Returns a problem with another dtype of activations.
-
-    Scales have the dtype of the activations, except those that are integers.
-    """
-    scales = problem.format.scale_dtype(dtype)
-    return replace(problem, dtype=dtype, scale_dtype=scales)
-
-
-def listed(numbers: Iterable[int]) -> str:
-    """Returns numbers separated by commas, as `rows` parses them."""
-    return ",".join(map(str, numbers))
+    return with_rows(layers(name, layouts).problems, counts)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mlx_marlin.cli import json_output, models
+from mlx_marlin.cli import arguments, json_output, models
 
 ROWS = (1, 4, 8)
 """Default rows."""
@@ -29,17 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="name, folder or file of a model, in any format of mlx_marlin.load",
     )
-    parser.add_argument(
-        "--rows",
-        default=models.listed(ROWS),
-        help=f"rows of the activations; default: {models.listed(ROWS)}",
-    )
-    parser.add_argument(
-        "--chip",
-        metavar="NAME",
-        help='decide for a chip such as "M3 Max" or "H200"; default: what this machine '
-        "does",
-    )
+    arguments.add_rows(parser, ROWS)
+    arguments.add_chip(parser, "decide")
     json_output.add_option(parser)
 
 
@@ -48,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     models.check(args.model)
     from mlx_marlin.lm.report.model_report import check, report
 
-    rows = models.rows(args.rows)
+    rows = arguments.numbers(args.rows) if args.rows else ROWS
     check(rows, args.chip)  # before the model is loaded, which takes time
     model, _ = models.load(args.model, lazy=True)
     found = report(model, rows, chip=args.chip)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.location import check_location
-from mlx_marlin.cli import json_output, models, terminal
+from mlx_marlin.cli import arguments, json_output, terminal
 
 DESCRIPTION = "Compare a model's quantized layers with exact results."
 EPILOG = """
@@ -45,11 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="record in MODEL/config.json that layers above a limit stay on stock MLX",
     )
-    parser.add_argument(
-        "--rows",
-        default=models.listed(ROWS),
-        help=f"rows of activations (default: {models.listed(ROWS)})",
-    )
+    arguments.add_rows(parser, ROWS)
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of random activations (default: 0)"
     )
@@ -64,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         OSError: If a file cannot be read or written.
         ValueError: If an argument is not valid, or a file is malformed.
     """
-    rows = models.rows(args.rows)
+    rows = arguments.numbers(args.rows) if args.rows else ROWS
     for name in filter(None, (args.model, args.against)):
         check_location(Path(name))
     terminal.print_note(f"loading {args.model}")

@@ -1,22 +1,23 @@
 """`mlx-marlin bench`: times our kernels and stock MLX on this machine."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_marlin import regular_files
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import json_output, models, product_shapes, progress
+from mlx_marlin.cli import arguments, json_output, models, progress
+from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files
 from mlx_marlin.measure import layers, machine, products, result_file, shapes
 from mlx_marlin.measure.result_file import ResultFile
-from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility
-from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.weights.formats import LAYOUTS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 """The modes of `mx.quantized_matmul`, with which our kernels are compared."""
-BOTH = "both"
-"""Value of `--layout` for all layouts."""
-SECONDS, MAX_SECONDS = 1.0, 3600.0
+SECONDS, LEAST_SECONDS, MAX_SECONDS = 1.0, 1e-9, 3600.0
 MAX_TOKENS, MAX_STREAMS = 2**20, 1024
 
 DESCRIPTION = """
@@ -65,27 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_products(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("products")
-    group.add_argument(
-        "--rows",
-        help=f"M to time; default: {models.listed(shapes.ROWS)}, in the emulator "
-        f"{models.listed(shapes.QUICK_ROWS)}",
-    )
-    group.add_argument(
-        "--mode", choices=MODES, default="affine", help="default: affine"
-    )
-    group.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
-    group.add_argument("--group-size", type=int, help="default: the mode's")
-    group.add_argument(
-        "--dtype",
-        choices=list(DTYPE_BYTES),
-        default="float16",
-        help="dtype of activations; default: float16",
-    )
-    group.add_argument(
-        "--layout",
-        choices=(*LAYOUTS, BOTH),
-        help="layout in which our kernels read the weight; default: that of `optimize`",
-    )
+    quick = f", in the emulator {arguments.listed(shapes.QUICK_ROWS)}"
+    arguments.add_rows(group, shapes.ROWS, quick)
+    arguments.add_format(group, MODES)
+    arguments.add_dtype(group)
+    arguments.add_layout(group, BOTH)
     group.add_argument(
         "--staged",
         action="store_true",
@@ -105,9 +88,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="NAME", help="name or folder of a quantized mlx-lm model"
     )
-    group.add_argument(
-        "--streams", help=f"prompts at once; default: {models.listed(shapes.STREAMS)}"
-    )
+    arguments.add_streams(group, shapes.STREAMS)
     group.add_argument(
         "--prompt",
         type=int,
@@ -148,43 +129,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    if not 0 < args.seconds <= MAX_SECONDS:
-        raise ValueError(
-            f"--seconds {args.seconds:g}, expected above 0, at most {MAX_SECONDS:g}"
-        )
-    if not 1 <= args.prompt <= MAX_TOKENS:
-        raise ValueError(f"--prompt {args.prompt}, expected 1 to {MAX_TOKENS}")
-    if not 4 <= args.new <= MAX_TOKENS:
-        raise ValueError(f"--new {args.new}, expected 4 to {MAX_TOKENS}")
-    if args.streams and max(_streams(args)) > MAX_STREAMS:
-        raise ValueError(
-            f"--streams {args.streams}, expected numbers of at most {MAX_STREAMS}"
-        )
+    arguments.check_range("--seconds", args.seconds, LEAST_SECONDS, MAX_SECONDS)
+    arguments.check_range("--prompt", args.prompt, 1, MAX_TOKENS)
+    arguments.check_range("--new", args.new, 4, MAX_TOKENS)
+    for count in _streams(args):
+        arguments.check_range("--streams", count, 1, MAX_STREAMS)
     if args.csv:
         files.check_folder(args.csv, "--csv")
 
 
-def _streams(args: argparse.Namespace) -> list[int]:
-    return models.rows(args.streams or models.listed(shapes.STREAMS), "--streams")
+def _streams(args: argparse.Namespace) -> Sequence[int]:
+    given = args.streams
+    return arguments.numbers(given, "--streams") if given else shapes.STREAMS
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
     """Returns the products that the arguments specify, without duplicates."""
     is_on_gpu = selection.backend() in selection.ON_GPU
-    given = models.rows(args.rows) if args.rows else None
+    given = arguments.numbers(args.rows) if args.rows else None
     usual = shapes.ROWS if is_on_gpu else shapes.QUICK_ROWS
-    problem = partial(
-        problem_of,
-        mode=args.mode,
-        bits=args.bits,
-        group_size=args.group_size,
-        dtype=args.dtype,
-    )
     found: list[Problem] = []
     for m, n, k in _shapes(args, is_on_gpu):
-        found += layers.with_rows(
-            [problem(1, n, k)], given or (usual if m is None else [m])
-        )
+        problem = arguments.problem(args, 1, n, k, "mlx")
+        found += layers.with_rows([problem], given or (usual if m is None else [m]))
     return [*dict.fromkeys(found)]
 
 
@@ -192,7 +159,7 @@ def _shapes(
     args: argparse.Namespace, is_on_gpu: bool
 ) -> Iterator[tuple[int | None, int, int]]:
     for target in args.targets:
-        shape = product_shapes.shape(target)
+        shape = arguments.shape(target)
         if shape is None:
             raise ValueError(
                 f"{target!r} is not a shape such as 8x4096x11008; a model is --model"
@@ -224,12 +191,7 @@ def _time_products(
 
 
 def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) -> None:
-    found = layers.find(_load(args.model), [_layouts(args)[0]])
-    if not found.counts:
-        raise ValueError(
-            f"the model {args.model!r} has no quantized linear layer in a format that "
-            f"our kernels read; mlx_lm.convert -q makes them"
-        )
+    found = models.layers(args.model, [_layouts(args)[0]])
     if clock.times_stock:
         _measure_model(args, result)
     else:
@@ -242,7 +204,7 @@ def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
 
     name, streams = generation.name_of(args.model), _streams(args)
     layout = None if args.layout in (None, BOTH) else args.layout
-    load = partial(_load, args.model)
+    load = partial(models.load_lazily, args.model)
     first = generation.first_tokens(name, load, layout, args.prompt)
     result.first_tokens.extend(progress.shown(first, "first token", "model", 2))
     print(report.first_tokens(result.first_tokens))
@@ -263,10 +225,6 @@ def _predict_model(
         generation.predict(name, counts, device, streams, args.prompt, args.new)
     )
     print("The time to the first token is not predicted.")
-
-
-def _load(name: str) -> Any:
-    return models.load(name, lazy=True)[0]
 
 
 def _write(args: argparse.Namespace, result: ResultFile) -> None:

@@ -16,8 +16,7 @@ import mlx.nn as nn
 
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, selection
-from mlx_marlin.cli import models
-from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS
+from mlx_marlin.cli import arguments, models
 
 if TYPE_CHECKING:
     from mlx_marlin.cli.demo.generation import Generation
@@ -106,11 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name or folder of an mlx-lm model; default: the demo's own model",
     )
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        help="layout of the weights; default: the default of `optimize`",
-    )
+    arguments.add_layout(parser)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -124,11 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[1, 4, 8],
         help=f"prompts at once, 1 to {MAX_PROMPTS}; default: 1 4 8",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=list(DTYPE_BYTES),
-        help="dtype of activations; default: the model's",
-    )
+    arguments.add_dtype(parser, "the model's")
     parser.add_argument("--plans", action="store_true", help="list the plans that ran")
 
 
@@ -180,11 +171,9 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: If an argument exceeds its limits, or no kernel can run.
     """
-    if not 2 <= args.tokens <= MAX_TOKENS:
-        raise ValueError(f"--tokens {args.tokens}, expected 2 to {MAX_TOKENS}")
+    arguments.check_range("--tokens", args.tokens, 2, MAX_TOKENS)
     for count in args.batch:
-        if not 1 <= count <= MAX_PROMPTS:
-            raise ValueError(f"--batch {count}, expected 1 to {MAX_PROMPTS}")
+        arguments.check_range("--batch", count, 1, MAX_PROMPTS)
     missing = selection.missing()
     if missing is not None:
         raise ValueError(missing)

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterable
 
-from mlx_marlin.cli import json_output, models
+from mlx_marlin.cli import arguments, json_output, models
 from mlx_marlin.cli.doctor import kernel_checks, machine
 from mlx_marlin.cli.doctor.machine import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check the kernels of a model: a name, folder or GGUF file; default: "
         "those of affine 4-bit weights with groups of 64, in float16 and bfloat16",
     )
-    check.add_argument(
-        "--rows", help=f"rows of activations; default: {models.listed(ROWS)}"
-    )
+    arguments.add_rows(check, ROWS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +69,7 @@ def problems_to_check(args: argparse.Namespace) -> list[Problem]:
             if (value := getattr(args, option)) is not None:
                 raise ValueError(f"--{option} {value} requires --check")
         return []
-    rows = ROWS if args.rows is None else models.rows(args.rows)
+    rows = ROWS if args.rows is None else arguments.numbers(args.rows)
     if args.model is None:
         return [
             problem_of(m, SIZE, SIZE, dtype=dtype) for dtype in DTYPES for m in rows

@@ -3,36 +3,21 @@
 import argparse
 
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.cli import product_shapes
+from mlx_marlin.cli import arguments
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
 from mlx_marlin.planning.work.tiles import REDUCTIONS
-from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the product that is planned."""
     group = parser.add_argument_group("product")
-    group.add_argument(
-        "--mode", default="affine", choices=MODES, help="default: affine"
-    )
-    group.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
-    group.add_argument("--group-size", type=int, help="default: the mode's")
-    group.add_argument(
-        "--dtype",
-        default="float16",
-        choices=list(DTYPE_BYTES),
-        help="dtype of activations; default: float16",
-    )
-    group.add_argument(
-        "--layout",
-        default="mlx",
-        choices=LAYOUTS,
-        help="layout of the weight; default: mlx",
-    )
+    arguments.add_format(group)
+    arguments.add_dtype(group)
+    arguments.add_layout(group, default="mlx")
     group.add_argument(
         "--batch", type=int, default=1, help="products with different weights"
     )
@@ -86,16 +71,11 @@ def problem(args: argparse.Namespace) -> Problem:
     Raises:
         ValueError: If it is not supported.
     """
-    m, n, k = product_shapes.product("x".join(args.shape))
-    return problem_of(
-        m,
-        n,
-        k,
-        mode=args.mode,
-        bits=args.bits,
-        group_size=args.group_size,
-        dtype=args.dtype,
-        layout=args.layout,
+    m, n, k = arguments.product("x".join(args.shape))
+    return arguments.problem(
+        args,
+        *(m, n, k),
+        args.layout or "mlx",
         epilogue=Epilogue(
             bias=args.bias,
             activation=args.activation,

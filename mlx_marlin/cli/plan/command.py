@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.cli import json_output
+from mlx_marlin.cli.arguments import add_chip
 from mlx_marlin.cli.pictures import (
     busy_cores,
     figures,
@@ -43,11 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MxNxK",
         help="rows of x, and rows and columns of the weight; also M N K",
     )
-    parser.add_argument(
-        "--chip",
-        metavar="NAME",
-        help='chip to plan for, such as "M3 Max" or "H200"; default: this machine',
-    )
+    add_chip(parser, "plan")
     parser.add_argument(
         "--cores", type=int, help="GPU cores; default: the chip's maximum"
     )

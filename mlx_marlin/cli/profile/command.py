@@ -5,14 +5,13 @@ import math
 from pathlib import Path
 
 from mlx_marlin.backends import devices, registry
-from mlx_marlin.cli import json_output
+from mlx_marlin.cli import arguments, json_output
 from mlx_marlin.cli.pictures import figures, files, plots
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
 from mlx_marlin.measure.profiling.document import document
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
-from mlx_marlin.weights.formats import LAYOUTS, MODES
 
 DESCRIPTION = """
 Compare the time of quantized matrix products with the limits of a device: TFLOPS, GB/s,
@@ -42,27 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     products.add_argument(
         "--single-config",
         metavar="MxNxK",
-        help="one product y[M, N] = x[M, K] @ W[N, K]^T, in detail",
+        help="one product y[M, N] = x[M, K] @ W[N, K]^T, in detail; default format: "
+        "symmetric, with groups of 128",
     )
     products.add_argument(
         "--model", metavar="NAME", help="the layers of an mlx-lm model, by name or path"
     )
-    products.add_argument(
-        "--mode",
-        choices=MODES,
-        help="default: affine; symmetric for --single-config",
-    )
-    products.add_argument("--bits", type=int, help="default: the mode's")
-    products.add_argument(
-        "--group-size",
-        type=int,
-        help="default: the mode's; 128 for integers in --single-config",
-    )
-    products.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        help="default: the layout that `optimize` uses, if the format has it",
-    )
+    arguments.add_format(products)
+    arguments.add_layout(products)
     kernels = parser.add_argument_group("kernels")
     kernels.add_argument(
         "--kernel",
@@ -73,11 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all-kernels", action="store_true", help="every kernel that can compute it"
     )
     kernels.add_argument("--compare", choices=("stock",), help="also profile stock MLX")
-    parser.add_argument(
-        "--chip",
-        metavar="NAME",
-        help='predict for a chip such as "M4 Max" or "H200"; default: this machine',
-    )
+    arguments.add_chip(parser, "predict")
     parser.add_argument(
         "--assume-ms",
         type=float,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mlx_marlin.backends import planner, registry, selection, tuned_results
-from mlx_marlin.cli import models, product_shapes
+from mlx_marlin.cli import arguments, models
 from mlx_marlin.measure.profiling.document import Skipped
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
@@ -37,7 +37,7 @@ WhyNot = Callable[[Subject], str | None]
 def default_set() -> str:
     """Returns the default set of products as text."""
     shapes = ", ".join(f"{n}x{k}" for n, k in SHAPES)
-    return f"weights of {shapes}, with {models.listed(ROWS)} rows"
+    return f"weights of {shapes}, with {arguments.listed(ROWS)} rows"
 
 
 def find(
@@ -94,7 +94,7 @@ def _problems(args: argparse.Namespace, device: PlanningDevice) -> list[Problem]
 
 
 def _single_problem(args: argparse.Namespace, device: PlanningDevice) -> Problem:
-    sizes = product_shapes.product(args.single_config, "--single-config")
+    sizes = arguments.product(args.single_config, "--single-config")
     mode, group_size = args.mode or SINGLE_MODE, args.group_size
     if group_size is None and (mode == "affine" or mode not in MODE_DEFAULTS):
         group_size = SINGLE_GROUP
@@ -126,12 +126,7 @@ def _problem(
 
 
 def _model_problems(args: argparse.Namespace) -> list[Problem]:
-    for option in ("mode", "bits", "group_size"):
-        if (value := getattr(args, option)) is not None:
-            raise ValueError(
-                f"--{option.replace('_', '-')} {value} is not for a model: "
-                f"{args.model!r} has its own"
-            )
+    arguments.refuse_format_of_model(args, args.model)
     models.check(args.model)
     return models.problems(args.model, ROWS, args.layout)
 

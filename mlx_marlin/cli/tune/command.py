@@ -1,9 +1,9 @@
 """`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mlx_marlin import cache, state
 from mlx_marlin.backends import (
@@ -12,23 +12,22 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import models, product_shapes, progress
+from mlx_marlin.cli import arguments, models, progress
+from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.tune import folders, model, report
 from mlx_marlin.lm.tuned_models import lookup, results
 from mlx_marlin.measure import layers, operands, tuner
 from mlx_marlin.measure.tuner import Arm, Clock
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility
-from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
+from mlx_marlin.weights.formats import LAYOUTS
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Default rows (M) of models and of shapes without M."""
-MAX_SECONDS = 86400.0
-"""Upper limit of --seconds: a day."""
-BOTH = "both"
-"""Value of `--layout` for all layouts."""
+LEAST_SECONDS, MAX_SECONDS = 1e-9, 86400.0
+"""Limits of --seconds; the upper one is a day."""
 
 DESCRIPTION = """
 Measure the plans of this package and stock MLX on this machine, and keep the fastest.
@@ -56,26 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_options(parser)
     model.add_options(parser)
     shapes = parser.add_argument_group("format of shapes (a model has its own)")
-    shapes.add_argument("--mode", choices=MODES, help="default: affine")
-    shapes.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
-    shapes.add_argument("--group-size", type=int, help="default: the mode's")
+    arguments.add_format(shapes)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rows", help=f"M to measure, such as 1,4,8; default: {models.listed(ROWS)}"
+    arguments.add_rows(parser, ROWS)
+    arguments.add_layout(
+        parser, BOTH, default="that of `optimize`, or the only one of the format"
     )
-    parser.add_argument(
-        "--layout",
-        choices=(*LAYOUTS, BOTH),
-        help="layout of the weight; default: the layout that `optimize` uses on this "
-        "back end, or the only layout of the format",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=list(DTYPE_BYTES),
-        help="dtype of activations; default: the model's, or float16",
-    )
+    arguments.add_dtype(parser, "the model's, or float16")
     parser.add_argument(
         "--seconds",
         type=float,
@@ -114,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model_names(args: argparse.Namespace) -> list[str]:
-    names = (each for each in args.targets if product_shapes.shape(each) is None)
+    names = (each for each in args.targets if arguments.shape(each) is None)
     return [*dict.fromkeys(names)]
 
 
@@ -123,12 +111,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(
             "expected a shape such as 8x4096x11008, a model, or the option --clear"
         )
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g} must be above 0")
-    if args.seconds > MAX_SECONDS:
-        raise ValueError(
-            f"--seconds {args.seconds:g}, expected at most {MAX_SECONDS:g}"
-        )
+    arguments.check_range("--seconds", args.seconds, LEAST_SECONDS, MAX_SECONDS)
     if args.clear and args.dry_run:
         raise ValueError("--clear and --dry-run exclude each other: use one of them")
     for name in _model_names(args):
@@ -142,10 +125,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def problems(args: argparse.Namespace) -> list[Problem]:
     """Returns the problems that the arguments specify, without duplicates."""
-    rows = models.rows(args.rows) if args.rows else None
+    rows = arguments.numbers(args.rows) if args.rows else None
     found: list[Problem] = []
     for target in args.targets:
-        shape = product_shapes.shape(target)
+        shape = arguments.shape(target)
         if shape is None:
             found += layers.with_rows(_model_problems(target, args), rows or ROWS)
             continue
@@ -231,15 +214,9 @@ def _tune(
 
 def _shape_problems(n: int, k: int, args: argparse.Namespace) -> list[Problem]:
     """Returns the problem of one row of a shape, in every layout to measure."""
-    problem = partial(
-        problem_of,
-        mode=args.mode or "affine",
-        bits=args.bits,
-        group_size=args.group_size,
-        dtype=args.dtype or "float16",
-    )
-    packed = problem(1, n, k, layout="marlin")
-    return [problem(1, n, k, layout=layout) for layout in _layouts(args, packed)]
+    problem = partial(arguments.problem, args, 1, n, k)
+    packed = problem("marlin")
+    return [problem(layout) for layout in _layouts(args, packed)]
 
 
 def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
@@ -261,28 +238,23 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
 
     The weights are not read.
     """
-    for option in ("mode", "bits", "group_size"):
-        if (value := getattr(args, option)) is not None:
-            raise ValueError(
-                f"--{option.replace('_', '-')} {value} is for shapes; the model "
-                f"{name!r} has its own"
-            )
+    arguments.refuse_format_of_model(args, name)
     layouts = LAYOUTS if args.layout == BOTH else (args.layout or _usual_layout(),)
-    found = layers.find(_load(name), layouts)
+    found = models.layers(name, layouts)
     if found.others:
         print(
             f"{name}: {found.others} quantized layers are in formats that our kernels "
             f"do not read"
         )
-    if not found.problems:
-        raise ValueError(
-            f"the model {name!r} has no quantized linear layer in a format that our "
-            f"kernels read; mlx_lm.convert -q makes them"
-        )
-    if args.dtype is None:
-        return [*found.problems]
-    return [models.with_dtype(problem, args.dtype) for problem in found.problems]
+    return [_with_dtype(problem, args.dtype) for problem in found.problems]
 
 
-def _load(name: str) -> Any:
-    return models.load(name, lazy=True)[0]
+def _with_dtype(problem: Problem, dtype: str | None) -> Problem:
+    """Returns a problem with another dtype of activations, if it is given.
+
+    Scales have the dtype of the activations, except those that are integers.
+    """
+    if dtype is None:
+        return problem
+    scales = problem.format.scale_dtype(dtype)
+    return replace(problem, dtype=dtype, scale_dtype=scales)

@@ -1,14 +1,15 @@
 """The last step of `mlx-marlin tune MODEL`: generations with the model itself."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_marlin import state
-from mlx_marlin.cli import models, progress
+from mlx_marlin.cli import arguments, models, progress
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.tuned_models import lookup, machine, model_key, results
 from mlx_marlin.lm.tuned_models.results import TunedModel
@@ -35,9 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure the products of models only",
     )
-    group.add_argument(
-        "--streams", help=f"prompts at once; default: {models.listed(STREAMS)}"
-    )
+    arguments.add_streams(group, STREAMS)
     group.add_argument(
         "--max-minutes",
         type=float,
@@ -52,13 +51,11 @@ def streams(args: argparse.Namespace) -> list[int]:
     Raises:
         ValueError: If an option of this step is out of range.
     """
-    if not args.max_minutes > 0:
-        raise ValueError(f"--max-minutes {args.max_minutes:g} must be above 0")
-    found = models.rows(args.streams or models.listed(STREAMS), "--streams")
-    if max(found) > MAX_STREAMS:
-        raise ValueError(
-            f"--streams {args.streams}, expected numbers of at most {MAX_STREAMS}"
-        )
+    arguments.check_range("--max-minutes", args.max_minutes, 1e-9, math.inf)
+    given = args.streams
+    found = arguments.numbers(given, "--streams") if given else STREAMS
+    for count in found:
+        arguments.check_range("--streams", count, 1, MAX_STREAMS)
     return [*dict.fromkeys(found)]
 
 
@@ -100,13 +97,9 @@ def dry_run(name: str, counts: Sequence[int]) -> str:
 
     basic = "; ".join(map(str, basic_settings()))
     return (
-        f"{name}: generation at {models.listed(counts)} streams with {basic}; then "
+        f"{name}: generation at {arguments.listed(counts)} streams with {basic}; then "
         f"each of the fusions {', '.join(FUSIONS)}, and the best of them together"
     )
-
-
-def _load(name: str) -> Any:
-    return models.load(name, lazy=True)[0]
 
 
 def _searched(name: str, counts: Sequence[int], ended: float) -> "tuple[str, Search]":
@@ -114,7 +107,7 @@ def _searched(name: str, counts: Sequence[int], ended: float) -> "tuple[str, Sea
     from mlx_marlin.lm.model_tuning import search as searching
     from mlx_marlin.lm.model_tuning.generations import Generations
 
-    generations = Generations(load=partial(_load, name), streams=counts)
+    generations = Generations(load=partial(models.load_lazily, name), streams=counts)
     layouts = generations.layouts()
     if len(layouts) == 1:
         print(f"{name}: packed weights not measured: two copies do not fit the memory")
@@ -139,7 +132,7 @@ def _values(
 
     generations.free_memory()  # the processes load the model themselves
     job = environment.Job(
-        load=partial(_load, name),
+        load=partial(models.load_lazily, name),
         settings=search.result.settings if search.result else None,
         streams=counts,
         prompt=generations.PROMPT,
