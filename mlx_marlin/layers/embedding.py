@@ -5,7 +5,8 @@ from typing import Self
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.native import NATIVE, native_product, without_parameters
+from mlx_marlin.layers.native import NATIVE, native_weight, without_parameters
+from mlx_marlin.products.layer_products import layer_product
 
 
 class MarlinEmbedding(nn.QuantizedEmbedding):
@@ -37,4 +38,4 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return native_product(self, x, None, self.invariant)
+        return layer_product(x, native_weight(self), invariant=self.invariant)

@@ -3,10 +3,10 @@
 from typing import Self
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_marlin.layers.batch import BatchLayer
+from mlx_marlin.layers.native import native_weight
 from mlx_marlin.products.experts.matmul import gather_native
 from mlx_marlin.products.experts.packed import gather_packed
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -46,13 +46,8 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             raise ValueError(
                 f"bias has shape {bias.shape}, expected {(*packed.batch, packed.n)}"
             )
-        result = cls.__new__(cls)
-        nn.Module.__init__(result)
-        result.group_size, result.bits = packed.group_size, packed.bits
-        result.mode = packed.mode
+        result = cls._of_packed(packed)
         result.global_scale = None
-        result["words"], result["packed_scales"] = packed.words, packed.scales
-        result._mark_packed(packed)
         if bias is not None:
             result["bias"] = bias
         return result
@@ -90,7 +85,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
             return self._biased(y, indices) if "bias" in self else y
         y, is_stock = gather_native(
             x,
-            (*self.native(), (self.group_size, self.bits, self.mode)),
+            native_weight(self),
             None,
             indices,
             global_scale=self.get("global_scale"),

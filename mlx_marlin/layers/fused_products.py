@@ -1,6 +1,6 @@
 """Products of a layer that are fused with the operations before and after them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -8,26 +8,35 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
-from mlx_marlin.layers.linear_parameters import LinearParameters
-from mlx_marlin.layers.native import (
-    native_product,
-    native_weight,
-    stock_product,
-)
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.native import native_weight
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.products.linear import linears
-from mlx_marlin.products.matmul import stock_serves
-from mlx_marlin.products.packed import (
+from mlx_marlin.products.layer_products import (
     GATED,
+    Weight,
     fused_linear,
-    packed_parts,
-    packed_product,
+    layer_parts,
+    layer_product,
 )
+from mlx_marlin.products.matmul import stock_serves
 from mlx_marlin.products.reference.epilogue import check_rotation
 
 
-class FusedProducts(LinearParameters):
+class FusedProducts(GuardedParameters):
     """Products of a quantized layer, fused with their neighbours where kernels can."""
+
+    @property
+    def input_dims(self) -> int:
+        """Columns of the weight, k."""
+        if self.layout == "marlin":
+            return self._k
+        groups: int = self["scales"].shape[-1]
+        return groups * self.group_size
+
+    @property
+    def output_dims(self) -> int:
+        """Rows of the weight, n."""
+        return len(self["scales"]) if self.layout == "mlx" else self._n
 
     def added(self, x: mx.array, residual: mx.array) -> mx.array:
         """Returns the layer's result plus a residual [..., n].
@@ -54,11 +63,11 @@ class FusedProducts(LinearParameters):
             cuts = [*accumulate(sizes)][:-1]
             self.remember_stock((x.shape, x.dtype, sizes), cuts)
         if cuts is not None:
-            return tuple(mx.split(stock_product(self, x), cuts, -1))
+            return tuple(mx.split(super().__call__(x), cuts, -1))
         bias: mx.array | None = self.get("bias")
-        fused = bias is None or self._keeps_dtype(x, bias)
-        results = self._parts(x, sizes, bias if fused else None)
-        if fused or bias is None:
+        fused = bias if bias is None or self._keeps_dtype(x, bias) else None
+        results = layer_parts(x, self._weight, sizes, fused, invariant=self.invariant)
+        if fused is bias or bias is None:
             return results
         biases = mx.split(bias, [*accumulate(sizes)][:-1])
         return tuple(y + own for y, own in zip(results, biases, strict=True))
@@ -76,12 +85,11 @@ class FusedProducts(LinearParameters):
             x: Activations [..., k].
         """
         fused = "bias" not in self and self._has_fused_kernels()
-        y: mx.array | None = self._linear(x, GATED, ()) if fused else None
-        if y is not None:
-            return y
-        gate, up = self.halves(x)
-        gated: mx.array = nn.silu(gate) * up
-        return gated
+        y: Any = fused_linear(x, self._weight, GATED, ()) if fused else None
+        if y is None:
+            gate, up = self.halves(x)
+            y = nn.silu(gate) * up
+        return y  # type: ignore[no-any-return]
 
     def normed(
         self,
@@ -106,7 +114,7 @@ class FusedProducts(LinearParameters):
         if self._takes(norm, x) and not (gated and bias is not None):
             epilogue = GATED if gated else Epilogue(bias=bias is not None, parts=parts)
             operands = [norm["weight"]] if bias is None else [bias, norm["weight"]]
-            y = self._linear(x, epilogue, operands, norm.eps)
+            y = fused_linear(x, self._weight, epilogue, operands, norm.eps)
             if y is not None:
                 return y
         x = norm(x)
@@ -154,24 +162,11 @@ class FusedProducts(LinearParameters):
         bias: mx.array | None = self.get("bias")
         epilogue = Epilogue(bias=bias is not None, parts=parts, rotation=rotation)
         operands = [*([] if bias is None else [bias]), positions, freqs, *norms]
-        y = None
+        y, weight = None, self._weight
         if self._takes(norm, x):
             with_norm = [*operands, norm["weight"]]
-            y = self._linear(x, epilogue, with_norm, norm.eps)
-        if y is None:
-            y = self._linear(norm(x), epilogue, operands)
-        return y
-
-    def _linear(
-        self,
-        x: mx.array,
-        epilogue: Epilogue,
-        operands: Sequence[mx.array],
-        epsilon: float | None = None,
-    ) -> Any:
-        """Returns the product as one kernel; None if stock MLX would serve it."""
-        weight = self.packed or native_weight(self)
-        return fused_linear(x, weight, epilogue, operands, epsilon)
+            y = fused_linear(x, weight, epilogue, with_norm, norm.eps)
+        return fused_linear(norm(x), weight, epilogue, operands) if y is None else y
 
     def _takes(self, norm: nn.RMSNorm, x: mx.array) -> bool:
         """Returns whether kernels could compute a norm before this layer."""
@@ -184,9 +179,8 @@ class FusedProducts(LinearParameters):
     def _may_fuse(self, x: mx.array) -> bool:
         """Returns whether a kernel could compute more than the product and the bias."""
         bias: mx.array | None = self.get("bias")
-        if not self._has_fused_kernels():
-            return False
-        return bias is None or self._keeps_dtype(x, bias)
+        keeps_dtype = bias is None or self._keeps_dtype(x, bias)
+        return keeps_dtype and self._has_fused_kernels()
 
     def _has_fused_kernels(self) -> bool:
         """Returns whether kernels fuse more than a bias and a residual for the layer.
@@ -204,8 +198,16 @@ class FusedProducts(LinearParameters):
         """
         if x.size == x.shape[-1] and not self.invariant:
             return mx.split(self(x), 2, axis=-1)
-        n = self.output_dims if self.layout == "marlin" else len(self["weight"])
-        return self.parts(x, (n // 2, n // 2))
+        return self.parts(x, (self.output_dims // 2,) * 2)
+
+    @property
+    def _weight(self) -> Weight:
+        return self.packed or native_weight(self)
+
+    def _product(
+        self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
+    ) -> mx.array:
+        return layer_product(x, self._weight, bias, residual, invariant=self.invariant)
 
     def _keeps_dtype(self, x: mx.array, bias: mx.array) -> bool:
         scales = self["scales"] if self.layout == "mlx" else self["packed_scales"]
@@ -220,32 +222,4 @@ class FusedProducts(LinearParameters):
             bias=bias is not None and self._keeps_dtype(x, bias),
             invariant=self.invariant,
             parts=parts,
-        )
-
-    def _product(
-        self, x: mx.array, bias: mx.array | None, residual: mx.array | None = None
-    ) -> mx.array:
-        weight = self.packed
-        if weight is None:
-            return native_product(self, x, bias, self.invariant, residual)
-        return packed_product(x, weight, bias, residual, invariant=self.invariant)
-
-    def _parts(
-        self, x: mx.array, sizes: tuple[int, ...], bias: mx.array | None
-    ) -> tuple[mx.array, ...]:
-        weight = self.packed
-        if weight is not None:
-            return packed_parts(x, weight, sizes, bias, invariant=self.invariant)
-        w, scales, biases, (group_size, bits, mode) = native_weight(self)
-        return linears(
-            x,
-            w,
-            scales,
-            biases,
-            parts=sizes,
-            bias=bias,
-            invariant=self.invariant,
-            group_size=group_size,
-            bits=bits,
-            mode=mode,
         )

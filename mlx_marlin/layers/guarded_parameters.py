@@ -1,27 +1,39 @@
-"""Layers whose parameters stock MLX cannot read, and the errors for such uses."""
+"""The base of our layers: parameters in MLX's layout, packed, or shared with others."""
 
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_marlin import state
-from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED
+from mlx_marlin.layers.native import (
+    GLOBAL_SCALE,
+    NATIVE,
+    PACKED,
+    without_parameters,
+)
 from mlx_marlin.layers.refused_uses import RefusingModule
+from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.products.reference.weight import as_mlx, stock_group_size
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 256
 """Calls that a layer remembers."""
-FIXED = frozenset(
-    ("bits", "group_size", "mode", "layout", "index", "shared", "_n", "_k")
-) | {"input_dims", "output_dims", "num_embeddings", "dims"}
+FIXED = {"bits", "group_size", "mode", "layout", "_n", "_k", "index", "shared"}
 """Attributes by which a layer reads its packed or joined parameters."""
+
+Stock = TypeVar("Stock", bound=nn.Module)
 
 
 class GuardedParameters(RefusingModule):
     """A layer whose parameters may be packed, or shared with other layers.
+
+    With `layout="mlx"` they are MLX's own. With `layout="marlin"` they are `words` and
+    `packed_scales`, and `global_scale` if the weight has one; reading `weight`,
+    `scales` or `biases` unpacks them.
 
     Such parameters have no counterpart in stock MLX. It is an error to save, shard or
     freeze them by the names of MLX's parameters, and to replace one by an array of
@@ -34,6 +46,12 @@ class GuardedParameters(RefusingModule):
     __slots__ = ("_known_weight", "_last_stock_call", "_stock_calls")
 
     layout: str = "mlx"
+    invariant: bool = False
+    group_size: int
+    bits: int
+    mode: str
+    _n: int
+    _k: int
     _known_weight: PackedWeight | None
     _last_stock_call: object
     _stock_calls: dict[object, Any]
@@ -41,14 +59,18 @@ class GuardedParameters(RefusingModule):
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Returns a layer that remembers no calls."""
         layer = super().__new__(cls)
-        object.__setattr__(layer, "_known_weight", None)
-        object.__setattr__(layer, "_last_stock_call", None)
         object.__setattr__(layer, "_stock_calls", {})
+        layer.forget_stock()
         return layer
 
-    group_size: int
-    bits: int
-    mode: str
+    @classmethod
+    def _of_packed(cls, packed: PackedWeight) -> Self:
+        """Returns a layer with a packed weight, which is frozen as MLX's are."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._no_grad.update(NATIVE)
+        layer._take(packed)
+        return layer
 
     @property
     def packed(self) -> PackedWeight | None:
@@ -66,16 +88,9 @@ class GuardedParameters(RefusingModule):
             and known.biases_or_global_scale is operand
         ):
             return known
-        n, k = self._features()
+        format = {name: getattr(self, name) for name in ("group_size", "bits", "mode")}
         weight = PackedWeight.from_operand(
-            words,
-            scales,
-            operand,
-            n=n,
-            k=k,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
+            words, scales, operand, n=self._n, k=self._k, **format
         )
         object.__setattr__(self, "_known_weight", weight)
         return weight
@@ -89,13 +104,63 @@ class GuardedParameters(RefusingModule):
         known = self.mode in MODE_DEFAULTS and self.group_size in sizes
         return not known or GLOBAL_SCALE in self
 
-    def _features(self) -> tuple[int, int]:
-        """Returns n and k of the packed weight.
+    def native(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Returns codes, scales and biases, or None for biases, in MLX's layout.
 
-        Subclasses that can be packed define it. It is not an `abstractmethod`: joined
-        layers never are, and `dict`, the base of modules, does not enforce it.
+        A global scale of a linear layer is not among them.
         """
-        raise NotImplementedError
+        packed = self.packed
+        if packed is None:
+            return self["weight"], self["scales"], self.get("biases")
+        words, scales, *biases = unpack(packed)
+        return words, scales, biases[0] if biases else None
+
+    def keep_packed(self, global_scale: mx.array | None = None) -> None:
+        """Packs the layer's arrays, which are in MLX's layout, in place.
+
+        Args:
+            global_scale: As in `PackedWeight`.
+        """
+        format = {name: getattr(self, name) for name in ("group_size", "bits", "mode")}
+        self._take(pack(*self.native(), global_scale=global_scale, **format))
+
+    def _take(self, packed: PackedWeight) -> None:
+        """Replaces the layer's weight by a packed one."""
+        arrays = {"words": packed.words, "packed_scales": packed.scales}
+        if packed.global_scale is not None:
+            arrays[GLOBAL_SCALE] = packed.biases_or_global_scale
+        others = {n: each for n, each in dict.items(self) if n not in NATIVE}
+        self.clear()
+        dict.update(self, arrays | others)
+        self.group_size, self.bits, self.mode = (
+            packed.group_size,
+            packed.bits,
+            packed.mode,
+        )
+        self._n, self._k = packed.n, packed.k
+        self.layout = "marlin"
+        self.freeze(keys=[*arrays])
+
+    def _in_mlxs_layout(self, cls: type[Stock]) -> Stock | None:
+        """Returns a layer of MLX's with the same arrays; None if it has no such groups.
+
+        A zero point becomes a bias, rounded to the scales' dtype.
+        """
+        packed = self.packed
+        size = self.group_size if packed is None else stock_group_size(packed)
+        if size is None:
+            return None
+        layer = without_parameters(cls, self)
+        layer.group_size = size
+        if self.mode not in MODE_DEFAULTS:
+            layer.mode = "affine"
+        native = self.native() if packed is None else (*as_mlx(packed), None)
+        for name, array in zip(NATIVE, native, strict=False):
+            setattr(layer, name, array)
+        for name, array in dict.items(self):
+            if name not in (*NATIVE, *PACKED):
+                layer[name] = array
+        return layer
 
     def stored(self) -> str | None:
         """Returns how the parameters differ from MLX's own, or None."""
@@ -105,6 +170,33 @@ class GuardedParameters(RefusingModule):
         """Returns why the layer is not saved or sharded, or None."""
         stored = self.stored()
         return None if stored is None else f"{type(self).__name__} is {stored}: {use}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in NATIVE or self.layout == "mlx":
+            return super().__getattr__(name)
+        if name == "scales" and GLOBAL_SCALE in self:
+            raise ValueError(
+                f"scales of a {type(self).__name__} with a global scale do not give "
+                f"its weight: use mlx_marlin.dequantize(layer.packed)"
+            )
+        return self.native()[NATIVE.index(name)]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and name in vars(self) and self.stored() is not None:
+            raise TypeError(
+                f"{name} of a {type(self).__name__} cannot be set, because the layer "
+                f"is {self.stored()}: set it after mlx_marlin.restore(model)"
+            )
+        if name in NATIVE and self.layout == "marlin":
+            raise TypeError(
+                f"{name} of a layer with layout='marlin' cannot be set, because its "
+                f"parameters are {' and '.join(PACKED)}: set {name} of the layer that "
+                f"to_stock() returns and make a new one with from_quantized"
+            )
+        if name == GLOBAL_SCALE and name in self and self.layout == "marlin":
+            self._check(name, value)  # MLX removes an entry that becomes no array
+        super().__setattr__(name, value)
+        self.forget_stock()
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.layout == "marlin" and all(parameter in self for parameter in PACKED):
@@ -120,17 +212,6 @@ class GuardedParameters(RefusingModule):
         """Removes an entry and returns it, as `dict.pop` does."""
         self.forget_stock()
         return super().pop(*name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in FIXED and name in vars(self) and self.stored() is not None:
-            raise TypeError(
-                f"{name} of a {type(self).__name__} cannot be set, because the layer "
-                f"is {self.stored()}: set it after mlx_marlin.restore(model)"
-            )
-        if name == GLOBAL_SCALE and name in self:
-            self._check(name, value)  # MLX removes an entry that becomes no array
-        super().__setattr__(name, value)
-        self.forget_stock()
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))  # a copy has its own memory
@@ -167,25 +248,24 @@ class GuardedParameters(RefusingModule):
     def _check(self, name: str, value: Any) -> None:
         """Raises a ValueError if a value does not fit a parameter of a packed layer."""
         packed = self.packed
-        names = (*PACKED, "bias", GLOBAL_SCALE)
-        if packed is None or name not in names:
-            return
-        bias = (*packed.batch, packed.n)
+        assert packed is not None
+        stored = format_of(self.mode, self.bits).scale_dtypes
         scale = (2,) if packed.mode == "nvfp4" and not packed.batch else None
-        shapes = packed.words.shape, packed.scales.shape, bias, scale
-        shape = dict(zip(names, shapes, strict=True))[name]
-        stored = format_of(packed.mode, packed.bits).scale_dtypes
-        dtypes = {
-            "words": ("uint32",),
-            "packed_scales": stored,
-            GLOBAL_SCALE: ("float32",),
-        }.get(name, DTYPE_BYTES)
-        is_array = isinstance(value, mx.array)
-        if is_array and value.shape == shape and dtype_name(value.dtype) in dtypes:
+        expected = {
+            "words": (packed.words.shape, ("uint32",)),
+            "packed_scales": (packed.scales.shape, stored),
+            GLOBAL_SCALE: (scale, ("float32",)),
+            "bias": ((*packed.batch, packed.n), (*DTYPE_BYTES,)),
+        }
+        if name not in expected:
             return
+        shape, dtypes = expected[name]
         got = type(value).__name__
-        if is_array:
-            got = f"{dtype_name(value.dtype)} with shape {value.shape}"
+        if isinstance(value, mx.array):
+            dtype = dtype_name(value.dtype)
+            if value.shape == shape and dtype in dtypes:
+                return
+            got = f"{dtype} with shape {value.shape}"
         raise ValueError(
             f"{name} of a packed {type(self).__name__} must be one of {[*dtypes]} with "
             f"shape {shape}, got {got}"

@@ -7,14 +7,11 @@ import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
 from mlx_marlin.layers.batch import BatchLayer
-from mlx_marlin.layers.native import PACKED
-from mlx_marlin.products.linear import linear
-from mlx_marlin.products.matmul import quantized_matmul
-from mlx_marlin.products.packed import packed_product
+from mlx_marlin.layers.native import PACKED, native_weight
+from mlx_marlin.products.layer_products import layer_product
 
 
-# mlx-lm's layer has weight and scales as plain attributes, which it never sets again.
-class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[override]
+class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):
     """A quantized layer of several heads whose products run on our kernels.
 
     It is a `QuantizedMultiLinear`. With `layout="mlx"` it has the same parameters, and
@@ -42,20 +39,8 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):  # type: ignore[overr
             transpose: Whether the product is x @ w.T or x @ w.
         """
         invariant = self.invariant and transpose
-        weight = self.packed
-        if weight is not None:
-            return packed_product(x, weight, transpose=transpose, invariant=invariant)
-        if not invariant:
-            format = self.group_size, self.bits, self.mode
-            return quantized_matmul(x, *self.native(), transpose, *format)
-        return linear(
-            x,
-            *self.native(),
-            invariant=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        weight = self.packed or native_weight(self)
+        return layer_product(x, weight, transpose=transpose, invariant=invariant)
 
     # nn.Module overrides dict.update with another signature.
     def update(  # type: ignore[override]

@@ -81,28 +81,12 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
         """Returns the layer's product [..., n] of x [..., k], with its bias if any."""
         return self.shared.part(x, self.index)
 
-    @property
-    def weight(self) -> mx.array:  # type: ignore[override]
-        """Codes of this part in MLX's layout, uint32 [n, k * bits / 32]."""
-        return self._own_rows(self.shared.layer.weight)
-
-    @property
-    def scales(self) -> mx.array:  # type: ignore[override]
-        """Scales of this part [n, k / group_size]."""
-        return self._own_rows(self.shared.layer.scales)
-
-    @property
-    def biases(self) -> mx.array | None:  # type: ignore[override]
-        """Biases of this part [n, k / group_size]; None if the mode has none."""
-        biases = self.shared.layer.biases
-        return None if biases is None else self._own_rows(biases)
-
-    @property
-    def bias(self) -> mx.array:  # type: ignore[override]
-        """Bias of this part [n]."""
-        if "bias" not in self:
-            raise AttributeError(f"{type(self).__name__} has no attribute 'bias'")
-        return self._own_rows(self.shared.layer["bias"])
+    def __getattr__(self, name: str) -> Any:
+        is_shared = name in (*NATIVE, "bias") and "shared" in vars(self)
+        if not is_shared or (name == "bias" and name not in self):
+            return super().__getattr__(name)
+        array = getattr(self.shared.layer, name)
+        return None if array is None else self._own_rows(array)
 
     def stored(self) -> str | None:
         """Returns how the parameters differ from MLX's own."""
@@ -136,7 +120,7 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
 
     def __missing__(self, name: str) -> mx.array:
         if name == "bias" and name in self:
-            return self.bias
+            return self._own_rows(self.shared.layer[name])
         raise KeyError(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -218,9 +202,11 @@ def _rows(layer: MarlinLinear) -> dict[str, mx.array]:
 def _layer(like: MarlinLinear, rows: dict[str, mx.array]) -> MarlinLinear:
     """Returns a layer of the same format and layout with other rows."""
     layer = without_parameters(MarlinLinear, like)
-    layer.layout, layer.invariant = "mlx", like.invariant
-    for name, array in rows.items():
-        layer[name] = array
+    layer.invariant = like.invariant
+    for name in NATIVE:
+        setattr(layer, name, rows.get(name))
+    if "bias" in rows:
+        layer["bias"] = rows["bias"]
     if like.layout == "marlin":
         layer.keep_packed(like[GLOBAL_SCALE][:1] if GLOBAL_SCALE in like else None)
     return layer

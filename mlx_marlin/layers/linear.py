@@ -7,10 +7,14 @@ import mlx.nn as nn
 
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
-from mlx_marlin.layers.native import NATIVE, stock_product, without_parameters
+from mlx_marlin.layers.native import (
+    GLOBAL_SCALE,
+    NATIVE,
+    without_parameters,
+)
 from mlx_marlin.products.dequantizing import dequantize
-from mlx_marlin.products.packed import packed_product
-from mlx_marlin.products.reference.weight import as_mlx, stock_group_size
+from mlx_marlin.products.layer_products import layer_product
+from mlx_marlin.products.packing import quantize
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
     LAYOUTS,
@@ -50,8 +54,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         input_dims: int,
         output_dims: int,
         bias: bool = True,
-        group_size: GroupSize = None,
-        bits: int | None = None,
+        group_size: Any = None,
+        bits: Any = None,
         mode: str = "affine",
         *,
         layout: str = "mlx",
@@ -59,30 +63,23 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
     ) -> None:
         check_integers(input_dims=input_dims, output_dims=output_dims)
         _check(layout, mode, bits, group_size)
-        if _is_packed_only(layout, group_size, mode, bits):
+        if layout == "mlx":
+            super().__init__(input_dims, output_dims, bias, group_size, bits, mode)
+        else:
             nn.Module.__init__(self)
-            floats = nn.Linear(input_dims, output_dims, False)
-            self._quantize(floats.weight, group_size, bits, mode)
-            self.invariant = invariant
+            w = nn.Linear(input_dims, output_dims, False).weight
+            self._take(quantize(w, group_size=group_size, bits=bits, mode=mode))
             if bias:
                 self["bias"] = mx.zeros((output_dims,))
-                self.freeze()
-            return
-        # MLX accepts None, although its annotations exclude it.
-        size: Any = group_size
-        width: Any = bits
-        super().__init__(input_dims, output_dims, bias, size, width, mode)
-        self.layout = "mlx"
+            self.freeze()
         self.invariant = invariant
-        if layout == "marlin":
-            self.keep_packed()
 
     @classmethod
     def from_linear(
         cls,
         linear_layer: nn.Module,
-        group_size: GroupSize = None,
-        bits: int | None = None,
+        group_size: Any = None,
+        bits: Any = None,
         mode: str = "affine",
         *,
         layout: str = "mlx",
@@ -91,18 +88,12 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         """Quantizes an `nn.Linear`, as `nn.QuantizedLinear.from_linear` does."""
         _check_layer("linear_layer", linear_layer, nn.Linear)
         _check(layout, mode, bits, group_size)
-        if _is_packed_only(layout, group_size, mode, bits):
-            result = cls.__new__(cls)
-            nn.Module.__init__(result)
-            result._quantize(linear_layer.weight, group_size, bits, mode)
-            result.invariant = invariant
-            if "bias" in linear_layer:
-                result["bias"] = linear_layer["bias"]
-            return result
-        size: Any = group_size
-        width: Any = bits
-        quantized = nn.QuantizedLinear.from_linear(linear_layer, size, width, mode)
-        return cls.from_quantized(quantized, layout=layout, invariant=invariant)
+        if layout == "mlx":
+            stock = nn.QuantizedLinear.from_linear(linear_layer, group_size, bits, mode)
+            return cls.from_quantized(stock, invariant=invariant)
+        w = linear_layer.weight
+        packed = quantize(w, group_size=group_size, bits=bits, mode=mode)
+        return cls.from_packed(packed, linear_layer.get("bias"), invariant=invariant)
 
     @classmethod
     def from_quantized(
@@ -124,36 +115,27 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             ValueError: If the layout is unknown or does not support the format.
         """
         _check_layer("layer", layer, nn.QuantizedLinear)
-        if isinstance(layer, MarlinLinear) and layout == layer.layout == "marlin":
-            return cls._repacked(layer, invariant)
-        _check(layout, layer.mode, layer.bits)
-        sizes = format_of(layer.mode, layer.bits).group_sizes
-        if layout == "mlx" and layer.group_size not in sizes:
-            raise ValueError(
-                f"layout='mlx' has groups of {sizes}, and the layer has "
-                f"group_size={layer.group_size}"
-            )
+        is_packed = isinstance(layer, MarlinLinear) and layer.layout == "marlin"
+        packed = layer.packed if is_packed and layout == "marlin" else None
+        if packed is None:
+            _check(layout, layer.mode, layer.bits)
+            sizes = format_of(layer.mode, layer.bits).group_sizes
+            if layout == "mlx" and layer.group_size not in sizes:
+                raise ValueError(
+                    f"layout='mlx' has groups of {sizes}, and the layer has "
+                    f"group_size={layer.group_size}"
+                )
         result = without_parameters(cls, layer)
-        result.layout = "mlx"
         result.invariant = invariant
-        for name in NATIVE:
-            result._keep(name, getattr(layer, name))
+        for name in NATIVE if packed is None else ():
+            setattr(result, name, getattr(layer, name))
         if "bias" in layer:
             result["bias"] = layer["bias"]
-        if layout == "marlin":
+        if packed is not None:
+            result._take(packed)
+        elif layout == "marlin":
             result.keep_packed()
         return result
-
-    @classmethod
-    def _repacked(cls, layer: "MarlinLinear", invariant: bool) -> Self:
-        """Returns a layer with the same packed arrays, in any of our formats."""
-        ours = without_parameters(cls, layer)
-        ours.invariant = invariant
-        assert layer.packed is not None
-        ours._take(layer.packed)
-        if "bias" in layer:
-            ours["bias"] = layer["bias"]
-        return ours
 
     @classmethod
     def from_packed(
@@ -182,11 +164,8 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             raise ValueError(f"packed has batch={packed.batch}, expected one weight")
         if bias is not None and bias.shape != (packed.n,):
             raise ValueError(f"bias has shape {bias.shape}, expected {(packed.n,)}")
-        result = cls.__new__(cls)
-        nn.Module.__init__(result)
-        result.group_size, result.bits = packed.group_size, packed.bits
-        result.mode, result.invariant = packed.mode, invariant
-        result._take(packed)
+        result = cls._of_packed(packed)
+        result.invariant = invariant
         if bias is not None:
             result["bias"] = bias
         return result
@@ -200,26 +179,19 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         bias, rounded to the scales' dtype. K-quants become float32, exactly, and their
         results are float32.
         """
-        layer: nn.QuantizedLinear | nn.Linear
-        packed = self.packed
-        size = self.group_size if packed is None else stock_group_size(packed)
-        if packed is not None and (size is None or packed.global_scale is not None):
-            layer = nn.Linear.__new__(nn.Linear)
-            nn.Module.__init__(layer)
-            layer.train(self.training)
-            is_k_quant = self.mode == "k_quant"
-            layer.weight = dequantize(packed, mx.float32 if is_k_quant else None)
-        else:
-            layer = without_parameters(nn.QuantizedLinear, self)
-            layer.group_size = size
-            if self.mode not in MODE_DEFAULTS:
-                layer.mode = "affine"
-            native = self.native() if packed is None else (*as_mlx(packed), None)
-            for name, array in zip(NATIVE, native, strict=False):
-                setattr(layer, name, array)
+        if GLOBAL_SCALE not in self:
+            layer = self._in_mlxs_layout(nn.QuantizedLinear)
+            if layer is not None:
+                return layer
+        plain = nn.Linear.__new__(nn.Linear)
+        nn.Module.__init__(plain)
+        plain.train(self.training)
+        dtype = mx.float32 if self.mode == "k_quant" else None
+        assert self.packed is not None
+        plain.weight = dequantize(self.packed, dtype)
         if "bias" in self:
-            layer["bias"] = self["bias"]
-        return layer
+            plain["bias"] = self["bias"]
+        return plain
 
     def __call__(self, x: mx.array) -> mx.array:
         """Returns the product [..., n] of x [..., k], plus the bias if any."""
@@ -227,7 +199,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         if size == self._last_stock_call or (
             self._stock_calls and self.is_stock_call(size)
         ):
-            # Written out, because a call of `stock_product` would double the host time.
+            # Written out, because a call of a method would double the host time.
             y: mx.array = mx.quantized_matmul(
                 x,
                 self["weight"],
@@ -242,11 +214,12 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         bias: mx.array | None = self.get("bias")
         weight = self.packed
         if bias is None and weight is not None:  # most layers
-            return packed_product(x, weight, invariant=self.invariant)
+            return layer_product(x, weight, invariant=self.invariant)
         if weight is None and self._is_stock(x):
             if self._is_stock_in_all_dtypes(x):
-                self.remember_stock(x.size)
-            return stock_product(self, x)
+                self.remember_stock(size)
+            stock: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
+            return stock
         # The kernel adds the bias, unless the bias promotes the result's dtype.
         if bias is None or self._keeps_dtype(x, bias):
             return self._product(x, bias)
@@ -268,15 +241,6 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         stock: str = super()._extra_repr()  # type: ignore[no-untyped-call]
         invariant = ", invariant" if self.invariant else ""
         return f"{stock}, layout={self.layout}{invariant}"
-
-
-def _is_packed_only(
-    layout: str, group_size: GroupSize, mode: str, bits: int | None
-) -> bool:
-    """Returns whether only the packed layout supports a format."""
-    known = format_of(mode, MODE_DEFAULTS[mode][1] if bits is None else bits)
-    of_mlx = group_size in (None, *known.group_sizes)
-    return layout == "marlin" and not of_mlx and bool(known.packed_group_sizes)
 
 
 def _check_layer(name: str, layer: object, expected: type[nn.Module]) -> None:

@@ -1,14 +1,11 @@
-"""Products and copies of layers whose arrays are in MLX's layout."""
+"""The arrays of layers in MLX's layout and packed, and copies of layers."""
 
-from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.products.linear import linear
-from mlx_marlin.products.matmul import quantized_matmul
 from mlx_marlin.products.reference.weight import NativeWeight
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES
@@ -24,54 +21,6 @@ It occurs twice: MLX passes arrays of less than 8 bytes in another address space
 """
 
 Layer = TypeVar("Layer", bound=nn.Module)
-
-
-def native_product(
-    layer: nn.Module,
-    x: mx.array,
-    bias: mx.array | None,
-    invariant: bool,
-    residual: mx.array | None = None,
-) -> mx.array:
-    """Multiplies x [..., k] by a layer's weight [n, k] in MLX's layout.
-
-    Args:
-        layer: The layer.
-        x: Activations.
-        bias: Bias [n] to add.
-        invariant: As for `linear`.
-        residual: Summands [..., n].
-    """
-    w, scales, biases, (group_size, bits, mode) = native_weight(layer)
-    if bias is None and residual is None and not invariant:
-        return quantized_matmul(x, w, scales, biases, True, group_size, bits, mode)
-    return linear(
-        x,
-        w,
-        scales,
-        biases,
-        bias=bias,
-        residual=residual,
-        invariant=invariant,
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-    )
-
-
-def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
-    """Returns the result of `nn.QuantizedLinear` for a layer in MLX's layout."""
-    y: mx.array = mx.quantized_matmul(
-        x,
-        layer["weight"],
-        scales=layer["scales"],
-        biases=layer.get("biases"),
-        transpose=True,
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )
-    return y + layer["bias"] if "bias" in layer else y
 
 
 def native_weight(layer: nn.Module) -> NativeWeight:
@@ -90,7 +39,8 @@ def without_parameters(cls: type[Layer], layer: nn.Module) -> Layer:
         layer.mode,
     )
     result.train(layer.training)
-    result._no_grad = set(layer._no_grad).difference(PACKED, (GLOBAL_SCALE,))
+    packed = (*PACKED, GLOBAL_SCALE) if "words" in layer else ()
+    result._no_grad = set(layer._no_grad).difference(packed)
     return result
 
 
@@ -104,19 +54,3 @@ def activation_dtype(model: nn.Module) -> mx.Dtype:
     dtypes = (parameter.dtype for _, parameter in named)
     floats = (dtype for dtype in dtypes if dtype_name(dtype) in DTYPE_BYTES)
     return next(floats, mx.bfloat16)
-
-
-def replace_entries(
-    layer: nn.Module, names: Sequence[str], arrays: dict[str, mx.array]
-) -> None:
-    """Replaces the entries of these names, at the position of the first of them.
-
-    The parameters thus keep their order when they are packed and unpacked.
-    """
-    entries = [*dict.items(layer)]
-    layer.clear()
-    for name, value in entries:
-        if name == names[0]:
-            dict.update(layer, arrays)
-        elif name not in names:
-            dict.update(layer, {name: value})

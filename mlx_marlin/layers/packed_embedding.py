@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.products.dequantizing import dequantize
-from mlx_marlin.products.packed import packed_product
+from mlx_marlin.products.layer_products import layer_product
 from mlx_marlin.products.reference.rows import decoded_rows
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -19,8 +19,6 @@ class PackedEmbedding(GuardedParameters):
     our kernels. Its parameters are `words` and `packed_scales`.
 
     Attributes:
-        num_embeddings (int): Rows of the weight.
-        dims (int): Columns of the weight.
         group_size (int): Weights that share a scale.
         bits (int): Bits of a code.
         mode (str): Quantization scheme.
@@ -29,7 +27,6 @@ class PackedEmbedding(GuardedParameters):
             number of rows.
     """
 
-    layout = "marlin"
     is_packed_only = True
     """MLX's layout does not have the format."""
 
@@ -58,13 +55,8 @@ class PackedEmbedding(GuardedParameters):
                 f"packed has batch={packed.batch} and global_scale="
                 f"{packed.global_scale}, expected one weight without a global scale"
             )
-        layer = cls()
-        layer.num_embeddings, layer.dims = packed.n, packed.k
-        layer.group_size, layer.bits = packed.group_size, packed.bits
-        layer.mode, layer.dtype = packed.mode, dtype
-        layer.invariant = invariant
-        layer.words, layer.packed_scales = packed.words, packed.scales
-        layer.freeze()
+        layer = cls._of_packed(packed)
+        layer.dtype, layer.invariant = dtype, invariant
         return layer
 
     @property
@@ -74,8 +66,15 @@ class PackedEmbedding(GuardedParameters):
         assert weight is not None
         return weight
 
-    def _features(self) -> tuple[int, int]:
-        return self.num_embeddings, self.dims
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the weight."""
+        return self._n
+
+    @property
+    def dims(self) -> int:
+        """Columns of the weight."""
+        return self._k
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Returns the rows [..., dims] of tokens [...]."""
@@ -84,7 +83,7 @@ class PackedEmbedding(GuardedParameters):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Returns the product [..., num_embeddings] of x [..., dims] and the weight."""
-        return packed_product(x, self.packed, invariant=self.invariant)
+        return layer_product(x, self.packed, invariant=self.invariant)
 
     def to_stock(self) -> nn.Embedding:
         """Returns MLX's layer with the decoded weight, rounded to `dtype`."""

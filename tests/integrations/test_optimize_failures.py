@@ -16,8 +16,8 @@ from mlx_lm.models import cache as caches
 
 import mlx_marlin
 from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.linear_parameters import LinearParameters
 from mlx_marlin.lm import joining, tracing
 from mlx_marlin.lm.module_changes import Changes
 from mlx_marlin.lm.tracing import block
@@ -72,7 +72,7 @@ def experts() -> nn.Module:
 STAGES: list[tuple[Callable[[], nn.Module], Any, str, int]] = [
     (dense, MarlinLinear, "from_quantized", 1),
     (dense, MarlinLinear, "from_quantized", 9),
-    (dense, LinearParameters, "keep_packed", 4),
+    (dense, GuardedParameters, "keep_packed", 4),
     (experts, MarlinSwitchLinear, "from_quantized", 5),
     (dense, joining, "join", 1),
     (dense, joining, "join", 3),

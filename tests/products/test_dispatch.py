@@ -281,4 +281,4 @@ def test_a_layer_that_begins_to_remember_does_not_disturb_a_reset(
 
     monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
     state.reset()
-    assert not any(layer.is_stock_call("a call") for layer in layers)
+    assert not any(layer._stock_calls for layer in layers)

@@ -10,7 +10,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import PackedWeight, pack, state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products import matmul, packed, request
+from mlx_marlin.products import layer_products, matmul, request
 from mlx_marlin.products.dispatch import PreparedCall
 from mlx_marlin.products.experts import matmul as experts_matmul
 from mlx_marlin.products.experts import packed as experts
@@ -138,7 +138,7 @@ def of_public(weight: Callable[[Call], tuple[Any, ...]]) -> dict[str, Any]:
 NATIVE = of_public(lambda call: (*call.native,))
 PACKED = of_public(lambda call: (call.packed,))
 LAYERS: dict[str, Callable[[Call], Any]] = {
-    "packed_product": lambda call: packed.packed_product(
+    "layer_product": lambda call: layer_products.layer_product(
         call.rows,
         call.packed,
         call.finish["bias"],
@@ -146,17 +146,17 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
         invariant=call.invariant,
         transpose=call.transpose,
     ),
-    "packed_parts": lambda call: packed.packed_parts(
+    "layer_parts": lambda call: layer_products.layer_parts(
         call.rows,
         call.packed,
         call.parts,
         call.finish["bias"],
         invariant=call.invariant,
     ),
-    "packed_linear": lambda call: packed.fused_linear(
+    "packed_linear": lambda call: layer_products.fused_linear(
         call.rows, call.packed, call.epilogue(parts=True), (), call.norm
     ),
-    "native_linear": lambda call: packed.fused_linear(
+    "native_linear": lambda call: layer_products.fused_linear(
         call.rows,
         (*[*call.native, None][:3], (*call.format.values(),)),
         call.epilogue(parts=True),
@@ -219,10 +219,10 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
     ("packed", PACKED["quantized_matmul"], replace(PLAIN, x=(1, 2)), [{"batch": (1,)}]),
     ("packed", PACKED["linear"], PLAIN, OF_LINEAR),
     ("packed", PACKED["linears"], PLAIN, [*OF_PARTS[:2], OF_PARTS[3]]),
-    ("layer", LAYERS["packed_product"], PLAIN, [*OF_PACKED, *OF_LINEAR[:2]]),
-    ("layer", LAYERS["packed_product"], PLAIN, [OF_LINEAR[3]]),
-    ("layer", LAYERS["packed_product"], replace(PLAIN, n=K), [SQUARE]),
-    ("joined", LAYERS["packed_parts"], PLAIN, [*OF_PACKED, *OF_PARTS[:2], OF_PARTS[3]]),
+    ("layer", LAYERS["layer_product"], PLAIN, [*OF_PACKED, *OF_LINEAR[:2]]),
+    ("layer", LAYERS["layer_product"], PLAIN, [OF_LINEAR[3]]),
+    ("layer", LAYERS["layer_product"], replace(PLAIN, n=K), [SQUARE]),
+    ("joined", LAYERS["layer_parts"], PLAIN, [*OF_PACKED, *OF_PARTS[:2], OF_PARTS[3]]),
     ("traced", LAYERS["packed_linear"], PLAIN, [*OF_PACKED, *OF_PARTS[:3]]),
     ("traced native", LAYERS["native_linear"], PLAIN, [*OF_NATIVE, *OF_PARTS[:3]]),
     (

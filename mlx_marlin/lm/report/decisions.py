@@ -83,7 +83,7 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
     request = product.request(rows, target.on_cpu)
     answer = _answer(request, product, target)
     if isinstance(answer, Refusal) and product.parts and request.layout == "marlin":
-        # As `packed_parts` does: the parts are then columns of one product.
+        # As `layer_parts` does: the parts are then columns of one product.
         whole = replace(product, parts=())
         request = whole.request(rows, target.on_cpu)
         answer = _answer(request, whole, target)

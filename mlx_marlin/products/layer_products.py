@@ -5,30 +5,33 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.products.dispatch import PreparedCall
 from mlx_marlin.products.linear import as_tuple
-from mlx_marlin.products.matmul import DEFAULT_FORMAT, Options, prepared_call
-from mlx_marlin.products.reference.epilogue import split_apart
+from mlx_marlin.products.matmul import DEFAULT_FORMAT, prepared_call
+from mlx_marlin.products.reference.epilogue import check_operands, split_apart
 from mlx_marlin.products.reference.weight import NativeWeight
-from mlx_marlin.products.request import NO_EPILOGUE
+from mlx_marlin.products.request import NO_EPILOGUE, EpilogueKey
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 GATED = Epilogue(activation="silu", gated=True)
+Weight = PackedWeight | NativeWeight
+Arrays = tuple[mx.array | None, ...]
 
 
-def packed_product(
+def layer_product(
     x: mx.array,
-    w: PackedWeight,
+    weight: Weight,
     bias: mx.array | None = None,
     residual: mx.array | None = None,
     *,
     invariant: bool = False,
     transpose: bool = True,
 ) -> mx.array:
-    """Multiplies x [..., k] by a packed weight.
+    """Multiplies x [..., k] by a weight.
 
     Args:
         x: Activations [..., k].
-        w: The weight.
+        weight: The weight.
         bias: Bias [n] of the layer.
         residual: Summands, of the result's shape.
         invariant: As for `linear`.
@@ -38,31 +41,31 @@ def packed_product(
     Returns:
         The product [..., n] or [..., k], plus bias and residual.
     """
-    if bias is None and residual is None:
-        options = transpose, None, None, "affine", NO_EPILOGUE, invariant, None
-        run = prepared_call(x, w, None, None, options).run
-        return run(x, w.words, w.scales, w.biases_or_global_scale)
-    epilogue = bias is not None, None, False, residual is not None, ()
-    run = prepared_call(
-        x, w, None, None, (transpose, *DEFAULT_FORMAT, epilogue, invariant, None)
-    ).run
-    operands = [array for array in (bias, residual) if array is not None]
-    return run(x, w.words, w.scales, w.biases_or_global_scale, *operands)
+    epilogue = NO_EPILOGUE
+    operands: Sequence[mx.array] = ()
+    if bias is not None or residual is not None:
+        epilogue = bias is not None, None, False, residual is not None, ()
+        operands = [array for array in (bias, residual) if array is not None]
+    prepared, arrays = _prepared(x, weight, epilogue, invariant, transpose)
+    if operands and not isinstance(weight, PackedWeight):
+        n = weight[0].shape[-2]  # the bias of a layer in MLX's layout can be replaced
+        check_operands((*x.shape[:-1], n), bias, None, residual)
+    return prepared.run(x, *arrays, *operands)
 
 
-def packed_parts(
+def layer_parts(
     x: mx.array,
-    w: PackedWeight,
+    weight: Weight,
     parts: tuple[int, ...],
     bias: mx.array | None = None,
     *,
     invariant: bool = False,
 ) -> tuple[mx.array, ...]:
-    """Multiplies x [..., k] by several packed weights that are joined, as `linears`.
+    """Multiplies x [..., k] by several weights that are joined, as `linears` does.
 
     Args:
         x: Activations [..., k].
-        w: The joined weight.
+        weight: The joined weight.
         parts: Rows of each weight, which add up to n.
         bias: Biases [n] of all layers.
         invariant: As for `linear`.
@@ -71,18 +74,17 @@ def packed_parts(
         A product [..., rows] for each weight.
     """
     epilogue = bias is not None, None, False, False, parts
-    options = True, *DEFAULT_FORMAT, epilogue, invariant, None
-    prepared = prepared_call(x, w, None, None, options)
+    prepared, arrays = _prepared(x, weight, epilogue, invariant)
     if prepared.reason is not None:
-        return split_apart(packed_product(x, w, bias, invariant=invariant), parts)
+        return split_apart(layer_product(x, weight, bias, invariant=invariant), parts)
+    check_operands((*x.shape[:-1], sum(parts)), bias, None, None)
     operands = [] if bias is None else [bias]
-    arrays = w.words, w.scales, w.biases_or_global_scale
     return as_tuple(prepared.run(x, *arrays, *operands))
 
 
 def fused_linear(
     x: mx.array,
-    weight: PackedWeight | NativeWeight,
+    weight: Weight,
     epilogue: Epilogue,
     operands: Sequence[mx.array],
     epsilon: float | None = None,
@@ -104,15 +106,23 @@ def fused_linear(
         The result, a tuple if the epilogue has parts; None if stock MLX would serve
         the call.
     """
-    arrays: tuple[mx.array | None, ...]
-    options: Options
-    if isinstance(weight, PackedWeight):
-        options = True, *DEFAULT_FORMAT, epilogue, False, epsilon
-        prepared = prepared_call(x, weight, None, None, options)
-        arrays = weight.words, weight.scales, weight.biases_or_global_scale
-    else:
-        w, scales, biases, format = weight
-        options = True, *format, epilogue, False, epsilon
-        prepared = prepared_call(x, w, scales, biases, options)
-        arrays = w, scales, biases
+    prepared, arrays = _prepared(x, weight, epilogue, epsilon=epsilon)
     return None if prepared.reason is not None else prepared.run(x, *arrays, *operands)
+
+
+def _prepared(
+    x: mx.array,
+    weight: Weight,
+    epilogue: EpilogueKey | Epilogue,
+    invariant: bool = False,
+    transpose: bool = True,
+    epsilon: float | None = None,
+) -> tuple[PreparedCall, Arrays]:
+    """Returns the prepared call for a weight, and the weight's arrays for it."""
+    if isinstance(weight, PackedWeight):
+        options = transpose, *DEFAULT_FORMAT, epilogue, invariant, epsilon
+        prepared = prepared_call(x, weight, None, None, options)
+        return prepared, (weight.words, weight.scales, weight.biases_or_global_scale)
+    w, scales, biases, format = weight
+    known = transpose, *format, epilogue, invariant, epsilon
+    return prepared_call(x, w, scales, biases, known), (w, scales, biases)
