@@ -123,7 +123,7 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
         ValueError: If the value is not from `least` to `most`.
     """
     if not least <= value <= most:
-        raise ValueError(f"{option} {value:g}, expected {least:g} to {most:g}")
+        raise ValueError(f"{option} {value:.12g}, expected {least:.12g} to {most:.12g}")
 
 
 def numbers(text: str, option: str = "--rows") -> list[int]:
