@@ -7,23 +7,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from mlx_marlin import cache, removal
-from mlx_marlin.cli import json_output
+from mlx_marlin.cli import cache_folders, json_output
+from mlx_marlin.cli.cache_folders import CacheFolder, size_text
 
 KERNELS = {"emulator": "*.so", "kernels": "*.cubin"}
 """Names of the folders that `--limit` applies to, and pattern of their files."""
-CONTENTS = {
-    "emulator": "kernels compiled for the emulator",
-    "gpus": "measured figures of CUDA devices",
-    "kernels": "compiled CUDA kernels",
-    "models": "settings of optimize that mlx-marlin tune found",
-    "tuned": "results of mlx-marlin tune",
-    "verdicts": "checks of kernels on this machine",
-}
-"""Description of a folder, by name. Other folders are listed without one."""
 ALL = ""
 """Value of `--clear` without a name."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -49,27 +41,6 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class CacheFolder:
-    """A folder of the cache.
-
-    Attributes:
-        name: Name of the folder.
-        path: Path of the folder.
-        contents: Description of its contents, or "".
-        files: Number of files, including those in subfolders.
-        bytes: Total size of the files.
-        untrusted: Why the folder is not used, or None.
-    """
-
-    name: str
-    path: str
-    contents: str
-    files: int
-    bytes: int
-    untrusted: str | None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
     action = parser.add_mutually_exclusive_group()
@@ -93,8 +64,14 @@ def run(args: argparse.Namespace) -> int:
     """Removes files if requested, and lists the cache."""
     removed = _remove_files(args)
     leftovers = remove_leftovers()
-    folders = cache_folders()
-    json_output.write(args, _as_json(folders, removed or 0, leftovers))
+    folders = cache_folders.listed()
+    facts = {
+        "root": str(cache.root()),
+        "folders": [asdict(folder) for folder in folders],
+        "removed_files": removed or 0,
+        "removed_leftovers": leftovers,
+    }
+    json_output.write(args, facts)
     if removed is not None:
         print(f"files removed: {removed}")
     if leftovers:
@@ -111,7 +88,7 @@ def _above(limit: int, folders: Iterable[CacheFolder]) -> str | None:
     if total <= limit:
         return None
     return (
-        f"{_format_bytes(total)} are left, more than {_format_bytes(limit)}: --limit "
+        f"{size_text(total)} are left, more than {size_text(limit)}: --limit "
         f"removes compiled kernels ({' and '.join(KERNELS)}), --clear NAME removes "
         f"other folders"
     )
@@ -126,17 +103,6 @@ def _remove_files(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _as_json(
-    folders: Iterable[CacheFolder], removed: int, leftovers: int
-) -> dict[str, object]:
-    return {
-        "root": str(cache.root()),
-        "folders": [asdict(folder) for folder in folders],
-        "removed_files": removed,
-        "removed_leftovers": leftovers,
-    }
-
-
 def size(text: str) -> int:
     """Parses a size such as 500MB, 1.5 GiB or 4096.
 
@@ -149,21 +115,16 @@ def size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def cache_folders() -> list[CacheFolder]:
-    """Returns the folders of the cache, sorted by name."""
-    return [_describe(path) for path in _folders()]
-
-
 def listing(folders: Iterable[CacheFolder]) -> str:
     """Returns the folders of the cache as text, one per line."""
     lines = [f"{cache.root()}:"]
     for folder in folders:
         lines.append(
             f"  {folder.name:<10} {folder.files:>6} files "
-            f"{_format_bytes(folder.bytes):>9}  {folder.contents}".rstrip()
+            f"{size_text(folder.bytes):>9}  {folder.contents}".rstrip()
         )
-        if folder.untrusted:
-            lines.append(f"    not used: {folder.untrusted}")
+        if folder.problem:
+            lines.append(f"    {folder.problem}")
     return "\n".join(lines if lines[1:] else [f"{cache.root()}: nothing"])
 
 
@@ -279,25 +240,5 @@ def _folders() -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir())
 
 
-def _describe(path: Path) -> CacheFolder:
-    sizes = removal.sizes(path)
-    contents = CONTENTS.get(path.name, "")
-    return CacheFolder(
-        name=path.name,
-        path=str(path),
-        contents=f"{contents} (a link)" if path.is_symlink() else contents,
-        files=len(sizes),
-        bytes=sum(sizes),
-        untrusted=cache.why_untrusted(path),
-    )
-
-
 def _last_use(file: tuple[os.stat_result, str, int]) -> float:
     return file[0].st_mtime
-
-
-def _format_bytes(count: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"

@@ -82,7 +82,8 @@ def test_json_has_the_same_in_figures(
                 "contents": "results of mlx-marlin tune",
                 "files": 1,
                 "bytes": 12,
-                "untrusted": None,
+                "rights": "drwx------",
+                "problem": None,
             }
         ],
         "removed_files": 0,

@@ -15,8 +15,8 @@ from benchmarks import mac
 from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.backends.metal import device
-from mlx_marlin.cli import COMMANDS, main
-from mlx_marlin.cli.doctor import folders, installation, kernel_checks
+from mlx_marlin.cli import COMMANDS, cache_folders, main
+from mlx_marlin.cli.doctor import installation, kernel_checks
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.measurement import Result, label
@@ -43,7 +43,7 @@ def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     """Returns the root of a cache of the test's own."""
     emulator.unavailable()  # builds its run time in the user's cache, once
     place = tmp_path / "cache"
-    monkeypatch.setattr(cache, "folder", lambda name: place / name)
+    monkeypatch.setattr(cache, "root", lambda: place)
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
     backend(None)
     return place
@@ -94,7 +94,7 @@ def test_json_has_the_facts(
     assert facts["device"]["source"] == "set by MLX_MARLIN_DEVICE"
     assert facts["back_end"]["name"] == "emulator"
     assert "MLX has no GPU here" in facts["back_end"]["reason"]
-    assert {"found", "used", "identity", "unavailable"} <= facts["compilers"].keys()
+    assert facts["compilers"].keys() == {"used", "identity", "unavailable"}
     assert facts["verdicts"]["kernels"] == []
 
 
@@ -221,13 +221,13 @@ def test_a_folder_that_cannot_be_made_or_is_another_users_is_unusable(
 
     with monkeypatch.context() as patch:
         patch.setattr("tempfile.TemporaryFile", refused)
-        missing = folders.facts(root)["problem"]
+        missing = cache_folders.describe(root).problem
         assert missing is not None
         assert missing.startswith(f"does not exist, and {tmp_path} cannot be written")
-        assert "cannot be written to" in folders.facts(tmp_path)["problem"]
-    assert folders.facts(root)["problem"] is None
+        assert "cannot be written to" in str(cache_folders.describe(tmp_path).problem)
+    assert cache_folders.describe(root).problem is None
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    assert "belongs to the user" in folders.facts(tmp_path)["problem"]
+    assert "belongs to the user" in str(cache_folders.describe(tmp_path).problem)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -424,7 +424,7 @@ def test_a_part_that_fails_hides_no_other(
 
     monkeypatch.setattr(devices, "current", fails)
     monkeypatch.setattr("mlx_marlin.emulator.compiling.compiler.find", fails)
-    monkeypatch.setattr(folders, "collect", fails)
+    monkeypatch.setattr(cache_folders, "listed", fails)
 
     status, facts = found(capsys)
 

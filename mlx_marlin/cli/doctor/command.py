@@ -1,9 +1,10 @@
 """`mlx-marlin doctor`: reports whether our kernels can run on this machine."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mlx_marlin.cli import arguments, json_output, models
+from mlx_marlin.cli.cache_folders import size_text
 from mlx_marlin.cli.doctor import kernel_checks, machine
 from mlx_marlin.cli.doctor.machine import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -80,76 +81,45 @@ def problems_to_check(args: argparse.Namespace) -> list[Problem]:
 
 def report(facts: Facts) -> str:
     """Returns the facts as text, in sections, with the conclusion at the end."""
-    sections = {
-        "versions": _versions(facts["versions"]),
-        "environment": [f"{k}={v}" for k, v in facts["environment"].items()],
-        "device": _device(facts["device"]),
-        "back end": _back_end(facts["back_end"]),
-        "compilers": _compilers(facts["compilers"]),
-        "cache": _cache(facts["cache"]),
-        "tuned results": _tuned(facts["tuned"]),
-        "tuned models": _models(facts["models"]),
-        "checked kernels": _verdicts(facts["verdicts"]),
-        "conclusion": _conclusion(facts),
+    sections: dict[str, tuple[Facts, Callable[[Facts], list[str]]]] = {
+        "versions": (facts["versions"], _listed),
+        "environment": (facts["environment"], _listed),
+        "device": (facts["device"], _listed),
+        "back end": (facts["back_end"], _listed),
+        "compilers": (facts["compilers"], _listed),
+        "cache": (facts["cache"], _cache),
+        "tuned results": (facts["tuned"], _tuned),
+        "tuned models": (facts["models"], _models),
+        "checked kernels": (facts["verdicts"], _verdicts),
+        "conclusion": (facts, _conclusion),
     }
-    return "\n".join(_section(name, lines) for name, lines in sections.items())
+    return "\n".join(
+        _section(name, [part["error"]] if "error" in part else lines(part))
+        for name, (part, lines) in sections.items()
+    )
 
 
 def _section(name: str, lines: Iterable[str]) -> str:
     return "\n".join([name, *(f"  {line}" for line in [*lines] or ["none"])])
 
 
-def _versions(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
-    return [f"{name}: {value or 'not installed'}" for name, value in facts.items()]
-
-
-def _device(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
-    names = ("variant", "figures", "generation", "tier", "architecture", "source")
-    return [f"{name}: {facts[name]}" for name in names if facts.get(name)]
-
-
-def _back_end(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
-    return [
-        f"{facts['name']}: {facts['reason']}",
-        f"MLX's default device: {facts['default_device']}",
-        *([f"problem: {facts['problem']}"] if facts["problem"] else []),
-    ]
-
-
-def _compilers(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
-    reason = facts["unavailable"]
-    return [
-        *(f"found: {name}" for name in facts["found"]),
-        f"used by the emulator: {facts['used'] or 'none'}",
-        *([f"the emulator cannot run: {reason}"] if reason else []),
-    ]
+def _listed(facts: Facts) -> list[str]:
+    return [f"{name}: {'-' if v is None else v}" for name, v in facts.items()]
 
 
 def _cache(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
     return [_folder(folder) for folder in facts["folders"]]
 
 
 def _folder(facts: Facts) -> str:
     if facts["rights"] is None:
         return f"{facts['path']}: {facts['problem'] or 'not created yet'}"
-    size = f"{facts['bytes'] / 1e6:.1f} MB in {facts['files']} files"
+    size = f"{size_text(facts['bytes'])} in {facts['files']} files"
     problem = f", {facts['problem']}" if facts["problem"] else ""
     return f"{facts['path']}: {size}, {facts['rights']}{problem}"
 
 
 def _tuned(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
     lines = [f"{facts['folder']}: {facts['usable']} for this machine"]
     lines += [
         f"{file['name']}: {file['results']} results"
@@ -161,8 +131,6 @@ def _tuned(facts: Facts) -> list[str]:
 
 
 def _models(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
     lines: list[str] = []
     for each in facts["models"]:
         lines.append(f"{each['model']}: {each['settings']}, {each['reason']}")
@@ -178,8 +146,6 @@ def _models(facts: Facts) -> list[str]:
 
 
 def _verdicts(facts: Facts) -> list[str]:
-    if "error" in facts:
-        return [facts["error"]]
     checked = facts["kernels"]
     passed = sum(kernel["passed"] for kernel in checked)
     lines = [f"{passed} of {len(checked)} sets of kernels passed"] if checked else []

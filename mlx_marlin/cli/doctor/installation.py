@@ -2,8 +2,6 @@
 
 import os
 import platform
-import re
-import shutil
 import sys
 from typing import Any
 
@@ -14,8 +12,6 @@ PACKAGES = ("mlx-marlin", "mlx", "mlx-lm")
 """Packages whose versions are reported."""
 VARIABLES = ("MLX_", "CUDA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that are reported."""
-CLANG = re.compile(r"clang(-\d+)?")
-"""Names of compilers that the emulator may use."""
 
 
 def version_line() -> str:
@@ -48,13 +44,12 @@ def environment() -> dict[str, str]:
 
 
 def compilers() -> dict[str, Any]:
-    """Returns the C++ compilers on this machine and the one the emulator uses."""
+    """Returns the C++ compiler that the emulator uses, and why it cannot run."""
     from mlx_marlin import emulator
     from mlx_marlin.emulator.compiling import compiler
 
     used = compiler.find()
     return {
-        "found": [*_on_path(), *_wheel()],
         "used": None if used is None else " ".join(used.clang),
         "identity": None if used is None else used.identity,
         "unavailable": emulator.unavailable(),
@@ -68,19 +63,3 @@ def _system() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return platform.system()
-
-
-def _on_path() -> list[str]:
-    """Returns the clangs on the search path, in its order."""
-    found: dict[str, None] = {}
-    for folder in os.get_exec_path():
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        for name in sorted(filter(CLANG.fullmatch, names)):
-            if (path := shutil.which(name, path=folder)) is not None:
-                found[path] = None
-    return [*found]
-
-
-def _wheel() -> list[str]:
-    version = installed("ziglang")
-    return [] if version is None else [f"the wheel ziglang {version}"]

@@ -8,11 +8,13 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import regular_files
-from mlx_marlin.cli.doctor import folders, installation, kernel_checks
+from mlx_marlin import cache, regular_files
+from mlx_marlin.cli import cache_folders
+from mlx_marlin.cli.doctor import installation, kernel_checks
 
 Facts = dict[str, Any]
 
@@ -25,7 +27,7 @@ def collect() -> Facts:
         "device": _guarded(device_facts),
         "back_end": _guarded(back_end),
         "compilers": _guarded(installation.compilers),
-        "cache": _guarded(folders.collect),
+        "cache": _guarded(cache_facts),
         "tuned": _guarded(tuned_results),
         "models": _guarded(tuned_models),
         "verdicts": _guarded(kernel_checks.verdicts),
@@ -38,8 +40,6 @@ def collect() -> Facts:
 def device_facts() -> Facts:
     """Returns the device for which plans are made."""
     from mlx_marlin.backends import devices
-    from mlx_marlin.backends.cuda.device import CudaDevice
-    from mlx_marlin.backends.metal.device import Device
 
     here = devices.current()
     facts = {
@@ -50,17 +50,15 @@ def device_facts() -> Facts:
         "architecture": here.arch,
         "source": _source_of_device(),
     }
-    if isinstance(here, Device):
-        tier = {"generation": here.generation, "tier": here.tier}
-        return facts | {"kind": "apple"} | tier
-    assert isinstance(here, CudaDevice)
-    return facts | {"kind": "cuda", "shared_bytes": here.shared_bytes}
+    own = ("generation", "tier", "shared_bytes")
+    return facts | {name: getattr(here, name) for name in own if hasattr(here, name)}
 
 
 def back_end() -> Facts:
     """Returns the back end, why it was selected, and why it cannot run, if so."""
     import mlx.core as mx
 
+    from mlx_marlin import emulator
     from mlx_marlin.backends import selection
     from mlx_marlin.products import eligibility
 
@@ -77,9 +75,16 @@ def back_end() -> Facts:
         facts["problem"] = f"stock MLX serves every call, because {reason}"
     if name == "cuda" and facts["problem"] is None:
         facts["problem"] = eligibility.unsupported_device()
-    if name == "emulator":
-        facts["problem"] = _emulator_problem()
+    if name == "emulator" and (missing := emulator.unavailable()) is not None:
+        facts["problem"] = f"the emulator cannot run: {missing}"
     return facts
+
+
+def cache_facts() -> Facts:
+    """Returns the root of the cache and its folders."""
+    root = cache.root()
+    folders = [cache_folders.describe(root), *cache_folders.listed()]
+    return {"root": str(root), "folders": [*map(asdict, folders)]}
 
 
 def tuned_results() -> Facts:
@@ -181,13 +186,6 @@ def _source_of_device() -> str:
     if devices.current().name == device.DEFAULT.name:
         return "default: no GPU was found"
     return "detected"
-
-
-def _emulator_problem() -> str | None:
-    from mlx_marlin import emulator
-
-    reason = emulator.unavailable()
-    return None if reason is None else f"the emulator cannot run: {reason}"
 
 
 def _count(file: Path) -> int | None:
