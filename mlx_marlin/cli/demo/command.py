@@ -5,7 +5,7 @@ import itertools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,15 +128,26 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     if args.model:
         models.check(args.model)
-    _force_backend()
+    backend = selection.backend()
+    if backend in selection.ON_GPU:
+        with _forced(backend):
+            return _demo(args)
+    return _demo(args)
 
+
+def _demo(args: argparse.Namespace) -> int:
     from mlx_marlin.cli.demo import report
 
     name = args.model or str(checkpoint())
     model, tokenizer = models.load(name)
     if args.dtype:
         model.set_dtype(getattr(mx, args.dtype))
-    work = _work(tokenizer, args.batch, args.tokens)
+    prompts = prompt_tokens(tokenizer, max(args.batch))
+    work = Work(
+        batches=[prompts[:batch] for batch in args.batch],
+        count=args.tokens,
+        text=held_out_tokens(tokenizer),
+    )
     print(report.opening(name, model, args.layout))
     outcomes = measure_all(model, work, args.layout)
     stock, ours = outcomes[-2:]
@@ -156,15 +167,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
-def _work(tokenizer: Any, batches: Sequence[int], count: int) -> Work:
-    prompts = prompt_tokens(tokenizer, max(batches))
-    return Work(
-        batches=[prompts[:batch] for batch in batches],
-        count=count,
-        text=held_out_tokens(tokenizer),
-    )
-
-
 def check(args: argparse.Namespace) -> None:
     """Checks the arguments, and that kernels can run, before a model is loaded.
 
@@ -177,13 +179,6 @@ def check(args: argparse.Namespace) -> None:
     missing = selection.missing()
     if missing is not None:
         raise ValueError(missing)
-
-
-def _force_backend() -> None:
-    """Prevents the fallback to stock MLX where that is as fast."""
-    if selection.backend() in selection.ON_GPU:
-        os.environ[selection.ENVIRONMENT] = selection.backend()
-        state.reset()
 
 
 def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcome]:
@@ -204,28 +199,26 @@ def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcom
     parameters = model.parameters()
     model.set_dtype(mx.float32)
     bits = ", 4 bits" if outcomes else ""
-    with _stock():  # a loaded model may have packed layers
+    with _forced("stock"):  # a loaded model may have packed layers
         label = f"stock MLX{bits}, float32 activations"
         outcomes.append(measure(label, model, work))
     model.update(parameters)
-    optimize(model, layout=layout)
-    compile_kernels(model, work)
+    optimize(model, layout=layout, warm_up=sorted({*map(len, work.batches)}))
     outcomes.append(measure(f"mlx_marlin{bits}", model, work))
     return outcomes
 
 
 @contextmanager
-def _stock() -> Iterator[None]:
-    """Makes stock MLX serve all products in the block."""
+def _forced(backend: str) -> Iterator[None]:
+    """Makes a back end serve all products in the block, whatever is faster."""
     before = os.environ.get(selection.ENVIRONMENT)
-    os.environ[selection.ENVIRONMENT] = "stock"
+    os.environ[selection.ENVIRONMENT] = backend
     state.reset()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[selection.ENVIRONMENT]
-        else:
+        del os.environ[selection.ENVIRONMENT]
+        if before is not None:
             os.environ[selection.ENVIRONMENT] = before
         state.reset()
 
@@ -252,29 +245,6 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
             ],
             perplexity=perplexity(model, work.text, bar.update),
         )
-
-
-def compile_kernels(model: nn.Module, work: Work) -> None:
-    """Runs each product of the work once, which compiles its kernel.
-
-    A progress bar counts the kernels: compiling them may take a minute.
-
-    Args:
-        model: The converted model.
-        work: Its work.
-    """
-    from mlx_marlin.cli import progress
-    from mlx_marlin.lm.verification.perplexity import rows_of
-    from mlx_marlin.lm.warm_up import layer_steps
-
-    if selection.backend() == "stock":
-        return
-    rows = {len(batch) for batch in work.batches}
-    for tokens in (*work.batches, work.text[:, 1:]):
-        rows |= rows_of(tokens)
-    steps = [step for m in sorted(rows) for step in layer_steps(model, m)]
-    for step in progress.shown(steps, "compiling kernels", "kernel"):
-        mx.eval(step())
 
 
 def checkpoint() -> Path:

@@ -23,15 +23,8 @@ change it. In bfloat16, rounding changes these logits by up to about 0.1."""
 BACKENDS = {
     "metal": "Metal on this GPU",
     "cuda": "CUDA on this GPU",
-    "emulator": "emulator: the Metal text, run on this CPU",
+    "emulator": "emulated on this CPU, whose times say nothing about an Apple GPU",
     "stock": "stock MLX, none of our kernels",
-}
-
-TIMED = {
-    "metal": "on this GPU",
-    "cuda": "on this GPU",
-    "emulator": "emulated on this CPU, which says nothing about an Apple GPU",
-    "stock": "by stock MLX",
 }
 
 
@@ -71,22 +64,30 @@ def batch(
             "===",
             *comparison(ours, stock),
             f"time: {ours.step_ms / count:.1f} ms a token, {ours.step_ms:.1f} ms a "
-            f"step, {TIMED[selection.backend()]}",
+            f"step, {BACKENDS[selection.backend()]}",
         ]
     )
 
 
 def comparison(ours: Generation, stock: Generation) -> list[str]:
     """Returns lines on how many texts equal stock's, and where the others differ."""
-    parts = compare_tokens(ours.tokens, stock.tokens)
-    lines = [f"tokens: {parts.count(None)} of {len(parts)} texts equal stock MLX's"]
-    lines += [
-        f"  text {i + 1} parts at token {part + 1}, where stock's first choice led its "
-        f"second by {stock.margins[i][part]:.3g} in the logits"
-        for i, part in enumerate(parts)
+    parts = _parts(ours, stock)
+    count = len(ours.tokens)
+    equal = f"tokens: {count - len(parts)} of {count} texts equal stock MLX's"
+    return [equal, *(f"  {text}" for text, _ in parts)]
+
+
+def _parts(ours: Generation, stock: Generation) -> list[tuple[str, float]]:
+    """Returns where texts differ first, and how sure stock MLX was of its token."""
+    return [
+        (
+            f"text {i + 1} parts at token {part + 1}, where stock's first choice led "
+            f"its second by {stock.margins[i][part]:.3g} in the logits",
+            stock.margins[i][part],
+        )
+        for i, part in enumerate(compare_tokens(ours.tokens, stock.tokens))
         if part is not None
     ]
-    return lines
 
 
 def perplexities(scores: Mapping[str, float], text: mx.array) -> str:
@@ -116,12 +117,11 @@ def result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> st
         pairs: The outputs of our kernels and of stock MLX for each batch.
         is_wrong: Whether there are errors.
     """
-    parts = [compare_tokens(ours.tokens, stock.tokens) for ours, stock in pairs]
-    counts = [sum(part.count(None) for part in parts), sum(map(len, parts))]
-    verdict = "FAILED" if is_wrong else "passed"
+    count = sum(len(ours.tokens) for ours, _ in pairs)
+    equal = count - sum(len(_parts(*pair)) for pair in pairs)
     return (
-        f"\nresult: {verdict}: {counts[0]} of {counts[1]} texts equal stock MLX's, "
-        f"{len(launcher.plans_built())} plans (--plans lists them)"
+        f"\nresult: {'FAILED' if is_wrong else 'passed'}: {equal} of {count} texts "
+        f"equal stock MLX's, {len(launcher.plans_built())} plans (--plans lists them)"
     )
 
 
@@ -150,17 +150,10 @@ def errors(ours: float, stock: float) -> list[str]:
 
 def wrong_texts(ours: Generation, stock: Generation) -> list[str]:
     """Returns errors: differences from stock MLX that rounding does not explain."""
-    parts = compare_tokens(ours.tokens, stock.tokens)
-    sure = [
-        (i, part, stock.margins[i][part])
-        for i, part in enumerate(parts)
-        # Written so that NaN is an error.
-        if part is not None and not stock.margins[i][part] <= CLOSE
-    ]
     return [
-        f"{len(parts)} at once, text {i + 1} parts from stock's at token {part + 1}, "
-        f"where stock's first choice led by {margin:.3g} logits, more than {CLOSE}"
-        for i, part, margin in sure
+        f"{len(ours.tokens)} at once, {text}, more than {CLOSE}"
+        for text, margin in _parts(ours, stock)
+        if not margin <= CLOSE  # so that NaN is an error
     ]
 
 
