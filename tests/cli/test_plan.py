@@ -400,11 +400,11 @@ def test_the_plans_of_models_keep_the_cores_busy(
         ("8 64 64 --chip H200 --cores -3", "multiprocessors=-3, expected 1 to 1024"),
         (
             "8 64 64 --threadgroups 1000000000",
-            "threadgroups=1000000000, expected at most 65535",
+            "threadgroups=1000000000 is not between 1 and 65535",
         ),
         (
             "8 64 64 --chip H200 --json --threadgroups 1000000000",
-            "threadgroups=1000000000, expected at most 65535",
+            "threadgroups=1000000000 is not between 1 and 65535",
         ),
         ("8 64 64 --kernel gemv", "at most 5 rows"),
         ("8 64 64 --k-parallel 9", "k_parallel=9"),

@@ -5,9 +5,15 @@ bfloat16 values per register. A tile is `simdgroups_n` packed tiles wide, each w
 `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 """
 
+from typing import TYPE_CHECKING
+
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Kernel
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
+
+if TYPE_CHECKING:
+    from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+    from mlx_marlin.backends.cuda.plan import CudaPlan
 
 OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
 """Names of the CUDA kernels."""
@@ -102,48 +108,29 @@ def _why_not_normed(problem: Problem) -> str | None:
     return None
 
 
-def check(
-    problem: Problem,
-    *,
-    fragments_m: int,
-    simdgroups_n: int,
-    simdgroups_k: int,
-    tile_m: int,
-    tile_n: int,
-) -> None:
+def check(plan: "CudaPlan | CudaGatherPlan") -> None:
     """Checks the fields of a plan of "mma".
 
     Raises:
         ValueError: If the kernel does not support them.
     """
-    reason = why_not(problem)
+    reason = why_not(plan.problem)
     if reason is not None:
         raise ValueError(f"kernel='mma': {reason}")
-    if fragments_m not in FRAGMENTS_M:
-        raise ValueError(f"fragments_m={fragments_m} is not one of {FRAGMENTS_M}")
-    check_counts(simdgroups_n, simdgroups_k)
-    if simdgroups_n * simdgroups_k > MOST_SIMDGROUPS:
+    if plan.fragments_m not in FRAGMENTS_M:
+        raise ValueError(f"fragments_m={plan.fragments_m} is not one of {FRAGMENTS_M}")
+    check_counts(plan)
+    if plan.simdgroups_n * plan.simdgroups_k > MOST_SIMDGROUPS:
         raise ValueError(
-            f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} is more than "
-            f"{MOST_SIMDGROUPS} simdgroups in a threadgroup"
+            f"simdgroups_n={plan.simdgroups_n} x simdgroups_k={plan.simdgroups_k} is "
+            f"more than {MOST_SIMDGROUPS} simdgroups in a threadgroup"
         )
-    check_sides(fragments_m, simdgroups_n, tile_m, tile_n)
 
 
-def check_counts(simdgroups_n: int, simdgroups_k: int) -> None:
+def check_counts(plan: "CudaPlan | CudaGatherPlan") -> None:
     """Raises ValueError if a block cannot have these numbers of tiles and slices."""
-    if not 1 <= simdgroups_n <= MOST_SIMDGROUPS_N or simdgroups_k < 1:
+    if not 1 <= plan.simdgroups_n <= MOST_SIMDGROUPS_N or plan.simdgroups_k < 1:
         raise ValueError(
-            f"simdgroups_n={simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
-            f"simdgroups_k={simdgroups_k} at least 1"
-        )
-
-
-def check_sides(fragments_m: int, simdgroups_n: int, tile_m: int, tile_n: int) -> None:
-    """Raises ValueError if a tile's size differs from that of its fragments."""
-    expected = FRAGMENT_ROWS * fragments_m, TILE_N * simdgroups_n
-    if (tile_m, tile_n) != expected:
-        raise ValueError(
-            f"fragments_m={fragments_m} and simdgroups_n={simdgroups_n} make tiles of "
-            f"{expected[0]}x{expected[1]}, got tile.m={tile_m}, tile.n={tile_n}"
+            f"simdgroups_n={plan.simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
+            f"simdgroups_k={plan.simdgroups_k} at least 1"
         )

@@ -8,10 +8,13 @@ products of four warps.
 """
 
 from math import lcm
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.problem import Problem
+
+if TYPE_CHECKING:
+    from mlx_marlin.backends.cuda.plan import CudaPlan
 
 
 class Traits(NamedTuple):
@@ -94,47 +97,38 @@ def stage_bytes(tile_m: int) -> int:
     return tile_m * STAGE_K * 2
 
 
-def check(
-    problem: Problem,
-    *,
-    kernel: str,
-    fragments_m: int,
-    simdgroups_n: int,
-    simdgroups_k: int,
-    buffers: int,
-    loaders: int,
-    tile_m: int,
-    tile_n: int,
-) -> None:
+def check(plan: "CudaPlan") -> None:
     """Checks the fields of a plan.
 
     Raises:
         ValueError: If the kernel does not support them.
     """
-    reason = why_not(problem)
+    reason, traits = why_not(plan.problem), KERNELS[plan.kernel]
     if reason is not None:
-        raise ValueError(f"kernel={kernel!r}: {reason}")
-    known = KERNELS[kernel].fragments_m
-    if fragments_m not in known:
-        raise ValueError(f"fragments_m={fragments_m} is not one of {known}")
-    if loaders != LOADERS:
-        raise ValueError(f"{kernel} has loaders={LOADERS}, got loaders={loaders}")
-    limits.check_counts(simdgroups_n, simdgroups_k)
-    warps = simdgroups(kernel, simdgroups_n, simdgroups_k)
-    most = KERNELS[kernel].most_simdgroups
-    if warps > most:
+        raise ValueError(f"kernel={plan.kernel!r}: {reason}")
+    fragments_m = plan.fragments_m
+    if fragments_m not in traits.fragments_m:
         raise ValueError(
-            f"simdgroups_n={simdgroups_n} x simdgroups_k={simdgroups_k} make {warps} "
-            f"simdgroups in a threadgroup, expected at most {most}"
+            f"fragments_m={fragments_m} is not one of {traits.fragments_m}"
         )
-    fitting = buffers_of(fragments_m, simdgroups_k)
-    if buffers not in fitting:
+    if plan.loaders != LOADERS:
         raise ValueError(
-            f"buffers={buffers} is not one of {fitting} for fragments_m={fragments_m} "
-            f"and simdgroups_k={simdgroups_k}: each stage is always the same loader's "
-            f"and the same slice's"
+            f"{plan.kernel} has loaders={LOADERS}, got loaders={plan.loaders}"
         )
-    limits.check_sides(fragments_m, simdgroups_n, tile_m, tile_n)
+    limits.check_counts(plan)
+    if plan.simdgroups > traits.most_simdgroups:
+        raise ValueError(
+            f"simdgroups_n={plan.simdgroups_n} x simdgroups_k={plan.simdgroups_k} make "
+            f"{plan.simdgroups} simdgroups in a threadgroup, expected at most "
+            f"{traits.most_simdgroups}"
+        )
+    fitting = buffers_of(fragments_m, plan.simdgroups_k)
+    if plan.buffers not in fitting:
+        raise ValueError(
+            f"buffers={plan.buffers} is not one of {fitting} for "
+            f"fragments_m={fragments_m} and simdgroups_k={plan.simdgroups_k}: each "
+            f"stage is always the same loader's and the same slice's"
+        )
 
 
 def affordable_buffers(fragments_m: int, warps_k: int) -> list[int]:

@@ -65,9 +65,10 @@ class CudaPlan(Plan):
         if self.kernel not in OF_CUDA:
             raise ValueError(f"kernel={self.kernel!r} is not one of {OF_CUDA}")
         if self.is_pipelined:
-            self._check_pipelined()
+            pipelined.check(self)
         else:
             self._check_mma()
+        self._check_rows()
         self._check_norm()
         self.check_columns(TILE_N * self.simdgroups_n)
         self.check_bytes(limits.SHARED_LIMIT, self.stage_bytes)
@@ -90,27 +91,15 @@ class CudaPlan(Plan):
                 f"{self.kernel} has buffers=0 and loaders=0, got "
                 f"buffers={self.buffers}, loaders={self.loaders}"
             )
-        limits.check(
-            self.problem,
-            fragments_m=self.fragments_m,
-            simdgroups_n=self.simdgroups_n,
-            simdgroups_k=self.simdgroups_k,
-            tile_m=self.tile.m,
-            tile_n=self.tile.n,
-        )
+        limits.check(self)
 
-    def _check_pipelined(self) -> None:
-        pipelined.check(
-            self.problem,
-            kernel=self.kernel,
-            fragments_m=self.fragments_m,
-            simdgroups_n=self.simdgroups_n,
-            simdgroups_k=self.simdgroups_k,
-            buffers=self.buffers,
-            loaders=self.loaders,
-            tile_m=self.tile.m,
-            tile_n=self.tile.n,
-        )
+    def _check_rows(self) -> None:
+        rows = limits.FRAGMENT_ROWS * self.fragments_m
+        if self.tile.m != rows:
+            raise ValueError(
+                f"fragments_m={self.fragments_m} makes tiles of {rows} rows, got "
+                f"tile.m={self.tile.m}"
+            )
 
     def _check_norm(self) -> None:
         """Checks that the kernel supports RMSNorm and that tiles are not split."""

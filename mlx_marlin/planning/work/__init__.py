@@ -26,9 +26,9 @@ from mlx_marlin.planning.work.division import (
     MOST_UNEVEN,
     PARTITIONS,
     STRATEGIES,
-    Division,
     Partition,
     Strategy,
+    check,
     locality_groups,
 )
 from mlx_marlin.planning.work.tiles import Split, Tile, tile_position
@@ -66,12 +66,24 @@ def ceil_cut(part: int, parts: int, total: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work(Division):
+class Work:
     """All work of a product and its assignment to threadgroups.
 
     Attributes:
-        tail: Tiles after the leading whole ones. This and the following attributes are
-            derived from those of `Division`.
+        strategy: One of `STRATEGIES`.
+        tiles: Tiles of the result.
+        k_tiles: K tiles of each tile.
+        threadgroups: Threadgroups that share the work; some may stay idle.
+        whole: Leading tiles that are computed by one threadgroup each.
+        slices: Slices of a tile's k, between which cuts may fall; all k tiles for
+            stream_k.
+        minimum: Smallest number of k tiles of a split, unless the tile has fewer.
+        groups: Groups of ranges that cut their tiles alike. Group g has the remaining
+            tiles whose number is g modulo `groups`.
+        partition: "balanced", or "ceil" as in Marlin.
+        total: Number of k tiles of all tiles. This and the following attributes are
+            derived from those above.
+        tail: Tiles after the leading whole ones.
         group_tiles: Tiles of a group.
         units: Slices of k of all tiles of a group; its ranges are runs of units.
         ranges: Ranges of a group; further threadgroups are idle.
@@ -80,6 +92,16 @@ class Work(Division):
             tile. If `minimum` moves cuts to tile borders, this is an upper bound.
     """
 
+    strategy: Strategy
+    tiles: int
+    k_tiles: int
+    threadgroups: int
+    whole: int = 0
+    slices: int = 1
+    minimum: int = 1
+    groups: int = 1
+    partition: Partition = "balanced"
+    total: int = field(init=False, repr=False, compare=False)
     tail: int = field(init=False, repr=False, compare=False)
     group_tiles: int = field(init=False, repr=False, compare=False)
     units: int = field(init=False, repr=False, compare=False)
@@ -88,9 +110,10 @@ class Work(Division):
     pieces: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.check()
         # Stored, because a search reads them thousands of times.
         derive = partial(object.__setattr__, self)
+        derive("total", self.tiles * self.k_tiles)
+        check(self)
         derive("tail", self.tiles - self.whole)
         derive("group_tiles", self.tail // self.groups)
         derive("units", self.group_tiles * self.slices)

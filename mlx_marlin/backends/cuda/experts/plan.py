@@ -37,14 +37,7 @@ class CudaGatherPlan(GatherPlan):
         Raises:
             ValueError: If the kernel cannot have them.
         """
-        limits.check(
-            self.problem,
-            fragments_m=self.fragments_m,
-            simdgroups_n=self.simdgroups_n,
-            simdgroups_k=self.simdgroups_k,
-            tile_m=self.rows,
-            tile_n=self.columns,
-        )
+        limits.check(self)
         layout, n = self.problem.layout, self.problem.n
         if self.gather.bias and layout != "marlin":
             raise ValueError(f"bias=True needs packed weights, got layout={layout!r}")
