@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.search import gather_seconds
+from mlx_marlin.backends.metal.experts.search import gather_handover, gather_seconds
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -175,7 +175,7 @@ def expert_seconds(
             problem=problem, experts=experts.count, is_sorted=is_sorted
         )
         stock, ours = gather_seconds(gather, device)
-        served = stock if planner.gather_handover(gather, device) else ours
+        served = stock if gather_handover(gather, device) else ours
         once = gather.chosen_experts * problem.weight_bytes
         cached = memory_seconds(round(once), device)
         yield layers * stock, layers * served, layers * min(stock, cached)

@@ -30,7 +30,12 @@ def current(backend: str | None = None) -> PlanningDevice:
         ValueError: If a variable does not name a device or an architecture.
     """
     wish = os.environ.get(ENVIRONMENT)
-    device = _named_by_environment(wish, backend) if wish else _detected(backend)
+    if not wish:
+        return _detected(backend).in_mlx()
+    try:
+        device = parse(wish, backend)
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
     return device.in_mlx()
 
 
@@ -87,21 +92,10 @@ def parse(text: str, first: str | None = None) -> PlanningDevice:
     return named(found["name"], int(cores) if cores else None, first)
 
 
-def _named_by_environment(wish: str, first: str | None) -> PlanningDevice:
-    try:
-        return parse(wish, first)
-    except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
-
-
 def _detected(name: str | None) -> PlanningDevice:
     """Returns this machine's GPU of one or any back end, or the default device."""
     for backend in [registry.named(name)] if name else registry.every():
         device: PlanningDevice | None = backend.detect_device()
         if device is not None:
             return device
-    return (
-        registry.named(name).traits.default_device
-        if name
-        else registry.default_device()
-    )
+    return registry.named(name or registry.FIRST).traits.default_device

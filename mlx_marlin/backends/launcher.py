@@ -196,11 +196,26 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
     names = (*(name for name, _ in launch.integers), *arguments)
     pick = _picker([names.index(operand.name) for operand in launch.inputs])
     prepare = _preparation(launch.inputs, arguments)
-    shapes = _shapes(launch.outputs, arguments)
     template = kernels.template(launch.template)
     grid, threadgroup = launch.grid, launch.threadgroup
     output_dtypes = [dtypes.dtype(output.dtype) for output in launch.outputs]
     start = {} if launch.start is None else {"init_value": launch.start}
+    if prepare is None and not start and _is_plain(launch.outputs, arguments):
+        (n,) = launch.outputs[0].shape
+
+        def plain(*arrays: mx.array) -> mx.array:
+            # Serves most calls. Steps of the general function cost the host up to 1 us.
+            return kernel(
+                inputs=pick((*constants, *arrays)),
+                template=template,
+                grid=grid,
+                threadgroup=threadgroup,
+                output_shapes=[(*arrays[0].shape[:-1], n)],
+                output_dtypes=output_dtypes,
+            )[0]
+
+        return plain
+    shapes = _shapes(launch.outputs, arguments)
 
     def step(*arrays: mx.array) -> Any:
         results = kernel(
@@ -214,22 +229,7 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
         )
         return results[0] if len(results) == 1 else tuple(results)
 
-    if prepare or start or not _is_plain(launch.outputs, arguments):
-        return step
-    (n,) = launch.outputs[0].shape
-
-    def plain(*arrays: mx.array) -> mx.array:
-        # Serves most calls. Steps of the general function cost the host up to 1 us.
-        return kernel(
-            inputs=pick((*constants, *arrays)),
-            template=template,
-            grid=grid,
-            threadgroup=threadgroup,
-            output_shapes=[(*arrays[0].shape[:-1], n)],
-            output_dtypes=output_dtypes,
-        )[0]
-
-    return plain
+    return step
 
 
 def _is_plain(outputs: Sequence[Output], arguments: Sequence[str]) -> bool:

@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from mlx_marlin.planning.choice import Choice
 
 __all__ = [
-    "alternative",
     "choose",
     "choose_dequantize",
     "choose_gather",
     "compare",
     "experiments",
-    "gather_handover",
     "make",
     "plan",
     "predict",
@@ -77,17 +75,6 @@ def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
     return registry.of_device(device).handover(problem, device, predicted)
 
 
-def stock_reason_for(plan: Plan, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve a plan's product for speed, or None.
-
-    Args:
-        plan: The plan that would compute the product.
-        device: The chip to plan for.
-    """
-    backend = registry.named(plan.backend)
-    return backend.handover(plan.problem, device, partial(predict, plan, device))
-
-
 def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
     """Returns the plan for experts' products.
 
@@ -96,17 +83,6 @@ def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
         device: The chip to plan for.
     """
     return registry.of_device(device).choose_gather(gather, device)
-
-
-def gather_handover(gather: GatherProblem, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve experts' products for speed, or None.
-
-    Args:
-        gather: The products to compute.
-        device: The chip to plan for.
-    """
-    backend = registry.of_device(device)
-    return backend.handover(gather, device, partial(_no_prediction, gather))
 
 
 def serve(
@@ -133,8 +109,11 @@ def serve(
     if reason is not None:
         return Refusal(reason)
     if isinstance(problem, GatherProblem):
-        reason = gather_handover(problem, device) if hands_over else None
-        return Refusal(reason, "speed") if reason else choose_gather(problem, device)
+        predicted = partial(_no_prediction, problem)
+        reason = backend.handover(problem, device, predicted) if hands_over else None
+        if reason is not None:
+            return Refusal(reason, "speed")
+        return backend.choose_gather(problem, device)
     if not transpose:
         return dequantize_plan(problem, transposed=False)
     if measured is not None:
@@ -171,21 +150,15 @@ def usable(
     reason = fault(plan)
     if reason is None:
         return plan
-    other = alternative(plan, device) if isinstance(plan, Plan) else None
-    if other is None or (hands_over and stock_reason_for(other, device)):
+    backend = registry.of_device(device)
+    other = backend.alternative(plan, device) if isinstance(plan, Plan) else None
+    if other is None:
+        return Refusal(reason, "fault")
+    predicted = partial(predict, other, device)
+    if hands_over and backend.handover(other.problem, device, predicted):
         return Refusal(reason, "fault")
     reason = fault(other)
     return other if reason is None else Refusal(reason, "fault")
-
-
-def alternative(plan: Plan, device: PlanningDevice) -> Plan | None:
-    """Returns the plan to use if the kernel of a plan fails its check, or None.
-
-    Args:
-        plan: The plan.
-        device: The chip to plan for.
-    """
-    return registry.named(plan.backend).alternative(plan, device)
 
 
 def predict(plan: Plan, device: PlanningDevice) -> Prediction:

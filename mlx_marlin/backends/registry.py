@@ -33,7 +33,8 @@ def every(first: str | None = None) -> Iterator[Backend]:
     Args:
         first: The name of one that precedes the others.
     """
-    yield from map(named, sorted(MODULES, key=lambda name: name != first))
+    known = [first] if first in MODULES else []
+    yield from map(named, dict.fromkeys([*known, *MODULES]))
 
 
 def default_device() -> PlanningDevice:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.weights.formats import TILE_N
 
 GATES = ("silu", "swiglu_oai")
 """`silu(gate) * up`, and the variant of gpt-oss, which clips both before and adds 1 to
@@ -114,10 +115,10 @@ class GatherPlan(ABC):
         return self.gather.experts
 
     @property
-    @abstractmethod
     def pairs_per_row(self) -> int:
         """Consecutive pairs for which the kernel reads the same row of x; 0 if it reads
         the rows of pairs from an array."""
+        return self.gather.pairs_per_row
 
     @property
     @abstractmethod
@@ -125,9 +126,9 @@ class GatherPlan(ABC):
         """Rows of a tile: pairs that share one reading of the weight."""
 
     @property
-    @abstractmethod
     def columns(self) -> int:
-        """Columns of a tile."""
+        """Columns of a tile, of gate and up together."""
+        return TILE_N
 
     @property
     @abstractmethod
@@ -135,9 +136,9 @@ class GatherPlan(ABC):
         """Whether the kernel takes an n that is no multiple of a packed tile."""
 
     @property
-    @abstractmethod
     def by_pair(self) -> bool:
         """Whether a threadgroup computes the tile of a pair, not of an expert."""
+        return False
 
     @property
     @abstractmethod

@@ -28,7 +28,7 @@ from mlx_marlin.products.reference.epilogue import (
     with_placeholders,
 )
 from mlx_marlin.products.reference.weight import native_product, stock_product
-from mlx_marlin.products.request import CPU, MatmulRequest, Run, Shape
+from mlx_marlin.products.request import CPU, NOTHING, MatmulRequest, Run, Shape
 from mlx_marlin.weights.formats import TILE_N
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -90,8 +90,8 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     """
     epilogue = request.epilogue
     if not prod(request.shape) or not prod(request.x_shape):
-        decision_log.stock(request, eligibility.NOTHING)
-        return PreparedCall(_zeros(request), eligibility.NOTHING)
+        decision_log.stock(request, NOTHING)
+        return PreparedCall(_zeros(request), NOTHING)
     stock = _stock(request)
     if epilogue != PLAIN:
         stock = with_epilogue(stock, epilogue)

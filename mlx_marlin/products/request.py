@@ -26,6 +26,8 @@ EpilogueKey = tuple[bool, str | None, bool, bool, Shape]
 
 Unlike an `Epilogue`, it is hashed without a call of Python code."""
 NO_EPILOGUE: EpilogueKey = (False, None, False, False, ())
+NOTHING = "there is nothing to add up"
+"""Why no kernel runs if x or the result is empty."""
 
 
 @lru_cache
@@ -118,7 +120,16 @@ class MatmulRequest:
 
     @property
     def problem(self) -> Problem:
-        """The product to plan for."""
+        """The product to plan for.
+
+        Raises:
+            ValueError: If no kernel of ours computes it.
+        """
+        if not self.transpose and self.layout == "mlx":
+            raise ValueError("our kernels multiply by the transposed weight only")
+        of_rows = self.norm is not None or self.epilogue.rotation is not None
+        if of_rows and len(self.x_shape) == 1:
+            raise ValueError("our kernels normalize and rotate rows of a matrix")
         batch, m, n = self.sizes
         return Problem(
             m=m,

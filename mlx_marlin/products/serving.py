@@ -5,6 +5,7 @@ Products, experts, the report and the tuner ask `serve`, and nothing else decide
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
 
 import mlx.core as mx
 
@@ -16,10 +17,12 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
 from mlx_marlin.products import eligibility
-from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.request import CPU, MatmulRequest
 
-Request = MatmulRequest | GatherRequest
+if TYPE_CHECKING:
+    from mlx_marlin.products.experts.request import GatherRequest
+
+Request = Union[MatmulRequest, "GatherRequest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +87,23 @@ def serve(request: Request, target: Target) -> Answer:
         nobody if it is invariant.
     """
     reason = eligibility.not_here(request.on_cpu) if target.is_here else None
-    reason = reason or eligibility.not_ours(request)
     if reason is not None:
         return Refusal(reason)
-    return serve_problem(request.problem, target, transpose=request.transpose)
+    problem = problem_of(request)
+    if isinstance(problem, Refusal):
+        return problem
+    return serve_problem(problem, target, transpose=request.transpose)
+
+
+def problem_of(request: Request) -> AnyProblem | Refusal:
+    """Returns what to plan for a request; a refusal if no kernel of ours computes it.
+
+    A problem's own checks are the only test of formats, sizes and dtypes.
+    """
+    try:
+        return request.problem
+    except ValueError as error:
+        return Refusal(str(error))
 
 
 def serve_problem(

@@ -22,7 +22,6 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import serving
 from mlx_marlin.products.experts import dispatch
-from mlx_marlin.products.experts.request import pairs_of_row
 from mlx_marlin.products.packing import pack
 from support import cuda_cases, cuda_experts, format_cases, oracles
 from support.cuda_on_cpu import needs_emulator
@@ -123,7 +122,7 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
-    assert pairs_of_row(kind(**changes)) == each
+    assert kind(**changes).pairs_per_row == each
 
 
 @pytest.mark.thinned(3)

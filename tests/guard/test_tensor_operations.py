@@ -227,7 +227,7 @@ def test_stock_mlx_serves_instead_where_it_may_and_is_faster(may: bool) -> None:
 
 def test_other_kernels_have_no_alternative() -> None:
     plan = planner.make(problem_of(16, 64, 64), device=M5_MAX, kernel="gemm_register")
-    assert planner.alternative(plan, M5_MAX) is None
+    assert registry.named(plan.backend).alternative(plan, M5_MAX) is None
     refused = planner.usable(plan, M5_MAX, lambda _: "it failed")
     assert refused == Refusal("it failed", "fault")
 

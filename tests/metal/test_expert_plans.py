@@ -18,6 +18,7 @@ from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.experts.search import (
     choose_gather,
     expected_tiles,
+    gather_handover,
     gather_seconds,
 )
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -41,7 +42,7 @@ def test_the_model_leaves_stock_where_rows_share_experts(chip: str) -> None:
 
     def reason(pairs: int) -> str | None:
         problem = Problem(m=pairs, n=768, k=2048)
-        return planner.gather_handover(of_experts(problem), device)
+        return gather_handover(of_experts(problem), device)
 
     assert "times stock MLX's speed" in str(reason(8))
     assert reason(256) is None
@@ -58,7 +59,7 @@ def test_on_m5_sorted_pairs_have_tensor_units_in_stock(
     gather = of_experts(problem, 8, is_sorted=pairs >= 64)
     m5, older = Device.named("Apple M5 Max"), Device.named("Apple M4 Max")
 
-    reason = planner.gather_handover(gather, m5)
+    reason = gather_handover(gather, m5)
 
     assert (reason is not None) == by_stock
     if pairs == 1024:
@@ -115,7 +116,7 @@ def test_experts_of_few_rows_are_priced_as_dot_products(
 def leaves(chip: str, pairs: int, k: int = 2048, **form: Any) -> bool:
     """Whether a product of unsorted pairs over 128 experts leaves stock MLX."""
     problem = Problem(m=pairs, n=768, k=k, **form)
-    return not planner.gather_handover(of_experts(problem), Device.named(chip))
+    return not gather_handover(of_experts(problem), Device.named(chip))
 
 
 @pytest.mark.parametrize(

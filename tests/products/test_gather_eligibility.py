@@ -21,7 +21,7 @@ Choose = Callable[[str | None], None]
     [
         ({"transpose": False}, "single rows times transposed"),
         ({"x_shape": (5, 1, 3, K)}, "single rows times transposed"),
-        ({"bits": 7}, "affine 7-bit is not one"),
+        ({"bits": 7}, "mode='affine' with bits=7 is not one"),
         ({"has_global_scale": True}, "take no global scale"),
         (
             {
@@ -33,7 +33,7 @@ Choose = Callable[[str | None], None]
             "k=48 is not a multiple of 64",
         ),
         ({"pairs": (0, 2)}, "nothing to add up"),
-        ({"dtype": mx.complex64}, "do not compute in complex64"),
+        ({"dtype": mx.complex64}, "dtype='complex64' is not one"),
     ],
 )
 def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> None:

@@ -12,7 +12,7 @@ from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
 from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
-from mlx_marlin.products import eligibility, serving
+from mlx_marlin.products import serving
 from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.request import MatmulRequest
 
@@ -88,8 +88,8 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
         request = whole.request(rows, target.on_cpu)
         answer = _answer(request, whole, target)
     # There is no model of products with weights that are not transposed.
-    known = request.transpose and eligibility.not_ours(request) is None
-    problem = request.problem if known else None
+    found = serving.problem_of(request) if request.transpose else None
+    problem = found if isinstance(found, Problem) else None
     tuned = target.serving.measured(problem) if problem else None
     kernel, stock = _stock(problem, tuned, target)
     if isinstance(answer, Refusal):
@@ -128,8 +128,8 @@ def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
     request = product.gather_request(rows, target.on_cpu, biased)
     answer = _answer(request, product, target)
     stock = ours = None
-    if eligibility.not_ours(request) is None:
-        ours, stock = _gather_times(request.problem, target)
+    if isinstance(problem := serving.problem_of(request), GatherProblem):
+        ours, stock = _gather_times(problem, target)
     refused = isinstance(answer, Refusal)
     origin: Origin | None = None
     if isinstance(answer, Refusal) and answer.cause == "speed":

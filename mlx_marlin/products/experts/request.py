@@ -6,9 +6,9 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin.planning.gather_plan import GatherProblem
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.products.reference.weight import stock_groups
-from mlx_marlin.products.request import CPU, Shape
+from mlx_marlin.products.request import CPU, NOTHING, Shape
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -69,15 +69,57 @@ class GatherRequest:
 
     @property
     def problem(self) -> GatherProblem:
-        """What planning has to know of the request."""
+        """The products to plan for.
+
+        Raises:
+            ValueError: If no kernel of ours computes them.
+        """
+        if self.has_global_scale:
+            raise ValueError("our kernels for experts take no global scale")
+        if not self.transpose or len(self.x_shape) < 2 or self.x_shape[-2] != 1:
+            raise ValueError(
+                "our kernels for experts take single rows times transposed weights"
+            )
+        pairs = prod(self.pairs)
+        if not pairs or not prod(self.x_shape) or not self.experts * self.n:
+            raise ValueError(NOTHING)
+        rows = max(pairs, prod(self.x_shape[:-1]))
+        columns = self.n * (2 if self.gate else 1)
+        if largest_array(rows, columns, self.k, self.bits) >= MOST_ELEMENTS:
+            raise ValueError(
+                "our kernels count in 32 bits, and an array is too large for that"
+            )
+        of_one = Problem(
+            m=pairs,
+            n=self.n,
+            k=self.k,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            dtype=dtype_name(self.dtype),
+            scale_dtype=dtype_name(self.scale_dtype),
+            layout=self.layout,
+            invariant=self.invariant,
+        )
         return GatherProblem(
-            problem=problem_of_one(self),
+            problem=of_one,
             experts=self.experts,
-            pairs_per_row=pairs_of_row(self),
+            pairs_per_row=self.pairs_per_row,
             is_sorted=self.is_sorted,
             gate=self.gate,
             bias=self.biased,
         )
+
+    @property
+    def pairs_per_row(self) -> int:
+        """How many consecutive pairs share a row of x; 0 if that varies."""
+        rows = self.x_shape[:-2]
+        if self.rows_are_named:
+            return 0
+        if rows == self.pairs:
+            return 1
+        in_turn = rows and rows == (*self.pairs[:-1], 1)
+        return self.pairs[-1] if in_turn else 0
 
     def explain(self) -> str:
         """Returns a one-line description of the call."""
@@ -163,30 +205,3 @@ def packed_request(
 def mode_of_mlx(mode: str) -> str:
     """Returns the mode of the weight that `as_mlx` returns."""
     return mode if mode in MODE_DEFAULTS else "affine"
-
-
-def problem_of_one(request: GatherRequest) -> Problem:
-    """Returns the problem of one expert whose rows are all pairs."""
-    return Problem(
-        m=prod(request.pairs),
-        n=request.n,
-        k=request.k,
-        group_size=request.group_size,
-        bits=request.bits,
-        mode=request.mode,
-        dtype=dtype_name(request.dtype),
-        scale_dtype=dtype_name(request.scale_dtype),
-        layout=request.layout,
-        invariant=request.invariant,
-    )
-
-
-def pairs_of_row(request: GatherRequest) -> int:
-    """Returns how many consecutive pairs share a row of x; 0 if that varies."""
-    rows = request.x_shape[:-2]
-    if request.rows_are_named:
-        return 0
-    if rows == request.pairs:
-        return 1
-    in_turn = rows and rows == (*request.pairs[:-1], 1)
-    return request.pairs[-1] if in_turn else 0

@@ -82,29 +82,14 @@ class MetalGatherPlan(GatherPlan):
             )
 
     @property
-    def pairs_per_row(self) -> int:
-        """Consecutive pairs with the same row of x; 0: an array has their rows."""
-        return self.gather.pairs_per_row
-
-    @property
     def rows(self) -> int:
         """Rows of a tile: pairs that share one reading of the weight."""
         return FRAGMENT * self.fragments_m * self.simdgroups_m
 
     @property
-    def columns(self) -> int:
-        """Columns of a tile."""
-        return TILE_N
-
-    @property
     def has_ragged_tiles(self) -> bool:
         """Whether the kernel is compiled for an n that does not fill the last tile."""
         return self.problem.n % TILE_N != 0
-
-    @property
-    def by_pair(self) -> bool:
-        """False: a threadgroup always computes a tile of an expert."""
-        return False
 
     @property
     def threads(self) -> int:
