@@ -41,7 +41,7 @@ def product(row: ProductRow) -> dict[str, Any]:
         "problem": {name: getattr(row.problem, name) for name in PROBLEM},
         "arm": as_name(row.arm),
         "clock": row.clock,
-        **_timing(row.timing),
+        **timing(row.timing),
         "handover": None if row.handover is None else redacted(row.handover),
         "plan": plan,
     }
@@ -55,8 +55,8 @@ def generation(row: GenerationRow) -> dict[str, Any]:
         "streams": row.streams,
         "prompt_tokens": row.prompt_tokens,
         "new_tokens": row.new_tokens,
-        "prompt": _timing(row.prompt),
-        "step": _timing(row.step),
+        "prompt": timing(row.prompt),
+        "step": timing(row.step),
         "prompt_tokens_per_second": round(row.prompt_rate, 3),
         "generated_tokens_per_second": round(row.generation_rate, 3),
     }
@@ -68,19 +68,20 @@ def first_token(row: FirstTokenRow) -> dict[str, Any]:
         "model": as_name(row.model),
         "arm": row.arm,
         "prompt_tokens": row.prompt_tokens,
-        "cold": _timing(row.cold),
-        "warm": _timing(row.warm),
+        "cold": timing(row.cold),
+        "warm": timing(row.warm),
     }
 
 
-def _timing(timing: Timing) -> dict[str, Any]:
+def timing(found: Timing) -> dict[str, Any]:
+    """Returns the object of a time."""
     return {
-        "milliseconds": float(f"{timing.seconds * 1e3:.6g}"),
-        "range_ms": float(f"{timing.range * 1e3:.6g}"),
-        "samples": timing.samples,
-        "drift": round(timing.drift, 4),
-        "source": timing.source,
-        "method": timing.method,
+        "milliseconds": float(f"{found.seconds * 1e3:.6g}"),
+        "range_ms": float(f"{found.range * 1e3:.6g}"),
+        "samples": found.samples,
+        "drift": round(found.drift, 4),
+        "source": found.source,
+        "method": found.method,
     }
 
 

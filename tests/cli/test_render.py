@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.cli import main
+from mlx_marlin.cli import main, tables
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.render import command, profile_document, tables
+from mlx_marlin.cli.render import command, html_tables, profile_document
 from mlx_marlin.cli.render.html import element
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling.document import Skipped, document
@@ -317,7 +317,7 @@ def test_times_are_compared_with_stock_of_the_same_clock_and_source() -> None:
         if row["arm"] == "mx.quantized_matmul":
             row.update(source="predicted", method="cost model")
     data["source"] = "predicted"
-    assert Checker(page_of(data)).cells["x stock"][0] == tables.MISSING
+    assert Checker(page_of(data)).cells["x stock"][0] == html_tables.MISSING
 
 
 @pytest.mark.parametrize(
@@ -510,7 +510,7 @@ def test_a_page_is_rendered_with_the_standard_library_alone(tmp_path: Path) -> N
 import sys
 for name in ("mlx", "numpy", "matplotlib", "tqdm"):
     sys.modules[name] = None
-from mlx_marlin.cli import main
+from mlx_marlin.cli import main, tables
 raise SystemExit(main(["render", {str(source)!r}, "-o", {str(target)!r}]))
 """
     answer = run_python(program)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from mlx_marlin import regular_files
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import arguments, json_output, models, progress
+from mlx_marlin.cli import arguments, json_output, models, progress, tables
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files
+from mlx_marlin.cli.render import result_document
 from mlx_marlin.measure import layers, machine, products, result_file, shapes
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.planning.problem import Problem
@@ -186,7 +187,8 @@ def _time_products(
     result.products.extend(measured.rows)
     notes = [*measured.faults, *measured.notes]
     result.notes.extend(notes)
-    progress.print_above(report.product(measured.rows, notes))
+    table = tables.printed(result_document.products(measured.rows))
+    progress.print_above("\n".join([table, *notes]))
     return measured.faults
 
 
@@ -196,7 +198,7 @@ def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) ->
         _measure_model(args, result)
     else:
         _predict_model(args, found.counts, result)
-    print(report.generation(result.generation))
+    print(tables.printed(result_document.generation(result.generation)))
 
 
 def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
@@ -207,7 +209,7 @@ def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
     load = partial(models.load_lazily, args.model)
     first = generation.first_tokens(name, load, layout, args.prompt)
     result.first_tokens.extend(progress.shown(first, "first token", "model", 2))
-    print(report.first_tokens(result.first_tokens))
+    print(tables.printed(result_document.first_tokens(result.first_tokens)))
     arms = generation.models(load, layout)
     rows = generation.measure(name, arms, streams, args.prompt, args.new)
     total = len(streams) * len(arms)
@@ -224,7 +226,10 @@ def _predict_model(
     result.generation.extend(
         generation.predict(name, counts, device, streams, args.prompt, args.new)
     )
-    print("The time to the first token is not predicted.")
+    print(
+        "Speeds are those of the products of quantized layers; the time to the first "
+        "token is not predicted."
+    )
 
 
 def _write(args: argparse.Namespace, result: ResultFile) -> None:

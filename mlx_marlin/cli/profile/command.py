@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.single_config:
         print(report.details(device, profiles))
     else:
-        print(report.table(device, profiles))
+        print(report.table(device, exported))
     for line in report.skipped(skipped):
         print(line)
     if args.plot:

@@ -4,12 +4,14 @@ Every line with a time, or with a figure that depends on one, says where the tim
 from: "measured", "predicted" or "assumed".
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from mlx_marlin.cli import tables
+from mlx_marlin.cli.render import profile_document
 from mlx_marlin.measure.profiling.document import Skipped
 from mlx_marlin.measure.profiling.profile import Profile
 from mlx_marlin.measure.profiling.roofline import Roofline
-from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.problem import Problem
 
@@ -21,23 +23,6 @@ REASONS = {
     "LATENCY": "less than half of either roof is used",
     "BALANCED": "within a tenth of the ridge point, both roofs are near",
 }
-HEADS = (
-    "rows",
-    "k→n",
-    "kernel",
-    "ms",
-    "TFLOPS",
-    "% of peak",
-    "GB/s",
-    "% of peak",
-    "FLOP /byte",
-    "% of roof",
-    "bound by",
-    "simd- groups",
-    "low by",
-    "times",
-)
-"""Heads of the table's columns; spaces let long ones take two lines."""
 
 
 def details(device: PlanningDevice, profiles: Sequence[Profile]) -> str:
@@ -47,20 +32,10 @@ def details(device: PlanningDevice, profiles: Sequence[Profile]) -> str:
     return "\n\n".join([head, *parts])
 
 
-def table(device: PlanningDevice, profiles: Sequence[Profile]) -> str:
-    """Returns a table for each format, and below it why times are impossible."""
-    lines = [_device(device)]
-    for name in dict.fromkeys(_format(profile.problem) for profile in profiles):
-        of_format = [each for each in profiles if _format(each.problem) == name]
-        rows = [[*HEADS], *map(_row, of_format)]
-        lines += ["", name, aligned(rows)]
-    if any(profile.low_occupancy for profile in profiles):
-        lines += ["", 'low by: the limit that causes LOW OCCUPANCY, in "simdgroups"']
-    for profile in profiles:
-        if profile.refusal:
-            label = f"{_label(profile.problem)}, {profile.kernel}"
-            lines.append(f"IMPOSSIBLE ({profile.origin}): {label}: {profile.refusal}")
-    return "\n".join(lines)
+def table(device: PlanningDevice, exported: Mapping[str, Any]) -> str:
+    """Returns the table of a document, and below it why times are impossible."""
+    table = tables.printed(profile_document.products(exported))
+    return "\n\n".join([_device(device), table, *profile_document.refusals(exported)])
 
 
 def skipped(rows: Iterable[Skipped]) -> Iterator[str]:
@@ -161,32 +136,6 @@ def _operands(profile: Profile) -> str:
     }
     listed = ", ".join(f"{name} {size}" for name, size in parts.items() if size)
     return f"{operands.total} bytes, each once: {listed}"
-
-
-def _row(profile: Profile) -> list[str]:
-    point, roofline, problem = profile.point, profile.roofline, profile.problem
-    residency = profile.residency
-    return [
-        f"{problem.m}",
-        f"{problem.k}→{problem.n}",
-        "stock " * (profile.plan is None) + profile.kernel.split()[0],
-        f"{point.seconds * 1e3:.4f}",
-        _short(point.tflops),
-        _percent(roofline.compute_utilization(point)),
-        _short(point.bandwidth_gbs),
-        _percent(roofline.memory_utilization(point)),
-        f"{point.intensity:.2f}",
-        "" if profile.refusal else _percent(roofline.attained(point)),
-        "IMPOSSIBLE" if profile.refusal else roofline.bottleneck(point),
-        "" if residency is None else f"{residency.resident}",
-        _limit(residency) if residency and profile.low_occupancy else "",
-        profile.origin,
-    ]
-
-
-def _limit(residency: Residency) -> str:
-    """Returns the limit of the occupancy as one word."""
-    return residency.limit.removeprefix("launched ")
 
 
 def _label(problem: Problem) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mlx_marlin.cli.pictures import figures, plots
 from mlx_marlin.cli.pictures.charts import Chart
-from mlx_marlin.cli.render import tables
+from mlx_marlin.cli.render import html_tables
 from mlx_marlin.cli.render.html import Markup, element, joined
-from mlx_marlin.cli.render.tables import Table
+from mlx_marlin.cli.tables import Table
 
 FOLDER = Path(__file__).parent
 MARKS = (
@@ -83,7 +83,7 @@ def _content(page: Page) -> Iterable[Markup]:
     yield _facts(page.facts)
     if page.charts:
         yield _charts(page.charts)
-    yield from map(tables.section, page.tables)
+    yield from map(html_tables.section, page.tables)
     if page.notes:
         notes = element("ul", *(element("li", note) for note in page.notes))
         yield element("section", element("h2", "Notes"), notes)

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_marlin.cli.pictures import roofline
 from mlx_marlin.cli.pictures.charts import Chart, can_draw
 from mlx_marlin.cli.render.page import Page
-from mlx_marlin.cli.render.tables import SOURCE, Table, Value, source, text
+from mlx_marlin.cli.tables import SOURCE, Table, Value, source, text
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
 Document = Mapping[str, Any]
@@ -41,19 +41,34 @@ def page(document: Document, origin: str) -> Page:
         document: The document.
         origin: What it was read from.
     """
-    device, profiles = document["device"], document["profiles"]
+    device = document["device"]
     return Page(
         title=f"Profile of {device['variant']}",
         subtitle="Quantized matrix products, compared with the limits of the device",
         facts=[*_facts(device)],
         charts=charts(document),
         tables=[
-            Table(title="Products", rows=[_row(each) for each in profiles]),
+            products(document),
             Table(title="Not profiled", rows=[*map(_skipped, document["skipped"])]),
         ],
-        notes=[_refusal(each) for each in profiles if each["refusal"]],
+        notes=refusals(document),
         origin=origin,
     )
+
+
+def products(document: Document) -> Table:
+    """Returns the table of the profiles of a document."""
+    return Table(title="Products", rows=[*map(_row, document["profiles"])])
+
+
+def refusals(document: Document) -> list[str]:
+    """Returns why times cannot be right."""
+    return [
+        f"IMPOSSIBLE ({each['origin']}): {each['problem']['m']} x "
+        f"{shape(each['problem'])}, {_kernel(each)}: {each['refusal']}"
+        for each in document["profiles"]
+        if each["refusal"]
+    ]
 
 
 def problem_cells(problem: Mapping[str, Any]) -> dict[str, Value]:
@@ -128,12 +143,3 @@ def _row(profile: Document) -> dict[str, Value]:
 def _skipped(row: Document) -> dict[str, Value]:
     cells = problem_cells(row["problem"])
     return cells | {"kernel": row["kernel"], "reason": row["reason"]}
-
-
-def _refusal(profile: Document) -> str:
-    """Returns why a time cannot be right."""
-    product = f"{profile['problem']['m']} x {shape(profile['problem'])}"
-    return (
-        f"IMPOSSIBLE ({profile['origin']}): {product}, {_kernel(profile)}: "
-        f"{profile['refusal']}"
-    )

@@ -7,7 +7,7 @@ from mlx_marlin.cli.pictures import staircase
 from mlx_marlin.cli.pictures.charts import Chart
 from mlx_marlin.cli.render.page import Page
 from mlx_marlin.cli.render.profile_document import format_name, problem_cells, shape
-from mlx_marlin.cli.render.tables import SOURCE, Table, Value
+from mlx_marlin.cli.tables import SOURCE, Table, Value
 from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.measure.rows import (
     CHAIN,
@@ -63,9 +63,9 @@ def page(result: ResultFile, origin: str) -> Page:
         facts=[(FACTS.get(name, name), str(value)) for name, value in facts],
         charts=charts(result),
         tables=[
-            Table(title="Products", rows=_products(result.products)),
-            Table(title="Generation", rows=[*map(_generation, result.generation)]),
-            Table(title="First token", rows=[*map(_first_token, result.first_tokens)]),
+            products(result.products),
+            generation(result.generation),
+            first_tokens(result.first_tokens),
             Table(title="Stages", rows=[*map(_stage, result.stages)]),
         ],
         notes=result.notes,
@@ -82,9 +82,21 @@ def _sample(row: ProductRow) -> staircase.Sample:
     )
 
 
-def _products(products: Sequence[ProductRow]) -> list[dict[str, Value]]:
-    stock = {_key(row): row.timing for row in products if row.arm == STOCK}
-    return [_product(row, stock.get(_key(row))) for row in products]
+def products(rows: Sequence[ProductRow]) -> Table:
+    """Returns the table of times of products."""
+    stock = {_key(row): row.timing for row in rows if row.arm == STOCK}
+    cells = [_product(row, stock.get(_key(row))) for row in rows]
+    return Table(title="Products", rows=cells)
+
+
+def generation(rows: Sequence[GenerationRow]) -> Table:
+    """Returns the table of the speeds of models."""
+    return Table(title="Generation", rows=[*map(_generation, rows)])
+
+
+def first_tokens(rows: Sequence[FirstTokenRow]) -> Table:
+    """Returns the table of times to the first token in a new process."""
+    return Table(title="First token", rows=[*map(_first_token, rows)])
 
 
 def _key(row: ProductRow) -> tuple[object, ...]:
