@@ -17,12 +17,8 @@ from mlx_marlin.weights import super_blocks as stored_blocks
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import TILE_N
 
-LARGEST_NVFP4 = 6.0 * 448.0
-"""The largest E2M1 times the largest E4M3, by which MLX divides a global scale."""
 GLOBAL_SCALE = 1235 + 7373 / 8192
 """A float32 that no smaller float holds, and that is far from the nearest bfloat16."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of FP4 (OCP Microscaling Formats 1.0, table 5)."""
 E8M0_ONE = 127
 """The E8M0 code of 1 (OCP Microscaling Formats 1.0, section 5.4.1)."""
 E4M3_NAN = 0x7F
@@ -67,9 +63,9 @@ def draw(problem: Problem, weights: tuple[int, ...] = (), seed: int = 0) -> Oper
     """
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(seed), 3)
-        codes, numbers = _codes(problem, (*weights, problem.n, problem.k), seed)
+        codes = _codes(problem, (*weights, problem.n, problem.k), seed)
         scales, biases = _parameters(problem, weights, keys)
-        exact, magnitude = _decode(problem, numbers, scales, biases)
+        exact, magnitude = _decode(problem, codes, scales, biases)
         operands = Operands(
             stored=_lay_out(problem, codes, scales, biases),
             exact=exact,
@@ -142,25 +138,20 @@ def _repeated(pool: mx.array, shape: tuple[int, ...], seed: int) -> mx.array:
     return whole[first : first + size].reshape(shape)
 
 
-def _codes(
-    problem: Problem, shape: tuple[int, ...], seed: int
-) -> tuple[mx.array, mx.array]:
-    """Returns codes, uint8, and their values before scaling, float64."""
-    pool = _pool_of_bytes() & _mask(problem)
-    largest = _mask(problem)
+def _codes(problem: Problem, shape: tuple[int, ...], seed: int) -> mx.array:
+    """Returns codes, uint8."""
+    largest = (1 << problem.bits) - 1
+    pool = _pool_of_bytes() & largest
     if problem.format.codes == "floating" and problem.bits == 8:
         # One code is NaN.
         pool = mx.where((pool & E4M3_NAN) == E4M3_NAN, pool - 1, pool)
         largest = E4M3_NAN - 1
-    codes, numbers = (
-        _repeated(array, shape, seed) for array in (pool, _numbers(problem, pool))
+    codes = _repeated(pool, shape, seed)
+    codes[..., SUBNORMAL_ROW::TILE_N, :] = _least(
+        problem, codes[..., SUBNORMAL_ROW::TILE_N, :]
     )
-    least = _least(problem, codes[..., SUBNORMAL_ROW::TILE_N, :])
-    for row, special in ((SUBNORMAL_ROW, least), (EXTREME_ROW, largest)):
-        rows = slice(row, None, TILE_N)
-        codes[..., rows, :] = special
-        numbers[..., rows, :] = _numbers(problem, codes[..., rows, :])
-    return codes, numbers
+    codes[..., EXTREME_ROW::TILE_N, :] = largest
+    return codes
 
 
 def _least(problem: Problem, codes: mx.array) -> mx.array:
@@ -171,20 +162,6 @@ def _least(problem: Problem, codes: mx.array) -> mx.array:
     if problem.bits == 8:  # E4M3: 1 to 7 are subnormal
         return sign | mx.maximum(codes & 7, 1)
     return sign | 1
-
-
-def _numbers(problem: Problem, codes: mx.array) -> mx.array:
-    """Returns the values of codes before scaling, in float64."""
-    if problem.format.codes != "floating":
-        return codes.astype(mx.float64)
-    if problem.bits == 8:
-        return _e4m3(codes)
-    values = mx.array([*E2M1, *(-value for value in E2M1)], mx.float64)
-    return values[codes]
-
-
-def _mask(problem: Problem) -> int:
-    return (1 << problem.bits) - 1
 
 
 def _parameters(
@@ -221,54 +198,46 @@ def _byte_scales(problem: Problem, shape: tuple[int, ...], key: mx.array) -> mx.
 
 
 def _decode(
-    problem: Problem, numbers: mx.array, scales: mx.array, biases: mx.array
+    problem: Problem, codes: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Returns weights in float64, and the sum of magnitudes of the terms of each."""
-    of_groups = numbers.reshape(*numbers.shape[:-1], -1, problem.group_size)
-
-    def wide(parameters: mx.array) -> mx.array:
-        return parameters.astype(mx.float64)[..., None]
-
-    def whole(groups: mx.array) -> mx.array:
-        return groups.reshape(numbers.shape)
-
+    size, bits = problem.group_size, problem.bits
     if problem.format.codes == "floating":
-        exact = whole(of_groups * _floats_of_scales(problem, scales)[..., None])
+        factor = mx.array([GLOBAL_SCALE]) if problem.global_scale else None
+        exact = mx.dequantize(
+            words_of_codes(codes, bits),
+            scales,
+            None,
+            size,
+            bits,
+            problem.mode,
+            global_scale=factor,
+            dtype=mx.float32,
+        ).astype(mx.float64)
         return exact, exact
-    is_super = problem.format.has_super_blocks
-    if is_super:
-        scales, biases = super_blocks.values(problem, scales)
-    scale = wide(scales)
-    if is_super or problem.format.codes == "affine":
-        scaled, bias = scale * of_groups, wide(biases)
-        return whole(scaled + bias), whole(mx.abs(scaled) + mx.abs(bias))
-    middle = mx.array(2.0 ** (problem.bits - 1), mx.float64)
-    zero = wide(biases) if problem.format.codes == "zero_point" else middle
-    return whole(scale * (of_groups - zero)), whole(scale * (of_groups + zero))
+    scale, bias = (
+        array.astype(mx.float64)[..., None]
+        for array in _affine(problem, scales, biases)
+    )
+    scaled = scale * codes.reshape(*codes.shape[:-1], -1, size).astype(mx.float64)
+    exact, magnitude = scaled + bias, mx.abs(scaled) + mx.abs(bias)
+    return exact.reshape(codes.shape), magnitude.reshape(codes.shape)
 
 
-def _floats_of_scales(problem: Problem, scales: mx.array) -> mx.array:
-    if problem.group_size != 16:
-        exponents = scales.astype(mx.float64) - E8M0_ONE
-        return mx.power(mx.array(2.0, mx.float64), exponents)
-    factors = _e4m3(scales)
-    if problem.global_scale:
-        factors = factors * mx.array(GLOBAL_SCALE / LARGEST_NVFP4, mx.float64)
-    return factors
-
-
-def _e4m3(codes: mx.array) -> mx.array:
-    """Returns the values of E4M3 codes (OCP 8-bit Floating Point 1.0, table 2)."""
-    values = []
-    for code in range(256):
-        exponent, mantissa = code >> 3 & 15, code & 7
-        magnitude = (
-            2.0 ** (exponent - 7) * (1 + mantissa / 8)
-            if exponent
-            else 2.0**-6 * mantissa / 8
+def _affine(
+    problem: Problem, scales: mx.array, biases: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Returns the scales and biases of groups with which integer codes are affine."""
+    kind, middle = problem.format.codes, 2.0 ** (problem.bits - 1)
+    if problem.format.has_super_blocks:
+        scales, minima = stored_blocks.float_parameters(
+            scales, problem.format, problem.group_size
         )
-        values.append(-magnitude if code >> 7 else magnitude)
-    return mx.array(values, mx.float64)[codes]
+        return scales, -middle * scales if minima is None else minima
+    if kind == "affine":
+        return scales, biases
+    wide = scales.astype(mx.float64)
+    return wide, -wide * (biases if kind == "zero_point" else middle)
 
 
 def _lay_out(

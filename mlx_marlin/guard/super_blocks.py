@@ -1,4 +1,4 @@
-"""Random parameters of super-blocks, as checkpoints store them, and their values."""
+"""Random parameters of super-blocks, as checkpoints store them."""
 
 import mlx.core as mx
 
@@ -49,28 +49,3 @@ def _records(groups: list[mx.array], factors: list[mx.array]) -> mx.array:
     words = pairs[..., 0] + pairs[..., 1] * BYTE
     halves = mx.stack(factors, axis=-1).astype(mx.float16).view(mx.uint16)
     return mx.concatenate([words, halves], axis=-1).reshape(*lead, -1)
-
-
-def values(problem: Problem, stored: mx.array) -> tuple[mx.array, mx.array]:
-    """Returns scales and biases of groups, float64 [..., n, groups].
-
-    The biases of codes without minima are -2^(bits - 1) times the scales.
-
-    Args:
-        problem: The problem with the format and k.
-        stored: Parameters as `rows` returns them.
-    """
-    parameters = problem.format.parameters
-    per_block = SUPER_BLOCK // problem.group_size
-    lead = stored.shape[:-1]
-    record = stored.reshape(*lead, problem.k // SUPER_BLOCK, -1)
-    words, halves = record[..., :-parameters], record[..., -parameters:]
-    octets = mx.stack([words % BYTE, words // BYTE], axis=-1).astype(mx.float64)
-    octets = octets.reshape(*words.shape[:-1], per_block, parameters)
-    factors = mx.contiguous(halves).view(mx.float16).astype(mx.float64)
-    if parameters == 1:
-        signed = mx.where(octets < BYTE // 2, octets, octets - BYTE)
-        scales = (signed * factors[..., None, :]).reshape(*lead, -1)
-        return scales, -(2.0 ** (problem.bits - 1)) * scales
-    both = octets * factors[..., None, :]
-    return both[..., 0].reshape(*lead, -1), -both[..., 1].reshape(*lead, -1)

@@ -157,6 +157,6 @@ def launch_free_weight(problem: Problem, packed: Any) -> mx.array:
         packed.scales, problem.n, problem.groups, parameters
     )
     third = stored[1] if parameters == 2 else stored[0]
-    numbers = own._numbers(problem, codes_of_words(words, problem.bits))
-    exact, _ = own._decode(problem, numbers, stored[0], third)
+    codes = codes_of_words(words, problem.bits)
+    exact, _ = own._decode(problem, codes, stored[0], third)
     return exact.astype(mx.float32)

@@ -222,12 +222,12 @@ def test_another_machine_has_no_verdict_yet(
     monkeypatch.setattr(mx, "device_info", lambda _: info)
     machine = verdicts._machine.__wrapped__
     before = machine("emulator")
-    backend = type(registry.named("emulator"))
+    backend = registry.named("emulator")
     changes: dict[str, Callable[[], None]] = {
         "chip": lambda: info.update(device_name="Apple M4"),
         "architecture": lambda: info.update(architecture="applegpu_g15s"),
         "system": lambda: monkeypatch.setattr(verdicts.platform, "system", lambda: ""),
-        "build": lambda: monkeypatch.setattr(backend, "system_build", lambda _: "new"),
+        "build": lambda: monkeypatch.setattr(backend, "system_build", lambda: "new"),
         "mlx": lambda: monkeypatch.setattr(mx, "__version__", "0.0"),
     }
     assert machine("emulator") == before

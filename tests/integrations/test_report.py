@@ -190,10 +190,10 @@ def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
     model = tiny_llama()
     mlx_marlin.optimize(model, join=True, layout=layout)
 
-    def unsupported(_: Any, problem: Problem, *__: Any) -> str | None:
+    def unsupported(problem: Problem, *_: Any) -> str | None:
         return "no kernel splits" if problem.epilogue.parts else None
 
-    monkeypatch.setattr(type(selection.active()), "unsupported", unsupported)
+    monkeypatch.setattr(selection.active(), "unsupported", unsupported)
 
     layers = mlx_marlin.report(model, [3]).layers
 
