@@ -1,6 +1,6 @@
 """An embedding whose tied output head runs on our kernels."""
 
-from typing import Self
+from typing import Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,9 +15,15 @@ class MarlinEmbedding(nn.QuantizedEmbedding):
     Its parameters are MLX's own, because the look-up of a row needs MLX's layout.
     """
 
+    layout = "mlx"
+
     @classmethod
     def from_quantized(
-        cls, layer: nn.QuantizedEmbedding, *, invariant: bool = False
+        cls,
+        layer: nn.QuantizedEmbedding,
+        *,
+        layout: Literal["mlx"] = "mlx",
+        invariant: bool = False,
     ) -> Self:
         """Returns an embedding that shares the arrays of MLX's layer."""
         result = without_parameters(cls, layer)

@@ -7,12 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin import state
-from mlx_marlin.layers.native import (
-    GLOBAL_SCALE,
-    NATIVE,
-    PACKED,
-    without_parameters,
-)
+from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, PACKED, without_parameters
 from mlx_marlin.layers.refused_uses import RefusingModule
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.reference.weight import as_mlx, stock_group_size

@@ -7,20 +7,11 @@ import mlx.nn as nn
 
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
-from mlx_marlin.layers.native import (
-    GLOBAL_SCALE,
-    NATIVE,
-    without_parameters,
-)
+from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, without_parameters
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.layer_products import layer_product
 from mlx_marlin.products.packing import quantize
-from mlx_marlin.weights.formats import (
-    DTYPE_BYTES,
-    LAYOUTS,
-    MODE_DEFAULTS,
-    format_of,
-)
+from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
 
 FEW_ROWS = 8

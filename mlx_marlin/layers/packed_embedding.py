@@ -1,6 +1,6 @@
 """`PackedEmbedding`, an embedding in a format that MLX does not have."""
 
-from typing import Self
+from typing import Literal, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -58,6 +58,13 @@ class PackedEmbedding(GuardedParameters):
         layer = cls._of_packed(packed)
         layer.dtype, layer.invariant = dtype, invariant
         return layer
+
+    @classmethod
+    def from_quantized(
+        cls, layer: Self, *, layout: Literal["marlin"], invariant: bool
+    ) -> Self:
+        """Returns an embedding with the arrays of another one."""
+        return cls.from_packed(layer.packed, layer.dtype, invariant=invariant)
 
     @property
     def packed(self) -> PackedWeight:

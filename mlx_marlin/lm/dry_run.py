@@ -15,11 +15,7 @@ from mlx_marlin.lm.layer_conversion import (
     has_stock_format,
     is_marlin_layer,
 )
-from mlx_marlin.lm.module_tree import (
-    common_path,
-    named_layers,
-    pattern,
-)
+from mlx_marlin.lm.module_tree import common_path, named_layers, pattern
 from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.lm.tuned_models.settings import name_of
 from mlx_marlin.planning.choice import aligned
@@ -209,7 +205,7 @@ def _outcome(
     if conversion.applies_to(layer):
         layout: str | None = conversion.layout_of(layer)
     elif is_marlin_layer(layer):
-        layout = getattr(layer, "layout", "mlx")
+        layout = layer.layout
     else:
         layout, reason = None, conversion.why_not(layer)
     if stock is not None and not getattr(layer, "is_packed_only", False):

@@ -4,7 +4,7 @@ GPUs without bfloat16 arithmetic emulate it. Converting a model's parameters is 
 activations and caches have their dtype.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +15,7 @@ from mlx_marlin.lm.module_changes import Changes
 from mlx_marlin.lm.module_tree import named_arrays
 
 _RECORD = "_float16_record"
+"""Attribute of a converted model: the rounded elements of each parameter, by path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,7 @@ class Rounded:
     values: Any
 
 
-@dataclass(slots=True)
-class Record:
-    """What `restore` needs, at the converted model.
-
-    Attributes:
-        rounded: The rounded elements of each converted parameter, by its path.
-    """
-
-    rounded: dict[str, Rounded] = field(default_factory=dict)
+Record = dict[str, Rounded]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +85,21 @@ def use_float16(model: nn.Module, changes: Changes) -> None:
             of the model in bfloat16.
     """
     dtype = logits_dtype(model)
-    record = vars(model).get(_RECORD) or Record()
-    known = {*record.rounded}
+    record = vars(model).get(_RECORD) or {}
+    known = {*record}
 
     # Undoing is exact, so that no parameter is held twice.
     def undo() -> None:
-        _give_back(model, record, {*record.rounded} - known)
+        _give_back(model, record, {*record} - known)
 
     changes.record(undo)
     vars(model)[_RECORD] = record
     for container, key, path in named_arrays(model, mx.bfloat16):
         array = container[key]
         half = _to_half(array)
-        record.rounded[path] = _rounded(array, half)
+        record[path] = _rounded(array, half)
         container[key] = half
-    if record.rounded.keys() != known:
+    if record.keys() != known:
         check_logits(model, dtype)
 
 
@@ -123,14 +116,14 @@ def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
     record: Record | None = vars(model).get(_RECORD)
     if record is None:
         return
-    before = dict(record.rounded)
+    before = dict(record)
 
     def undo() -> None:
-        given = before.keys() - record.rounded.keys()
+        given = before.keys() - record.keys()
         for container, key, path in named_arrays(model, mx.bfloat16):
             if path in given:
                 container[key] = _to_half(container[key])
-        record.rounded.update(before)
+        record.update(before)
         vars(model)[_RECORD] = record
 
     changes.record(undo)
@@ -150,7 +143,7 @@ def drop_float16_record(model: nn.Module, changes: Changes) -> None:
     record: Record | None = vars(model).get(_RECORD)
     if record is None:
         return
-    layers = {_layer_of(path) for path in record.rounded}
+    layers = {_layer_of(path) for path in record}
     rounded: list[tuple[Any, Any, mx.array]] = []
 
     def undo() -> None:
@@ -174,10 +167,10 @@ def _layer_of(path: str) -> str:
 def _give_back(model: nn.Module, record: Record, paths: set[str]) -> None:
     """Converts the parameters with these paths back, if they are there."""
     for container, key, path in named_arrays(model, mx.float16):
-        if path in paths and path in record.rounded:
-            container[key] = _to_bfloat16(container[key], record.rounded[path])
-            del record.rounded[path]
-    if not record.rounded:
+        if path in paths and path in record:
+            container[key] = _to_bfloat16(container[key], record[path])
+            del record[path]
+    if not record:
         vars(model).pop(_RECORD, None)
 
 

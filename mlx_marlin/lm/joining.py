@@ -8,12 +8,7 @@ import mlx.nn as nn
 
 from mlx_marlin.layers.joined import MarlinPart, can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.module_changes import (
-    Changes,
-    Position,
-    Rebuild,
-    module_at,
-)
+from mlx_marlin.lm.module_changes import Changes, Position, Rebuild, module_at
 from mlx_marlin.lm.module_tree import containers, entries, modules
 
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

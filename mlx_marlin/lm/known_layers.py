@@ -139,8 +139,13 @@ def marlin_heads() -> Any:
 
 def is_supported_format(layer: nn.Module) -> bool:
     """Returns whether our kernels read the format of a quantized layer."""
+    return why_not_supported(layer) is None
+
+
+def why_not_supported(layer: Any) -> str | None:
+    """Returns why our kernels do not read the format of a quantized layer."""
     format = FORMATS.get((layer.mode, layer.bits))
-    if format is None or layer.group_size not in format.group_sizes:
-        return False
+    if format is None:
+        return f"{layer.mode} {layer.bits}-bit is not one of our formats"
     k = layer.weight.shape[-1] * 32 // layer.bits
-    return bool(k % format.k_multiple(layer.group_size) == 0)
+    return format.why_not(layer.group_size, k, "mlx")

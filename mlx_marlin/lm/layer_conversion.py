@@ -26,15 +26,12 @@ from mlx_marlin.lm.known_layers import (
     marlin_heads,
     supports_experts,
     supports_heads,
+    why_not_supported,
 )
-from mlx_marlin.lm.module_changes import (
-    Changes,
-    Positions,
-    module_at,
-)
+from mlx_marlin.lm.module_changes import Changes, Positions, module_at
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.products.reference.weight import rounds_biases
-from mlx_marlin.weights.formats import CHANNEL, FORMATS, LAYOUTS, format_of
+from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
 STAYS_STOCK = "stays_stock"
@@ -65,7 +62,7 @@ class LayerConversion:
         if getattr(layer, STAYS_STOCK, False):
             return False
         if type(layer) is nn.Linear:
-            return self.quantize and self._can_quantize(layer)
+            return self.quantize and self._wrong_size(layer) is None
         if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
             return is_supported_format(layer)
         if is_experts(layer):
@@ -85,7 +82,7 @@ class LayerConversion:
         known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
         if not (known or is_experts(layer) or is_heads(layer) or is_sharded(layer)):
             return f"optimize does not convert a {type(layer).__name__}"
-        return _why_not_supported(layer) or (
+        return why_not_supported(layer) or (
             "sums of machines, and heads on CUDA, are not invariant"
             if is_heads(layer) or is_sharded(layer)
             else "our kernels for experts do not run here, or do not take such scales, "
@@ -95,30 +92,14 @@ class LayerConversion:
     def convert(self, layer: Any) -> nn.Module:
         """Returns the converted layer of a layer that `applies_to` accepts."""
         layout, invariant = self.layout_of(layer), self.invariant
-        if is_experts(layer) or is_marlin_experts(layer):
-            experts: nn.Module = marlin_experts().from_quantized(
-                layer, layout=layout, invariant=invariant
-            )
-            return experts
-        if is_heads(layer) or is_marlin_heads(layer):
-            heads: nn.Module = marlin_heads().from_quantized(
-                layer, layout=layout, invariant=invariant
-            )
-            return heads
-        if is_sharded(layer) or type(layer) in SHARDED:
-            return class_for(layer).from_quantized(
-                layer, layout=layout, invariant=invariant
-            )
-        if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
-            return MarlinEmbedding.from_quantized(layer, invariant=invariant)
-        if isinstance(layer, PackedEmbedding):
-            weight = layer.packed
-            return PackedEmbedding.from_packed(weight, layer.dtype, invariant=invariant)
         if type(layer) is nn.Linear:
             return MarlinLinear.from_linear(
                 layer, self.group_size, self.bits, layout=layout, invariant=invariant
             )
-        return MarlinLinear.from_quantized(layer, layout=layout, invariant=invariant)
+        converted: nn.Module = _class_for(layer).from_quantized(
+            layer, layout=layout, invariant=invariant
+        )
+        return converted
 
     def layout_of(self, layer: nn.Module) -> str:
         """Returns the layout that the converted layer has."""
@@ -127,9 +108,6 @@ class LayerConversion:
         if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
             return "mlx"
         return self.layout or default_layout(layer)
-
-    def _can_quantize(self, layer: nn.Linear) -> bool:
-        return self._wrong_size(layer) is None
 
     def _wrong_size(self, layer: nn.Linear) -> str | None:
         k = layer.weight.shape[1]
@@ -145,8 +123,6 @@ class LayerConversion:
 
     def _changes(self, layer: Any) -> bool:
         """Returns whether a converted layer has other options."""
-        if isinstance(layer, MarlinEmbedding | PackedEmbedding):
-            return layer.invariant is not self.invariant
         if is_marlin_heads(layer) and not supports_heads(self.invariant):
             return False
         if is_marlin_experts(layer) and not supports_experts(self.invariant):
@@ -155,13 +131,17 @@ class LayerConversion:
         return changed or layer.invariant is not self.invariant
 
 
-def _why_not_supported(layer: Any) -> str | None:
-    """Returns why our kernels do not read the format of a quantized layer."""
-    format = FORMATS.get((layer.mode, layer.bits))
-    if format is None:
-        return f"{layer.mode} {layer.bits}-bit is not one of our formats"
-    k = layer.weight.shape[-1] * 32 // layer.bits
-    return format.why_not(layer.group_size, k, "mlx")
+def _class_for(layer: nn.Module) -> Any:
+    """Returns our class for a quantized layer of MLX's or mlx-lm's, or of ours."""
+    if is_experts(layer) or is_marlin_experts(layer):
+        return marlin_experts()
+    if is_heads(layer) or is_marlin_heads(layer):
+        return marlin_heads()
+    if is_sharded(layer) or type(layer) in SHARDED:
+        return class_for(layer)
+    if type(layer) in (nn.QuantizedEmbedding, MarlinEmbedding):
+        return MarlinEmbedding
+    return PackedEmbedding if isinstance(layer, PackedEmbedding) else MarlinLinear
 
 
 def default_layout(layer: nn.Module) -> str:
@@ -207,7 +187,7 @@ def has_stock_format(layer: nn.Module) -> bool:
 
 def can_unpack(layer: nn.Module) -> bool:
     """Returns whether a layer is packed, and MLX's layout has the same weights."""
-    return has_stock_format(layer) and getattr(layer, "layout", "mlx") == "marlin"
+    return has_stock_format(layer) and layer.layout == "marlin"
 
 
 def to_stock(layer: Any) -> nn.Module:
@@ -235,10 +215,8 @@ def inverse(layer: nn.Module) -> Convert:
     """
     if type(layer) is nn.Linear or getattr(layer, "is_packed_only", False):
         return lambda _: layer  # the other layer has rounded numbers or another format
-    if isinstance(layer, MarlinEmbedding):
-        return partial(MarlinEmbedding.from_quantized, invariant=layer.invariant)
     cls: Any = type(layer)
-    if isinstance(layer, MarlinLinear) or is_marlin_layer(layer):
+    if is_marlin_layer(layer):
         return partial(
             cls.from_quantized, layout=layer.layout, invariant=layer.invariant
         )

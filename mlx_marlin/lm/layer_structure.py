@@ -6,7 +6,6 @@ mlx-vlm and others have classes of their own that do the same as mlx-lm's.
 import importlib.util
 import inspect
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +14,8 @@ import mlx.nn as nn
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 
 EXPERTS, HEADS = "experts", "heads"
-OPERATIONS = {"gather_qmm": EXPERTS, "quantized_matmul": HEADS}
-"""The product in a class's `__call__` -> what its layers are."""
-OPTIONS = {EXPERTS: ("indices", "sorted_indices"), HEADS: ("transpose",)}
-"""Parameters of `__call__` after x."""
+KINDS = {("indices", "sorted_indices"): EXPERTS, ("transpose",): HEADS}
+"""Parameters of a class's `__call__` after x -> what its layers may be."""
 ARRAYS = {"weight", "scales", "biases", "bias"}
 ATTRIBUTES = {"group_size", "bits", "mode", "biases", "_no_grad", "_training"}
 COUNT, ROWS = 3, 8
@@ -60,17 +57,12 @@ def _computes(
         format: Group size, bits and mode.
         biased: Whether it has a bias.
     """
-    if type(call) is not FunctionType:
+    try:
+        kind = KINDS.get(tuple(inspect.signature(call).parameters)[2:])
+        same = kind is not None and _is_stock_product(cls, kind, format, biased)
+    except Exception:  # it needs more than such a layer has
         return None
-    found = {OPERATIONS[n] for n in call.__code__.co_names if n in OPERATIONS}
-    parameters = tuple(inspect.signature(call).parameters)
-    for kind in found:
-        if len(found) == 1 and parameters[2:] == OPTIONS[kind]:
-            try:
-                return kind if _is_stock_product(cls, kind, format, biased) else None
-            except Exception:  # it needs more than such a layer has
-                return None
-    return None
+    return kind if same else None
 
 
 def _is_stock_product(

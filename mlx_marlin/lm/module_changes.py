@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 from weakref import ref
 
 import mlx.core as mx
@@ -45,6 +45,14 @@ class Changes:
 
     def __init__(self) -> None:
         self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Returns changes that an error inside the context undoes."""
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.undo()
 
     def replace(
         self,

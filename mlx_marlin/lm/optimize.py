@@ -31,10 +31,7 @@ from mlx_marlin.lm.layer_conversion import (
     replace_layers,
     to_stock,
 )
-from mlx_marlin.lm.module_changes import (
-    Changes,
-    one_at_a_time,
-)
+from mlx_marlin.lm.module_changes import Changes, one_at_a_time
 from mlx_marlin.lm.module_tree import computing_layers, find_layers
 from mlx_marlin.lm.recipe import Recipe, resolve
 from mlx_marlin.lm.tracing_code import set_tracing, tracing_code
@@ -191,8 +188,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         TypeError: If `model` is not an `nn.Module`.
     """
     check_model(model)
-    changes = Changes()
-    try:
+    with Changes() as changes:
         set_tracing(model, False, changes)
         separate_layers(model, changes)
         give_back_bfloat16(model, changes)
@@ -200,9 +196,6 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         replace_layers(converted, to_stock, progress, changes)
         give_back_bfloat16(model, changes)
         drop_float16_record(model, changes)
-    except BaseException:
-        changes.undo()
-        raise
     return model
 
 
@@ -212,8 +205,7 @@ def _convert(
     """Does what a recipe says; the model is left unchanged if an error occurs."""
     conversion = recipe.conversion
     is_asked = recipe.trace and "trace" in recipe.given
-    changes = Changes()
-    try:
+    with Changes() as changes:
         separate_layers(model, changes)
         if recipe.compute is not None:
             # Its record has MLX's names, which a later change of layout does not have.
@@ -226,22 +218,15 @@ def _convert(
             join_layers(model, changes)
         set_tracing(model, recipe.trace, changes, recipe.fuse, is_asked)
         run_once(model, warm_up)
-    except BaseException:
-        changes.undo()
-        raise
 
 
 def _leave_to_stock(model: nn.Module, progress: bool) -> None:
     """Converts layers back to MLX's, except those that MLX's layers would round."""
-    changes = Changes()
-    try:
+    with Changes() as changes:
         set_tracing(model, False, changes)
         separate_layers(model, changes)
         converted = find_layers(model, has_stock_format)
         replace_layers(converted, to_stock, progress, changes)
-    except BaseException:
-        changes.undo()
-        raise
 
 
 def check_model(model: object) -> None:

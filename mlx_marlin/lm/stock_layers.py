@@ -16,15 +16,8 @@ from mlx_marlin.checkpoints.formats.marlin_folder import VERSION, stock_layers_o
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.joining import join_layers, separate_layers
-from mlx_marlin.lm.layer_conversion import (
-    STAYS_STOCK,
-    is_marlin_layer,
-    replace_layers,
-)
-from mlx_marlin.lm.module_changes import (
-    Changes,
-    one_at_a_time,
-)
+from mlx_marlin.lm.layer_conversion import STAYS_STOCK, is_marlin_layer, replace_layers
+from mlx_marlin.lm.module_changes import Changes, one_at_a_time
 from mlx_marlin.lm.module_tree import find_layers
 
 
@@ -43,8 +36,7 @@ def keep_on_stock(model: nn.Module, names: Collection[str]) -> None:
         ValueError: If the model has no quantized layer of a name, or MLX has no such
             layer.
     """
-    changes = Changes()
-    try:
+    with Changes() as changes:
         is_joined = any(isinstance(module, MarlinPart) for module in model.modules())
         separate_layers(model, changes)
         layers = [_quantized_layer(model, name) for name in names]
@@ -53,9 +45,6 @@ def keep_on_stock(model: nn.Module, names: Collection[str]) -> None:
         replace_layers(found, lambda layer: layer.to_stock(), False, changes)
         if is_joined:
             join_layers(model, changes)
-    except BaseException:
-        changes.undo()
-        raise
     modules = dict(model.named_modules())
     for name in names:
         setattr(_inner(modules[name]), STAYS_STOCK, True)

@@ -57,8 +57,8 @@ def tracing_code(trace: bool) -> Any | None:
 def _imported() -> Any | None:
     """Returns the module that traces blocks; None, with a warning, if it fails."""
     try:
-        code: Any = import_module(CODE)
-        code.check()
+        code = import_module(CODE)
+        import_module("mlx_marlin.lm.tracing.kv_cache").check_caches()
     except Exception as error:  # another version may raise anything
         report_untraced(f"{type(error).__name__}: {error}")
         return None

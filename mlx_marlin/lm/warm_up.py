@@ -16,10 +16,7 @@ from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.native import activation_dtype
-from mlx_marlin.lm.known_layers import (
-    is_marlin_experts,
-    is_marlin_heads,
-)
+from mlx_marlin.lm.known_layers import is_marlin_experts, is_marlin_heads
 from mlx_marlin.weights.dtypes import floating
 
 Step = Callable[[], Any]

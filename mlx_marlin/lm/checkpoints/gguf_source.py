@@ -7,11 +7,7 @@ import mlx.core as mx
 
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import gguf
-from mlx_marlin.lm.checkpoints.model_source import (
-    FolderSource,
-    ModelSource,
-    Value,
-)
+from mlx_marlin.lm.checkpoints.model_source import FolderSource, ModelSource, Value
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Dtypes of plain tensors, by llama.cpp's names."""

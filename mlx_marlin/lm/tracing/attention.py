@@ -105,19 +105,15 @@ def _is_grouped(queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> boo
 
     MLX's `sdpa_vector` takes a mask on Metal, but not on CUDA (0.32.4).
     """
+    streams, heads, tokens, _ = queries.shape
     return (
         type(cache) is BatchKVCache
         and type(mask) is mx.array
         and mask.dtype == mx.bool_
         and not selection.traits().stock_masks_attention
-        and queries.shape[1] > keys.shape[1]
-        and mask.shape == _shape_of_mask(queries, cache)
+        and heads > keys.shape[1]
+        and mask.shape == (streams, 1, tokens, cache._idx + tokens)
     )
-
-
-def _shape_of_mask(queries: mx.array, cache: Any) -> tuple[int, ...]:
-    streams, _, tokens, _ = queries.shape
-    return streams, 1, tokens, cache._idx + tokens
 
 
 _last_summands: tuple[Any, tuple[object, ...], mx.array] | None = None

@@ -27,7 +27,7 @@ from mlx_marlin.lm.tracing.inspection import (
     inspect,
     why_untraced,
 )
-from mlx_marlin.lm.tracing.kv_cache import check_caches, is_alone
+from mlx_marlin.lm.tracing.kv_cache import is_alone
 from mlx_marlin.lm.tracing.model_families import block_classes
 from mlx_marlin.lm.tracing.snapshot import is_unchanged
 
@@ -102,15 +102,6 @@ class TracedBlock(nn.Module):
     def _own(self, x: mx.array, mask: Any, cache: Any | None) -> mx.array:
         y: mx.array = super().__call__(x, mask, cache)
         return y
-
-
-def check() -> None:
-    """Checks that mlx-lm has the attributes that traced blocks use.
-
-    Raises:
-        AttributeError: If its caches lack one.
-    """
-    check_caches()
 
 
 def trace_blocks(model: nn.Module, changes: Changes, fuse: frozenset[str]) -> None:

@@ -52,11 +52,8 @@ def rotated_heads(
         return None
     if per_stream and positions.shape != x.shape[:1]:
         return None  # MLX's rope raises
-    freqs = freqs_of(rope, features)
-    if freqs is None:
-        return None
-    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
-    if not _are_head_norms(norms, features):
+    freqs, norms = freqs_of(rope, features), _head_norms(modules, features)
+    if freqs is None or norms is None:
         return None
     columns = sum(sizes[:2])
     rotation = Rotation(features, columns, per_row=per_stream, factor=factor_of(rope))
@@ -90,9 +87,8 @@ def heads_of(
         kernel does not compute them.
     """
     rope, features = modules["rope"], columns // (heads + 2 * kv_heads)
-    freqs = freqs_of(rope, features)
-    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
-    if freqs is None or not _are_head_norms(norms, features):
+    freqs, norms = freqs_of(rope, features), _head_norms(modules, features)
+    if freqs is None or norms is None:
         return None
     layout = HeadLayout(
         heads=heads,
@@ -105,14 +101,17 @@ def heads_of(
     return layout, freqs, tuple(norm["weight"] for norm in norms)
 
 
-def _are_head_norms(norms: list[Any], features: int) -> bool:
-    """Returns whether all norms are MLX's, of single heads, and with one epsilon."""
-    shape = (features,)
-    return (
-        all(type(norm) is nn.RMSNorm for norm in norms)
-        and all(norm["weight"].shape == shape for norm in norms)
-        and len({norm.eps for norm in norms}) <= 1
+def _head_norms(modules: dict[str, Any], features: int) -> list[Any] | None:
+    """Returns the norms of q and k, if any; None if kernels do not compute them.
+
+    They have to be MLX's, of single heads, and with one epsilon.
+    """
+    norms = [modules[name] for name in ("q_norm", "k_norm") if name in modules]
+    known = all(
+        type(norm) is nn.RMSNorm and norm["weight"].shape == (features,)
+        for norm in norms
     )
+    return norms if known and len({norm.eps for norm in norms}) <= 1 else None
 
 
 def on_device(offset: mx.array) -> mx.array:

@@ -24,13 +24,7 @@ from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.backends import selection
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.tracing.block_spec import (
-    BlockSpec,
-    Graph,
-    Graphs,
-    Shape,
-    build,
-)
+from mlx_marlin.lm.tracing.block_spec import BlockSpec, Graph, Graphs, Shape, build
 from mlx_marlin.lm.tracing.fused_rope import heads_of, rotated_heads
 from mlx_marlin.planning.block_plans import HeadsPlan
 from mlx_marlin.products.autodiff import without_vjp
@@ -92,18 +86,15 @@ def _before(
     """
     spec.runs["before"] += 1
     modules = build(spec.before, arrays)
-    if spec.output_gate:
-        return _gated_heads(spec, modules, x, offset)
-    if spec.qkv and "rope" in spec.fuse:
+    if spec.qkv and "rope" in spec.fuse and not spec.output_gate:
         features, per_stream = spec.qkv[0] // spec.heads, offset.size > 1
         rotated = rotated_heads(modules, spec.qkv, features, x, positions, per_stream)
         if rotated is None:
             rotated = _rotated_heads(spec, modules, x, positions)
         if rotated is not None:
             return rotated
-    if spec.qkv and _is_one_row(x, modules["joined"]):
-        return _heads_of_row(spec, modules, x, offset)
-    return _heads(spec, modules, x, offset)
+    is_row = spec.qkv and not spec.output_gate and _is_one_row(x, modules["joined"])
+    return (_heads_of_row if is_row else _heads)(spec, modules, x, offset)
 
 
 def _rotated_heads(
@@ -150,20 +141,15 @@ def _heads_of_row(
 
 def _heads(
     spec: BlockSpec, modules: dict[str, Any], x: mx.array, offset: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Does what `_before` does for any number of rows."""
-    return _rotated(spec, modules, _projected(spec, modules, x), x.shape, offset)
-
-
-def _gated_heads(
-    spec: BlockSpec, modules: dict[str, Any], x: mx.array, offset: mx.array
 ) -> tuple[mx.array, ...]:
-    """Returns q, k, v and the output gate of x."""
+    """Does what `_before` does for any number of rows."""
     q, k, v = _projected(spec, modules, x)
-    by_heads = q.reshape(*x.shape[:2], spec.heads, -1)
-    q, gate = mx.split(by_heads, 2, axis=-1)
+    gate: list[mx.array] = []
+    if spec.output_gate:
+        by_heads = q.reshape(*x.shape[:2], spec.heads, -1)
+        q, *gate = mx.split(by_heads, 2, axis=-1)
     heads = _rotated(spec, modules, (q, k, v), x.shape, offset)
-    return *heads, gate.reshape(*x.shape[:2], -1)
+    return *heads, *(values.reshape(*x.shape[:2], -1) for values in gate)
 
 
 def _projected(

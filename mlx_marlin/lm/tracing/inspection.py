@@ -38,11 +38,7 @@ from mlx_marlin.lm.tracing.model_families import (
     ScaledResidualSum,
     family_of,
 )
-from mlx_marlin.lm.tracing.routed_experts import (
-    SharedExpert,
-    check_names,
-    routed,
-)
+from mlx_marlin.lm.tracing.routed_experts import SharedExpert, check_names, routed
 from mlx_marlin.lm.tracing.snapshot import (
     Snapshot,
     are_original,
@@ -91,6 +87,7 @@ class Inspection:
         after: Where the arrays of the graph after attention are.
         windowed: Whether the block's mask may hide distant tokens.
         scale: Factor of the attention scores.
+        reason: Why the block cannot be traced; None if it can.
     """
 
     snapshot: Snapshot
@@ -99,6 +96,7 @@ class Inspection:
     after: Slots = ((), ())
     windowed: bool = False
     scale: float = 1.0
+    reason: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block is inspected again
@@ -111,57 +109,41 @@ class Inspection:
 def inspect(block: nn.Module) -> Inspection:
     """Inspects a traced block, whose second base class is mlx-lm's."""
     cls: Any = type(block).__bases__[1]
-    snapshot = take_snapshot(block, cls, "_inspection")
-    try:
-        spec, before, after, windowed, scale = _inspected(block, cls, snapshot)
-    except NotTraceableError:
-        return Inspection(snapshot, None)
-    except AttributeError as error:
-        _of_another_version(error, cls)
-        return Inspection(snapshot, None)
+    found = _inspected(block, cls)
+    spec = found.spec
+    if spec is None:
+        return found
     if spec not in _specs and len(_specs) >= MOST_SPECS:
         warn_once("too many specs", TOO_MANY)
-        return Inspection(snapshot, None)
-    spec = _specs.setdefault(spec, spec)
-    return Inspection(snapshot, spec, before, after, windowed, scale)
+        return Inspection(found.snapshot, None)
+    found.spec = _specs.setdefault(spec, spec)
+    return found
 
 
 def why_untraced(block: nn.Module, cls: type[nn.Module]) -> str | None:
     """Returns why a block of a class in `FAMILIES` cannot be traced, or None."""
-    try:
-        _inspected(block, cls, take_snapshot(block, cls, "_inspection"))
-    except NotTraceableError as error:
-        return str(error)
-    except AttributeError as error:
-        return _of_another_version(error, cls)
-    return None
+    return _inspected(block, cls).reason
 
 
-def _of_another_version(error: AttributeError, cls: type[nn.Module]) -> str:
-    """Warns that mlx-lm has renamed something, and returns what."""
-    report_untraced(str(error), f"decoder blocks of {cls.__module__}")
-    return str(error)
-
-
-def _inspected(
-    block: nn.Module, cls: type[nn.Module], snapshot: Snapshot
-) -> tuple[BlockSpec, Slots, Slots, bool, float]:
-    """Returns what `Inspection` has besides a snapshot.
-
-    Raises:
-        NotTraceableError: If the block cannot be traced.
-        AttributeError: If mlx-lm has renamed something.
-    """
-    if not are_original(snapshot.lookups):
-        raise NotTraceableError("a method or function that it calls was replaced")
+def _inspected(block: nn.Module, cls: type[nn.Module]) -> Inspection:
+    """Inspects a block of a class; warns if mlx-lm has renamed something."""
+    snapshot = take_snapshot(block, cls, "_inspection")
     own = sys.modules[cls.__module__]
-    family = family_of(own)
     try:
-        spec, before, after = _spec(block, family, own)
+        if not are_original(snapshot.lookups):
+            raise NotTraceableError("a method or function that it calls was replaced")
+        family = family_of(own)
+        traced = _spec(block, family, own)
+        scale = getattr(block[ATTENTION], family.scale)
+        return Inspection(snapshot, *traced, family.windowed(block), scale)
+    except NotTraceableError as error:
+        reason = str(error)
     except KeyError as error:
-        raise NotTraceableError(f"it has no {error.args[0]}") from None
-    scale = getattr(block[ATTENTION], family.scale)
-    return spec, before, after, family.windowed(block), scale
+        reason = f"it has no {error.args[0]}"
+    except AttributeError as error:
+        reason = str(error)
+        report_untraced(reason, f"decoder blocks of {cls.__module__}")
+    return Inspection(snapshot, None, reason=reason)
 
 
 class _Specs(dict[BlockSpec, BlockSpec]):

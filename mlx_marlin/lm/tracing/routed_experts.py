@@ -10,11 +10,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.known_layers import is_routing_fused
 from mlx_marlin.lm.tracing.model_families import Experts
-from mlx_marlin.lm.tracing.routing import (
-    choose_experts,
-    has_kernel,
-    weighted_sum,
-)
+from mlx_marlin.lm.tracing.routing import choose_experts, has_kernel, weighted_sum
 
 SHARED = ("shared_expert", "shared_expert_gate")
 """Names of the shared expert and its gate in mixtures with a routing rule."""

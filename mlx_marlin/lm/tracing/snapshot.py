@@ -6,6 +6,7 @@ they were chosen, and while its methods are those that MLX and mlx-lm define. Ea
 is compared at each call, which takes about 2 us on the host.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -40,9 +41,8 @@ class Snapshot:
     model until Python's garbage collector runs.
 
     Attributes:
-        parts: Names and modules of the block's children.
-        tree: All descendants of these children.
-        modules: The modules of `parts` and `tree`.
+        tree: All descendants of the block, whose own children have the parent None.
+        modules: The modules of `tree`.
         types: Classes of `modules`.
         with_arrays: The modules that have arrays.
         lengths: Number of entries of `with_arrays`; an added bias changes it.
@@ -55,8 +55,7 @@ class Snapshot:
         functions: The functions found there.
     """
 
-    parts: tuple[tuple[str, nn.Module], ...]
-    tree: tuple[Child, ...]
+    tree: tuple[tuple[Any, ...], ...]
     modules: tuple[nn.Module, ...]
     types: list[type]
     with_arrays: tuple[nn.Module, ...]
@@ -77,9 +76,8 @@ def take_snapshot(block: nn.Module, cls: type[nn.Module], ignored: str) -> Snaps
         cls: The block's class in mlx-lm.
         ignored: An attribute of the block that is not a setting.
     """
-    parts = (*children_of(block).items(),)
-    tree = tuple(entry for _, child in parts for entry in _tree(child))
-    modules = *(child for _, child in parts), *(inner for *_, inner in tree)
+    tree = (*_tree(block),)
+    modules = tuple(child for *_, child in tree)
     types = [*map(type, modules)]
     with_arrays = tuple(module for module in modules if _has_arrays(module))
     attributes = [vars(module) for module in modules if _has_settings(module)]
@@ -87,8 +85,7 @@ def take_snapshot(block: nn.Module, cls: type[nn.Module], ignored: str) -> Snaps
     own_of = itemgetter(*(vars(block).keys() - {ignored, "_no_grad"}))
     lookups = lookups_of((cls, *types))
     return Snapshot(
-        parts=parts,
-        tree=tree,
+        tree=tuple((None if own is block else own, *each) for own, *each in tree),
         modules=modules,
         types=types,
         with_arrays=with_arrays,
@@ -105,11 +102,8 @@ def take_snapshot(block: nn.Module, cls: type[nn.Module], ignored: str) -> Snaps
 def is_unchanged(block: nn.Module, snapshot: Snapshot) -> bool:
     """Returns whether a block equals its snapshot."""
     try:
-        for name, child in snapshot.parts:
-            if block[name] is not child:
-                return False
         for parent, name, child in snapshot.tree:
-            if parent[name] is not child:
+            if (block if parent is None else parent)[name] is not child:
                 return False
         # Lists are compared in C, which tests identity before equality.
         return (
@@ -169,57 +163,41 @@ def lookups_of(classes: Iterable[type]) -> Lookups:
 
 
 def are_original(lookups: Lookups) -> bool:
-    """Returns whether none of these functions has been patched."""
-    return all(
-        _is_own_method(holder) if isinstance(holder, type) else _is_own(holder, name)
-        for holder, name in zip(*lookups, strict=True)
-    )
+    """Returns whether none of these functions has been replaced."""
+    return all(map(_is_original, *lookups))
 
 
 def _functions_of(cls: Any) -> Iterator[tuple[ModuleType, str]]:
     """Yields the functions of mlx-lm that a class's `__call__` may refer to."""
     call = cls.__call__
-    module = sys.modules.get(getattr(call, "__module__", ""))
-    if module is None or type(call) is not FunctionType or not _is_of(module, "mlx_lm"):
+    home = _home_of(call)
+    is_mlx_lms = home is not None and home.__name__.startswith("mlx_lm.")
+    if type(call) is not FunctionType or home is None or not is_mlx_lms:
         return
-    for name in call.__code__.co_names:
-        value = vars(module).get(name)
+    for name, value in inspect.getclosurevars(call).globals.items():
         if callable(value) and not isinstance(value, type):
-            yield module, name
+            yield home, name
 
 
-def _is_own_method(cls: Any) -> bool:
-    """Returns whether a class's `__call__` is the one that its definition has."""
-    owner = next(base for base in cls.__mro__ if "__call__" in vars(base))
-    module = sys.modules.get(owner.__module__)
-    if not any(_is_of(module, package) for package in PACKAGES):
-        return False
-    names = f"{owner.__qualname__}.__call__", ACTIVATION
-    return any(_is_defined_in(module, cls.__call__, name) for name in names)
+def _is_original(holder: Any, name: str) -> bool:
+    """Returns whether what a class or a module has under a name was defined there.
 
-
-def _is_own(module: ModuleType, name: str) -> bool:
-    """Returns whether a module's attribute was defined under this name."""
-    value = getattr(module, name, None)
-    home = sys.modules.get(getattr(value, "__module__", ""))
-    if not any(_is_of(home, package) for package in PACKAGES):
-        return False
-    if type(value) is FunctionType:
-        return _is_defined_in(home, value, name)
-    # Of a function that `mx.compile` returned, only the name can be compared.
-    return getattr(value, "__name__", None) == name and vars(home).get(name) is value
-
-
-def _is_defined_in(module: ModuleType | None, function: Any, name: str) -> bool:
-    """Returns whether a module's own code defines a function under this name.
-
-    A wrapper may copy all attributes of a function except its globals and its code.
+    A wrapper may copy all names of a function, but not its globals. Of a function that
+    `mx.compile` returned, only the name can be compared.
     """
-    if module is None or type(function) is not FunctionType:
+    value: Any = getattr(holder, name, None)
+    home, is_function = _home_of(value), type(value) is FunctionType
+    if home is None or (is_function and value.__globals__ is not vars(home)):
         return False
-    is_here = function.__globals__ is vars(module)
-    return is_here and function.__code__.co_qualname == name
+    if not isinstance(holder, type):
+        return value.__name__ == name and vars(home).get(name) is value
+    owner = next(base for base in holder.__mro__ if name in vars(base))
+    names = f"{owner.__qualname__}.{name}", ACTIVATION
+    is_own = owner.__module__ == home.__name__ and is_function
+    return is_own and value.__qualname__ in names
 
 
-def _is_of(module: ModuleType | None, package: str) -> bool:
-    return module is not None and module.__name__.partition(".")[0] == package
+def _home_of(value: Any) -> ModuleType | None:
+    """Returns the module of `PACKAGES` that says it defines a function, or None."""
+    name = getattr(value, "__module__", None) or ""
+    return sys.modules.get(name) if name.partition(".")[0] in PACKAGES else None

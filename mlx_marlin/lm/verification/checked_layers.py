@@ -19,15 +19,8 @@ from mlx_marlin.lm.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
 )
-from mlx_marlin.lm.layer_conversion import (
-    LayerConversion,
-    is_marlin_layer,
-)
-from mlx_marlin.lm.module_tree import (
-    computing_layers,
-    has_tied_head,
-    natural_key,
-)
+from mlx_marlin.lm.layer_conversion import LayerConversion, is_marlin_layer
+from mlx_marlin.lm.module_tree import computing_layers, has_tied_head, natural_key
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.lm.verification.exact_weights import ExactWeight
 from mlx_marlin.products import eligibility

@@ -10,23 +10,10 @@ from numpy.typing import NDArray
 from mlx_marlin.lm.verification.activations import Activations
 from mlx_marlin.lm.verification.checked_layers import CheckedLayer
 from mlx_marlin.lm.verification.errors import Errors, Floats
-from mlx_marlin.lm.verification.exact_weights import (
-    ExactWeight,
-    Rows,
-    as_float64,
-)
-from mlx_marlin.lm.verification.report import (
-    LayerReport,
-    ProductReport,
-)
-from mlx_marlin.lm.verification.thresholds import (
-    Sizes,
-    feature_limit,
-    product_limit,
-)
-from mlx_marlin.lm.verification.weight_comparison import (
-    WeightComparison,
-)
+from mlx_marlin.lm.verification.exact_weights import ExactWeight, Rows, as_float64
+from mlx_marlin.lm.verification.report import LayerReport, ProductReport
+from mlx_marlin.lm.verification.thresholds import Sizes, feature_limit, product_limit
+from mlx_marlin.lm.verification.weight_comparison import WeightComparison
 from mlx_marlin.weights.dtypes import dtype_name
 
 

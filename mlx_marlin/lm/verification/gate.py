@@ -16,14 +16,8 @@ from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load, load_model
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
-from mlx_marlin.lm.stock_layers import (
-    keep_on_stock,
-    record_stock_layers,
-)
-from mlx_marlin.lm.verification.activations import (
-    Capture,
-    random_activations,
-)
+from mlx_marlin.lm.stock_layers import keep_on_stock, record_stock_layers
+from mlx_marlin.lm.verification.activations import Capture, random_activations
 from mlx_marlin.lm.verification.checked_layers import (
     CheckedLayer,
     checked_layers,
@@ -32,16 +26,8 @@ from mlx_marlin.lm.verification.checked_layers import (
 )
 from mlx_marlin.lm.verification.comparison import compare
 from mlx_marlin.lm.verification.exact_weights import ExactWeight
-from mlx_marlin.lm.verification.perplexity import (
-    Tick,
-    passes,
-    perplexity,
-)
-from mlx_marlin.lm.verification.report import (
-    LayerReport,
-    Perplexities,
-    Report,
-)
+from mlx_marlin.lm.verification.perplexity import Tick, passes, perplexity
+from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
 from mlx_marlin.lm.verification.texts import on_stock, windows
 
 MOST_ROWS = 4096

@@ -4,10 +4,7 @@ import math
 
 import numpy as np
 
-from mlx_marlin.lm.verification.exact_weights import (
-    ExactWeight,
-    Rows,
-)
+from mlx_marlin.lm.verification.exact_weights import ExactWeight, Rows
 from mlx_marlin.lm.verification.report import WeightReport
 from mlx_marlin.lm.verification.thresholds import quantization_limit
 
