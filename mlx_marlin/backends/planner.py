@@ -14,7 +14,7 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
-from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -90,7 +90,7 @@ def serve(
     device: PlanningDevice,
     *,
     transpose: bool = True,
-    measured: Result | None = None,
+    measured: Measured | None = None,
     hands_over: bool = True,
 ) -> Answer:
     """Decides who serves a problem on a GPU; the only place that does.
@@ -101,26 +101,29 @@ def serve(
         problem: The product to compute, or experts' products.
         device: The device to plan for.
         transpose: Whether the product is x @ w.T.
-        measured: The tuned result of the problem, which then decides.
+        measured: What was measured for the problem, which then decides.
         hands_over: Whether stock MLX serves what it computes faster.
     """
     backend = registry.of_device(device)
     reason = backend.unsupported(problem, device, transpose)
     if reason is not None:
         return Refusal(reason)
+    if measured is not None:
+        if hands_over and measured.reason is not None:
+            return Refusal(measured.reason, "speed")
+        if measured.plan is not None:
+            return measured.plan
+    asks = hands_over and measured is None
     if isinstance(problem, GatherProblem):
         predicted = partial(_no_prediction, problem)
-        reason = backend.handover(problem, device, predicted) if hands_over else None
+        reason = backend.handover(problem, device, predicted) if asks else None
         if reason is not None:
             return Refusal(reason, "speed")
         return backend.choose_gather(problem, device)
     if not transpose:
         return dequantize_plan(problem, transposed=False)
-    if measured is not None:
-        refused = hands_over and measured.reason is not None
-        return Refusal(str(measured.reason), "speed") if refused else measured.plan
     decoded = choose_dequantize(problem, device) if hands_over else None
-    reason = stock_reason(problem, device) if hands_over and decoded is None else None
+    reason = stock_reason(problem, device) if asks and decoded is None else None
     if reason is not None:
         return Refusal(reason, "speed")
     return decoded or choose(problem, device)
@@ -130,7 +133,9 @@ def usable(
     plan: Answer,
     device: PlanningDevice,
     fault: Callable[[AnyPlan], str | None],
+    *,
     hands_over: bool = True,
+    is_measured: bool = False,
 ) -> Answer:
     """Returns what serves where the kernels of a plan may have failed their check.
 
@@ -139,11 +144,12 @@ def usable(
         device: The device to plan for.
         fault: Returns why a plan's kernels must not be used, or None.
         hands_over: As for `serve`.
+        is_measured: Whether the plan was measured: its alternative was not.
 
     Returns:
         The plan if its kernels may be used. Otherwise the back end's alternative, if it
-        has one that may be used and stock MLX is not predicted to be faster, or a
-        refusal with the fault.
+        has one that may be used and stock MLX is not known to be faster, or a refusal
+        with the fault.
     """
     if isinstance(plan, Refusal):
         return plan
@@ -155,7 +161,9 @@ def usable(
     if other is None:
         return Refusal(reason, "fault")
     predicted = partial(predict, other, device)
-    if hands_over and backend.handover(other.problem, device, predicted):
+    if hands_over and (
+        is_measured or backend.handover(other.problem, device, predicted)
+    ):
         return Refusal(reason, "fault")
     reason = fault(other)
     return other if reason is None else Refusal(reason, "fault")

@@ -1,4 +1,4 @@
-"""Reads and writes the results of `mlx-marlin tune`, which replace the cost model.
+"""Reads and writes what was measured here, which replaces the cost model.
 
 A machine has one JSON file. Its name contains a digest of everything that the times
 depend on, so results are not found after a change of MLX, the system or a kernel. A
@@ -8,25 +8,53 @@ ignores all files.
 
 import os
 import warnings
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mlx_marlin import cache, regular_files, state
 from mlx_marlin.backends import devices, registry
 from mlx_marlin.backends.source import digest_of_shaders
 from mlx_marlin.planning import measurement
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.planning.measurement import DECODE_ERRORS, Machine, Result
+from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.measurement import (
+    DECODE_ERRORS,
+    AnyProblem,
+    Forwards,
+    Machine,
+    Measured,
+    Result,
+)
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Tile, Work
 
 ENVIRONMENT = "MLX_MARLIN_TUNED"
 """If it is 0, no results are read."""
-Results = dict[Problem, Result]
+Results = dict[AnyProblem, Result]
+UNFINISHED = "not measured yet, or too noisy: stock MLX serves it until it is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What a machine's file holds.
+
+    Attributes:
+        results: The results of problems.
+        forwards: The times of whole models, by their keys.
+    """
+
+    results: Results = field(default_factory=dict)
+    forwards: dict[str, Forwards] = field(default_factory=dict)
+
+
+_unfinished: set[tuple[AnyProblem, int | None]] = state.register(set())
+"""Families of problems whose race is not finished, and the rows or pairs; None: all."""
 
 
 def folder() -> Path:
@@ -63,45 +91,96 @@ def stands_for_another(backend: str) -> bool:
     return backend != "emulator" and bool(os.environ.get(devices.ENVIRONMENT))
 
 
-def find(problem: Problem, target: PlanningDevice, backend: str) -> Result | None:
-    """Returns the measured result for a problem, or None.
+def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured | None:
+    """Returns what measurements say about a problem, or None if they say nothing.
 
     The first call reads the file. Products are measured without an epilogue, and the
-    result holds for any; but it does not for gated and rotated products, which have
-    plans of their own. Products of normalized rows are not measured.
+    result holds for any. Gated, rotated and normalized products have plans of their
+    own, which the cost model chooses. Between two measured numbers of rows, our kernels
+    serve only if they do at both.
 
     Args:
-        problem: The product to compute.
+        problem: The problem to compute.
         target: As for `machine`.
         backend: "metal", "cuda" or "emulator".
     """
-    if problem.epilogue.is_paired:
+    results = _found(target, backend).results
+    if not results and not _unfinished:
         return None
-    found = _found(target, backend).get(replace(problem, epilogue=PLAIN))
-    return found and replace(found, plan=replace(found.plan, problem=problem))
+    measured = measurement.plain(problem)
+    result = results.get(measured)
+    if result is not None:
+        return Measured.of(result, problem)
+    one, m = measurement.family(measured)
+    if (one, m) in _unfinished or ((one, None) in _unfinished and m > 1):
+        return Measured(reason=UNFINISHED)
+    by_rows = _by_rows(target, backend).get(one, {})
+    rows = sorted(by_rows)
+    index = bisect(rows, m)
+    if 0 < index < len(rows):
+        return Measured.between(by_rows[rows[index - 1]], by_rows[rows[index]])
+    return None
 
 
-def read(results_folder: Path, here: Machine) -> Results:
-    """Reads the results of a machine; warns once if some are not valid.
+def leave_to_stock(problem: AnyProblem, rows: int | None = None) -> None:
+    """Lets stock MLX serve a problem in this process, because its race is unfinished.
+
+    Args:
+        problem: The problem.
+        rows: Its rows, or pairs of experts; None for any number that is not measured.
+    """
+    _unfinished.add((measurement.family(measurement.plain(problem))[0], rows))
+
+
+def forwards(target: PlanningDevice, backend: str) -> dict[str, Forwards]:
+    """Returns the times of whole models on this machine, by their keys."""
+    return _found(target, backend).forwards
+
+
+def read(results_folder: Path, here: Machine) -> Stored:
+    """Reads what was measured on a machine; warns once if some is not valid.
 
     Args:
         results_folder: The folder of all results.
         here: The machine.
     """
     complaints: list[str] = []
-    results = _read(results_folder / here.file_name, here, complaints)
+    stored = _read(results_folder / here.file_name, here, complaints)
     if complaints:
         more = f" (and {len(complaints) - 1} more)" if complaints[1:] else ""
         warnings.warn(
-            f"mlx_marlin: tuned results in {results_folder / here.file_name} are "
-            f"ignored: {complaints[0]}{more}; `mlx-marlin tune` measures them again",
+            f"mlx_marlin: measured results in {results_folder / here.file_name} are "
+            f"ignored: {complaints[0]}{more}; they are measured again",
             RuntimeWarning,
             stacklevel=2,
         )
-    return results
+    return stored
 
 
-def write(results_folder: Path, here: Machine, results: Iterable[Result]) -> Path:
+def changes(results_folder: Path, here: Machine) -> str:
+    """Returns what has changed since this chip was measured last, or "" if it was not.
+
+    Args:
+        results_folder: The folder of all results.
+        here: The machine.
+    """
+    prefix = here.file_name.rsplit("-", 1)[0]
+    files = [*results_folder.glob(f"{prefix}-*.json")]
+    for file in sorted(files, key=os.path.getmtime, reverse=True):
+        try:
+            before = _machine_of(file)
+        except (OSError, RecursionError, *DECODE_ERRORS):
+            continue
+        return measurement.differences(before, here)
+    return ""
+
+
+def write(
+    results_folder: Path,
+    here: Machine,
+    results: Iterable[Result] = (),
+    forwards: Iterable[Forwards] = (),
+) -> Path:
     """Adds results to a machine's file; they replace older ones for the same problems.
 
     Several processes may write at the same time; no results are lost.
@@ -110,6 +189,7 @@ def write(results_folder: Path, here: Machine, results: Iterable[Result]) -> Pat
         results_folder: The folder of all results; created if it is missing.
         here: The machine.
         results: The results to add.
+        forwards: Times of whole models to add.
 
     Returns:
         The file.
@@ -118,8 +198,11 @@ def write(results_folder: Path, here: Machine, results: Iterable[Result]) -> Pat
         OSError: If the folder cannot be written to, or is not trusted.
     """
     with locked(results_folder):
-        added = {result.plan.problem: result for result in results}
-        merged = read(results_folder, here) | added
+        before = read(results_folder, here)
+        merged = Stored(
+            results=before.results | {each.problem: each for each in results},
+            forwards=before.forwards | {each.key: each for each in forwards},
+        )
         # The write is atomic, because readers take no lock.
         return cache.write(results_folder, here.file_name, _text(here, merged).encode())
 
@@ -151,8 +234,8 @@ def kernels(backend: str) -> str:
     import hashlib
 
     digest = hashlib.sha256(digest_of_shaders().encode())
-    plan = registry.named(backend).traits.plan_type
-    for type_ in (Problem, Epilogue, plan, Tile, Work, Result):
+    plans = sorted(registry.named(backend).traits.launches, key=lambda t: t.__name__)
+    for type_ in (Problem, Epilogue, *plans, Tile, Work, Result, Forwards):
         names = [field.name for field in fields(type_)]
         digest.update(f"{type_.__name__} {names}".encode())
     return digest.hexdigest()[:16]
@@ -174,51 +257,98 @@ def locked(results_folder: Path) -> Iterator[None]:
 
 
 @state.cache(maxsize=8)
-def _found(target: PlanningDevice, backend: str) -> Results:
+def _found(target: PlanningDevice, backend: str) -> Stored:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
-        return {}
+        return Stored()
     results_folder = folder()
     if not os.path.isdir(results_folder):  # False without access, unlike Path.is_dir
-        return {}
+        return Stored()
     return read(results_folder, machine(target, backend))
 
 
-def _read(file: Path, here: Machine, complaints: list[str]) -> Results:
+@state.cache(maxsize=8)
+def _by_rows(
+    target: PlanningDevice, backend: str
+) -> dict[AnyProblem, dict[int, Result]]:
+    """Returns the results by what their problems have in common, and by their rows."""
+    found: dict[AnyProblem, dict[int, Result]] = {}
+    for problem, result in _found(target, backend).results.items():
+        one, m = measurement.family(problem)
+        found.setdefault(one, {})[m] = result
+    return found
+
+
+def _data(file: Path) -> dict[str, Any]:
     import json
 
+    if reason := cache.why_untrusted(file):
+        raise PermissionError(reason)
+    data = json.loads(regular_files.read(file))
+    if not isinstance(data, dict):
+        raise ValueError("expected an object")
+    return data
+
+
+def _machine_of(file: Path) -> Machine:
+    return measurement.machine_of(_data(file)["machine"])
+
+
+def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
     try:
-        if reason := cache.why_untrusted(file):
-            raise PermissionError(reason)
-        data = json.loads(regular_files.read(file))
-        rows = [*data["results"]]
+        data = _data(file)
+        rows, models = [*data["results"]], [*data["forwards"]]
         if measurement.machine_of(data["machine"]) != here:
             raise ValueError("they belong to another machine")
     except FileNotFoundError:
-        return {}
+        return Stored()
     except (OSError, RecursionError, *DECODE_ERRORS) as error:
         complaints.append(f"{type(error).__name__}: {error}")
-        return {}
-    results: Results = {}
+        return Stored()
+    stored = Stored()
     for row in rows:
         try:
-            result = measurement.result(row, registry.plan_type)
+            result = measurement.result(row, _plan_type)
         except DECODE_ERRORS as error:
             complaints.append(f"{type(error).__name__}: {error}")
         else:
-            results[result.plan.problem] = result
-    return results
+            stored.results[result.problem] = result
+    for row in models:
+        try:
+            model = measurement.forwards_of(row)
+        except DECODE_ERRORS as error:
+            complaints.append(f"{type(error).__name__}: {error}")
+        else:
+            stored.forwards[model.key] = model
+    return stored
 
 
-def _text(here: Machine, results: Results) -> str:
+def _plan_type(backend: str, name: str) -> type:
+    """Returns the type of a plan in a file."""
+    if name == DequantizePlan.__name__:  # of any back end
+        return DequantizePlan
+    if backend not in registry.MODULES:
+        raise ValueError(f"backend={backend!r} is not one of {(*registry.MODULES,)}")
+    types = {each.__name__: each for each in registry.named(backend).traits.launches}
+    if name not in types:
+        raise ValueError(f"type={name!r} is not one of {', '.join(types)}")
+    return types[name]
+
+
+def _text(here: Machine, stored: Stored) -> str:
     import json
 
-    ordered = sorted(results.values(), key=lambda result: _order(result.plan.problem))
+    ordered = sorted(stored.results.values(), key=lambda each: _order(each.problem))
     data = {
         "machine": measurement.machine_row(here),
         "results": [measurement.row(result) for result in ordered],
+        "forwards": [
+            measurement.forwards_row(stored.forwards[key])
+            for key in sorted(stored.forwards)
+        ],
     }
     return json.dumps(data, indent=1) + "\n"
 
 
-def _order(problem: Problem) -> tuple[int, int, int, str]:
-    return problem.n, problem.k, problem.m, repr(problem)
+def _order(problem: AnyProblem) -> tuple[int, int, int, str]:
+    product = measurement.product_of(problem)
+    return product.n, product.k, product.m, repr(problem)

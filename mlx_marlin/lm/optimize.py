@@ -1,6 +1,7 @@
 """`optimize` and `restore`: converts the layers of an mlx-lm model in place."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import mlx.nn as nn
@@ -33,6 +34,7 @@ from mlx_marlin.lm.layer_conversion import (
 )
 from mlx_marlin.lm.module_changes import Changes, one_at_a_time
 from mlx_marlin.lm.module_tree import computing_layers, find_layers
+from mlx_marlin.lm.race import at_load, conditions
 from mlx_marlin.lm.recipe import Recipe, resolve
 from mlx_marlin.lm.tracing_code import set_tracing, tracing_code
 from mlx_marlin.lm.warm_up import check_rows, run_once
@@ -52,6 +54,7 @@ class Options(TypedDict, total=False):
     trace: bool | None
     fuse: Iterable[str] | None
     compute: str | None
+    measure: bool
     warm_up: Sequence[int]
     progress: bool
 
@@ -81,11 +84,16 @@ def optimize(
     trace: bool | None = None,
     fuse: Iterable[str] | None = None,
     compute: str | None = None,
+    measure: bool = True,
     warm_up: Sequence[int] = (),
     progress: bool = False,
     dry_run: bool = False,
 ) -> Any:
     """Converts a model's quantized layers to layers that run on our kernels, in place.
+
+    On a GPU it times a model of a new shape once, for at most about 20 s, and keeps who
+    was faster: our kernels or stock MLX, for each product and number of rows. Ctrl-C
+    ends the timing only.
 
     Converts `nn.QuantizedLinear` layers in a supported format, mlx-lm's layers of
     several experts or heads, and `nn.QuantizedEmbedding` layers for tied output heads.
@@ -127,6 +135,9 @@ def optimize(
             for GPUs that emulate bfloat16 (M1 and M2). With a model of mlx-lm's, a
             prompt of 16 tokens is run to see that nothing overflows; longer ones may.
             Default: the dtype stays.
+        measure: Time a model that was not timed on this machine. False, or
+            `MLX_MARLIN_TUNED=0`: the cost model decides who serves what. Models whose
+            weights are lazy are never timed.
         warm_up: Numbers of rows, such as (1, 2, 4, 8), for which all kernels are
             compiled and checked before this function returns, with a progress bar.
             Later calls with as many rows compile nothing.
@@ -155,7 +166,13 @@ def optimize(
     )
     check_rows(warm_up)
     recipe = resolve(
-        model, conversion, join=join, trace=trace, fuse=fuse, compute=compute
+        model,
+        conversion,
+        join=join,
+        trace=trace,
+        fuse=fuse,
+        compute=compute,
+        measure=measure,
     )
     _check_layers(model, recipe.conversion)
     check_compute(model, compute)
@@ -166,7 +183,7 @@ def optimize(
     if recipe.is_stock:
         _leave_to_stock(model, progress)
     else:
-        _convert(model, recipe, warm_up, progress)
+        _convert_and_race(model, recipe, warm_up, progress)
     return model
 
 
@@ -199,25 +216,36 @@ def restore(model: Model, *, progress: bool = False) -> Model:
     return model
 
 
-def _convert(
+def _convert_and_race(
     model: nn.Module, recipe: Recipe, warm_up: Sequence[int], progress: bool
 ) -> None:
     """Does what a recipe says; the model is left unchanged if an error occurs."""
+    with Changes() as changes:
+        if conditions.why_not(model, recipe) is None:
+            convert = partial(_convert, model, progress=progress, changes=changes)
+            at_load.run(model, recipe, convert, changes.undo)
+        else:
+            _convert(model, recipe, progress=progress, changes=changes)
+        run_once(model, warm_up)
+
+
+def _convert(
+    model: nn.Module, recipe: Recipe, *, progress: bool, changes: Changes
+) -> None:
+    """Converts a model as a recipe says, and records the changes."""
     conversion = recipe.conversion
     is_asked = recipe.trace and "trace" in recipe.given
-    with Changes() as changes:
-        separate_layers(model, changes)
-        if recipe.compute is not None:
-            # Its record has MLX's names, which a later change of layout does not have.
-            packed = find_layers(model, can_unpack)
-            replace_layers(packed, to_stock, progress, changes)
-            use_float16(model, changes)
-        wanted = find_layers(model, conversion.applies_to)
-        replace_layers(wanted, conversion.convert, progress, changes)
-        if recipe.join:
-            join_layers(model, changes)
-        set_tracing(model, recipe.trace, changes, recipe.fuse, is_asked)
-        run_once(model, warm_up)
+    separate_layers(model, changes)
+    if recipe.compute is not None:
+        # Its record has MLX's names, which a later change of layout does not have.
+        packed = find_layers(model, can_unpack)
+        replace_layers(packed, to_stock, progress, changes)
+        use_float16(model, changes)
+    wanted = find_layers(model, conversion.applies_to)
+    replace_layers(wanted, conversion.convert, progress, changes)
+    if recipe.join:
+        join_layers(model, changes)
+    set_tracing(model, recipe.trace, changes, recipe.fuse, is_asked)
 
 
 def _leave_to_stock(model: nn.Module, progress: bool) -> None:

@@ -1,12 +1,13 @@
 """What `optimize` does with a model: its options, resolved, and where each is from."""
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin.backends import selection
+from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.lm.fusions import FUSIONS, fusions
 from mlx_marlin.lm.known_layers import is_packed_faster, is_tracing_faster
 from mlx_marlin.lm.layer_conversion import LayerConversion
@@ -14,6 +15,8 @@ from mlx_marlin.lm.tuned_models import lookup
 from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.lm.tuned_models.settings import DEFAULTS, STOCK
 from mlx_marlin.planning.choice import aligned
+from mlx_marlin.planning.measurement import Forwards
+from mlx_marlin.products import eligibility
 
 HEADS = ("option", "value", "from")
 
@@ -34,6 +37,9 @@ class Recipe:
         given: Names of the options that the caller has given.
         tuned: The result of tuning that `layout`, `join`, `trace` and `fuse` are from;
             None if they are not.
+        measure: Whether a model that was never timed here is timed.
+        key: What the times of the whole model are kept by; "" if it cannot be read.
+        raced: The times that are kept; `layout` is from them if it is not given.
         backend: The back end whose defaults the others are.
     """
 
@@ -45,6 +51,27 @@ class Recipe:
     given: frozenset[str]
     tuned: TunedModel | None
     backend: str
+    measure: bool = True
+    key: str = ""
+    raced: Forwards | None = None
+
+    @property
+    def decides_layout(self) -> bool:
+        """Whether the race decides the layout, because nothing else does."""
+        return "layout" not in self.given and self.tuned is None
+
+    @property
+    def layout(self) -> str:
+        """The layout of linear layers."""
+        return self.conversion.layout or ("marlin" if is_packed_faster() else "mlx")
+
+    def with_layout(self, layout: str) -> "Recipe":
+        """Returns this recipe with another layout, and the default of `join` for it."""
+        join = self.join if "join" in self.given or self.tuned else None
+        if join is None:
+            join = is_tracing_faster() and layout != "mlx"
+        conversion = replace(self.conversion, layout=layout)
+        return replace(self, conversion=conversion, join=join)
 
     @property
     def is_stock(self) -> bool:
@@ -58,24 +85,26 @@ class Recipe:
         `layout` is "stock MLX" if `is_stock`. A layout by default is that of linear
         layers.
         """
-        layout = self.conversion.layout or ("marlin" if is_packed_faster() else "mlx")
         single = {
             each.name: getattr(self.conversion, each.name)
             for each in fields(self.conversion)
         }
         return {
             **single,
-            "layout": STOCK if self.is_stock else layout,
+            "layout": STOCK if self.is_stock else self.layout,
             "join": self.join,
             "trace": self.trace,
             "fuse": tuple(name for name in FUSIONS if name in self.fuse),
             "compute": self.compute,
+            "measure": self.measure,
         }
 
     def source(self, option: str) -> str:
-        """Returns where an option is from: "given", "tuned" or a back end's default."""
+        """Returns where an option is from: given, tuned, measured, or a default."""
         if option in self.given:
             return "given"
+        if self.raced is not None and option == "layout" and self.decides_layout:
+            return "measured"
         if self.tuned is not None and option in DEFAULTS.options:
             return "tuned"
         return f"default on {self.backend}"
@@ -97,6 +126,7 @@ def resolve(
     trace: bool | None,
     fuse: Iterable[str] | None,
     compute: str | None,
+    measure: bool = True,
 ) -> Recipe:
     """Returns what `optimize` does with a model.
 
@@ -110,6 +140,7 @@ def resolve(
         trace: None for the default.
         fuse: None for the default.
         compute: None for the model's own dtype.
+        measure: As for `optimize`.
 
     Raises:
         ValueError: If `fuse` is invalid, or fusions are named and nothing is traced.
@@ -126,7 +157,7 @@ def resolve(
     faster = is_tracing_faster()
     trace = faster if trace is None else trace
     fused = fusions(fuse, trace)
-    return Recipe(
+    recipe = Recipe(
         conversion=conversion,
         join=faster and conversion.layout != "mlx" if join is None else join,
         trace=trace,
@@ -135,7 +166,25 @@ def resolve(
         given=frozenset(given),
         tuned=tuned,
         backend=selection.backend(),
+        measure=measure,
     )
+    return _with_measurements(model, recipe)
+
+
+def _with_measurements(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Returns a recipe with what the race has found for the model, if it has run."""
+    key = lookup.key_of(model)
+    if key is None:
+        return recipe
+    options = {**recipe.options, "layout": recipe.conversion.layout, "measure": None}
+    digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:8]
+    recipe = replace(recipe, key=f"{key}-{digest}")
+    device = eligibility.target()
+    raced = tuned_results.forwards(device, recipe.backend).get(recipe.key)
+    recipe = replace(recipe, raced=raced)
+    if raced is None or not recipe.decides_layout or raced.layout == recipe.layout:
+        return recipe
+    return recipe.with_layout(raced.layout)
 
 
 def _differing(conversion: LayerConversion) -> set[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     from tqdm import tqdm
 
     if selection.traits().compiles_ahead:
-        _compile_ahead(model, rows)
+        compile_steps(step for m in rows for step in _steps(model, m))
     with tqdm(total=len(rows), desc="warm up", unit="row count") as bar:
         for m in rows:
             for step in _steps(model, m):
@@ -56,12 +56,15 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
             bar.update()
 
 
-def _compile_ahead(model: nn.Module, rows: Sequence[int]) -> None:
-    """Compiles kernels that are not stored yet, several at a time."""
+def compile_steps(steps: Iterable[Step]) -> None:
+    """Compiles the kernels of calls that are not stored yet, several at a time.
+
+    Args:
+        steps: The calls, whose results are not evaluated.
+    """
     with kernels.deferred() as compilations:
-        for m in rows:
-            for step in _steps(model, m):
-                step()
+        for step in steps:
+            step()
     state.reset()  # what was decided in that context was not checked
     if not compilations:
         return

@@ -26,6 +26,10 @@ Weight = tuple[mx.array, ...]
 ROUNDS = 7
 """Least number of samples. The quartiles of seven samples tolerate two outliers."""
 MOST_ROUNDS = 101
+DRAW = 0.03
+"""How much faster than stock MLX a plan must be to serve. Less is a draw."""
+NOISE = 0.1
+"""Interquartile range, relative to the median, above which a time is noise."""
 SHORTEST, LONGEST = 4, 256
 """Length of a chain: at least a few products, so that its ends are negligible, and at
 most as many as MLX keeps in flight."""
@@ -59,6 +63,15 @@ class Spread:
         return Spread(
             median=median, range=high - low, samples=len(samples), drift=drift - 1
         )
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the samples differ by more than `NOISE`."""
+        return self.range > NOISE * self.median
+
+    def wins(self, stock: "Spread") -> bool:
+        """Returns whether this median is smaller than stock MLX's by `DRAW`."""
+        return self.median <= (1 - DRAW) * stock.median
 
     def beats(self, other: "Spread") -> bool:
         """Returns whether this median is smaller by more than both ranges."""

@@ -15,6 +15,7 @@ from mlx_marlin.measure.rows import (
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.problem import Problem
 
 
 def rows(device: PlanningDevice, date: str) -> Iterator[ProductRow]:
@@ -25,15 +26,17 @@ def rows(device: PlanningDevice, date: str) -> Iterator[ProductRow]:
         date: The day, ISO 8601.
     """
     machine = tuned_results.machine(device, selection.backend())
-    for result in tuned_results.read(tuned_results.folder(), machine).values():
+    for result in tuned_results.read(tuned_results.folder(), machine).results.values():
         if result.date == date and result.clock in METHODS:
             yield from _of_result(result, device)
 
 
 def _of_result(result: Result, device: PlanningDevice) -> Iterator[ProductRow]:
-    problem = result.plan.problem
+    problem = result.problem
+    if not isinstance(problem, Problem):
+        return
     arms = tuner.arms(problem, device, times_stock=True)
-    plans = {tuner.name(arm): arm for arm in (*arms, result.plan)}
+    plans = {tuner.name(arm): arm for arm in arms}
     for name, microseconds in result.medians_us.items():
         is_stock = name == measurement.STOCK
         if is_stock or name in plans:

@@ -19,9 +19,16 @@ from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread, Weight
 from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.measurement import STOCK, Result, label
+from mlx_marlin.planning.measurement import (
+    STOCK,
+    Result,
+    label,
+    plan_problem,
+    product_of,
+)
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.verdict import AnyPlan
 
 Arm = Plan | None
 """One of our plans, or None for stock MLX."""
@@ -63,7 +70,8 @@ class Outcome:
     Attributes:
         arms: The measurements, with the cost model's choice first.
         wrong: Plans that would have won, but whose product was wrong.
-        result: The result to store. None if the product of no plan was right.
+        result: The result to store. None if the product of no plan was right, or the
+            times are noise.
         failed: Plans that were not measured because their kernels failed the guard's
             check.
     """
@@ -196,20 +204,37 @@ def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
         guard.condemn(
             wrong_plan, f"its product was wrong in tuning: {problem.explain()}"
         )
-    if plan is None:
-        return Outcome(arms=spreads, wrong=wrong, result=None, failed=failed)
-    finalists = {arm: spread for arm, spread in spreads.items() if arm in (plan, None)}
-    result = Result(
-        plan=plan,
-        stock=timing.winner(finalists) is None,
-        medians_us={name(arm): round(spreads[arm].median * 1e6, 4) for arm in compared},
-        clock=clock.name,
-        date=date.today().isoformat(),
-    )
+    result = None if plan is None else verdict(plan, spreads, clock.name)
     return Outcome(arms=spreads, wrong=wrong, result=result, failed=failed)
 
 
-def name(arm: Arm) -> str:
+def verdict(plan: AnyPlan, spreads: Mapping[Any, Spread], clock: str) -> Result | None:
+    """Returns who serves a problem, or None if the times are noise.
+
+    Stock MLX serves it if the plan is not faster by `timing.DRAW`, unless it would have
+    to unpack the weight.
+
+    Args:
+        plan: The fastest plan.
+        spreads: The times of plans, and of stock MLX by None.
+        clock: Name of the clock.
+    """
+    ours, stock = spreads[plan], spreads.get(None)
+    if ours.is_noisy or (stock is not None and stock.is_noisy):
+        return None
+    packed = product_of(plan_problem(plan)).layout == "marlin"
+    return Result(
+        plan=plan,
+        stock=stock is not None and not packed and not ours.wins(stock),
+        medians_us={
+            name(arm): round(each.median * 1e6, 4) for arm, each in spreads.items()
+        },
+        clock=clock,
+        date=date.today().isoformat(),
+    )
+
+
+def name(arm: AnyPlan | None) -> str:
     """Returns the name of an arm."""
     return STOCK if arm is None else label(arm)
 
@@ -219,6 +244,7 @@ def wall_time(
     inputs: Operands,
     seconds: float,
     sampler: Sampler = timing.chain,
+    rounds: int = timing.ROUNDS,
 ) -> dict[Key, Spread]:
     """Measures the wall time of products in chains, or of independent ones.
 
@@ -227,6 +253,7 @@ def wall_time(
         inputs: The operands.
         seconds: Measuring time of all arms together.
         sampler: What measures a sample.
+        rounds: Least number of samples of an arm.
     """
     weights = cycle(inputs.weights)
     x = inputs.x
@@ -236,14 +263,14 @@ def wall_time(
         for product in products.values()
         for _ in range(2)
     ]
-    seconds_of_sample = seconds / (timing.ROUNDS * len(products))
+    seconds_of_sample = seconds / (rounds * len(products))
     length = timing.chain_length(min(short), seconds_of_sample)
 
     def sampled(product: Product) -> timing.Sample:
         return lambda: sampler(product, x, weights, length)
 
     samples = {arm: sampled(product) for arm, product in products.items()}
-    return timing.interleaved(samples, seconds=seconds)
+    return timing.interleaved(samples, seconds=seconds, least=rounds)
 
 
 def emulator_counters(

@@ -13,8 +13,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry, selection, tuned_results
 from mlx_marlin.backends.base import AnyProblem, Backend
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.gather_plan import GatherProblem
-from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
 from mlx_marlin.products import eligibility
 from mlx_marlin.products.request import CPU, MatmulRequest
@@ -56,9 +55,9 @@ class Target:
         """Whether stock MLX serves what it computes faster."""
         return selection.may_hand_over() if self.is_here else True
 
-    def measured(self, problem: AnyProblem) -> Result | None:
-        """Returns the tuned result of a problem on this machine, or None."""
-        if not self.is_here or isinstance(problem, GatherProblem):
+    def measured(self, problem: AnyProblem) -> Measured | None:
+        """Returns what was measured for a problem on this machine, or None."""
+        if not self.is_here:
             return None
         return tuned_results.find(problem, self.device, selection.backend())
 
@@ -116,13 +115,20 @@ def serve_problem(
         target: What to decide for.
         transpose: Whether the product is x @ w.T.
     """
+    measured = target.measured(problem) if transpose else None
     answer = planner.serve(
         problem,
         target.device,
         transpose=transpose,
-        measured=target.measured(problem) if transpose else None,
+        measured=measured,
         hands_over=target.hands_over,
     )
     if not target.is_here:
         return answer  # nothing is known of kernels on another machine
-    return planner.usable(answer, target.device, target.fault, target.hands_over)
+    return planner.usable(
+        answer,
+        target.device,
+        target.fault,
+        hands_over=target.hands_over,
+        is_measured=measured is not None,
+    )

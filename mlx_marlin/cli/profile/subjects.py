@@ -171,7 +171,8 @@ def _plan(
     tuned = None
     if is_measured:
         tuned = tuned_results.find(problem, device, selection.backend())
-    return planner.choose(problem, device) if tuned is None else tuned.plan
+    plan = None if tuned is None else tuned.plan
+    return plan if isinstance(plan, Plan) else planner.choose(problem, device)
 
 
 def _of_stock(problem: Problem, device: PlanningDevice, is_measured: bool) -> Subject:

@@ -8,7 +8,7 @@ from mlx_marlin.lm.report.layer_product import LayerProduct
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
-from mlx_marlin.planning.measurement import STOCK, Result, label
+from mlx_marlin.planning.measurement import STOCK, Measured, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
 from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
@@ -19,8 +19,8 @@ from mlx_marlin.products.request import MatmulRequest
 Server = Literal["ours", "decoded", "stock", "nobody"]
 """Our kernels; `mx.matmul` after our kernel has decoded the weight; stock MLX; or
 nobody, because the call raises an error."""
-Origin = Literal["predicted", "tuned"]
-"""Where a time comes from: the cost model, or `mlx-marlin tune` on this machine."""
+Origin = Literal["predicted", "measured"]
+"""Where a time comes from: the cost model, or a measurement on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Time:
     Attributes:
         us: Microseconds.
         origin: Where it comes from.
-        clock: What `tune` measured with; None for predictions.
+        clock: What it was measured with; None for predictions.
     """
 
     us: float
@@ -90,14 +90,15 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
     # There is no model of products with weights that are not transposed.
     found = serving.problem_of(request) if request.transpose else None
     problem = found if isinstance(found, Problem) else None
-    tuned = target.serving.measured(problem) if problem else None
+    measured = target.serving.measured(problem) if problem else None
+    tuned = None if measured is None else measured.result
     kernel, stock = _stock(problem, tuned, target)
     if isinstance(answer, Refusal):
         # Stock MLX has to decode packed weights, for which there is no model.
         time = stock if request.layout == "mlx" else None
     else:
         time = _time(answer, tuned, target)
-    origin = _origin(answer, problem, tuned, target)
+    origin = _origin(answer, problem, measured, target)
     return _decision(rows, answer, request.invariant, time, (kernel, stock), origin)
 
 
@@ -110,13 +111,13 @@ def _answer(
 
 
 def _origin(
-    answer: Answer, problem: Problem | None, tuned: Result | None, target: Target
+    answer: Answer, problem: Problem | None, measured: Measured | None, target: Target
 ) -> Origin | None:
     """Returns where the times in a reason come from; None if it has none."""
     if not isinstance(answer, Refusal) or answer.cause != "speed" or problem is None:
         return None
-    if tuned is not None:
-        return "tuned"
+    if measured is not None:
+        return "measured"
     # Without a model of stock MLX, rules without times decide.
     has_model = target.backend.stock_seconds(problem, target.device) is not None
     return "predicted" if has_model else None
@@ -127,22 +128,27 @@ def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
     biased = packed and target.backend.traits.fuses_experts
     request = product.gather_request(rows, target.on_cpu, biased)
     answer = _answer(request, product, target)
-    stock = ours = None
+    measured = stock = ours = None
     if isinstance(problem := serving.problem_of(request), GatherProblem):
-        ours, stock = _gather_times(problem, target)
+        measured = target.serving.measured(problem)
+        ours, stock = _gather_times(problem, measured, target)
     refused = isinstance(answer, Refusal)
     origin: Origin | None = None
     if isinstance(answer, Refusal) and answer.cause == "speed":
-        origin = "predicted"
+        origin = "predicted" if measured is None else "measured"
     time = (None if packed else stock) if refused else ours
     return _decision(rows, answer, request.invariant, time, (None, stock), origin)
 
 
 def _gather_times(
-    problem: GatherProblem, target: Target
+    problem: GatherProblem, measured: Measured | None, target: Target
 ) -> tuple[Time | None, Time | None]:
-    """Returns the predicted times of our kernel and of stock MLX."""
+    """Returns the times of our kernel and of stock MLX, measured or predicted."""
     backend, device = target.backend, target.device
+    result = None if measured is None else measured.result
+    if result is not None and result.us is not None:
+        stock_time = _measured(result, STOCK) if STOCK in result.medians_us else None
+        return _measured(result, label(result.plan)), stock_time
     own = backend.seconds(planner.choose_gather(problem, device), device)
     native = in_stock_mlx(problem.problem)
     if own is None or native is None:
@@ -214,7 +220,7 @@ def _time(plan: AnyPlan, tuned: Result | None, target: Target) -> Time | None:
         seconds = target.backend.seconds(plan, target.device)
         return None if seconds is None else _predicted(seconds)
     assert isinstance(plan, Plan)
-    if tuned is not None and plan == tuned.plan:
+    if tuned is not None and plan == tuned.plan and tuned.us is not None:
         return _measured(tuned, label(plan))
     return _predicted(planner.predict(plan, target.device).seconds)
 
@@ -224,4 +230,4 @@ def _predicted(seconds: float) -> Time:
 
 
 def _measured(tuned: Result, name: str) -> Time:
-    return Time(us=tuned.medians_us[name], origin="tuned", clock=tuned.clock)
+    return Time(us=tuned.medians_us[name], origin="measured", clock=tuned.clock)

@@ -1,6 +1,6 @@
 """Finds the products that a model's layers compute, and groups equal layers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,15 +64,28 @@ def groups_of(model: nn.Module, target: Target) -> list[LayerGroup]:
         model: Any module. Its weights need not be loaded.
         target: What the report decides for.
     """
-    describe = _Describer(model, target)
     found: dict[tuple[str, LayerProduct], list[str]] = {}
-    for path, layer in named_layers(model):
-        for product in describe(layer):
-            found.setdefault((pattern(path), product), []).append(path)
+    for path, _, product in described(model, target):
+        found.setdefault((pattern(path), product), []).append(path)
     return [
         LayerGroup(name=common_path(paths), count=len(paths), product=product)
         for (_, product), paths in found.items()
     ]
+
+
+def described(
+    model: nn.Module, target: Target
+) -> Iterator[tuple[str, nn.Module, LayerProduct]]:
+    """Yields the path of each layer, the layer, and each product that it computes.
+
+    Args:
+        model: As for `groups_of`.
+        target: As for `groups_of`.
+    """
+    describe = _Describer(model, target)
+    for path, layer in named_layers(model):
+        for product in describe(layer):
+            yield path, layer, product
 
 
 def setting(model: nn.Module, names: Iterable[str]) -> Any:

@@ -1,6 +1,6 @@
 """The text of a report: a table, and below it the reasons.
 
-Every time says in its own cell or line where it comes from: "predicted" or "tuned".
+Every time says in its own cell or line where it comes from: "predicted" or "measured".
 """
 
 from collections.abc import Iterator, Sequence

@@ -40,16 +40,23 @@ def find(model: "nn.Module") -> TunedModel | None:
         or tuned_results.stands_for_another(selection.backend())
     ):
         return None
-    try:
-        key = model_key(model)
-    except Exception as error:  # it reads settings and layers that are not ours
-        warn_once(
-            f"no key: {type(error).__name__}: {error}",
-            f"tuned settings are not used for a model, because its layers or settings "
-            f"cannot be read: {type(error).__name__}: {error}",
-        )
+    key = key_of(model)
+    if key is None:
         return None
     found = results.find(machine.here(), key)
     if found:
         decision_log.tuned(found.model, f"{name_of(found.settings)}: {found.reason}")
     return found
+
+
+def key_of(model: "nn.Module") -> str | None:
+    """Returns the key of a model; None, with one warning, if it cannot be read."""
+    try:
+        return model_key(model)
+    except Exception as error:  # it reads settings and layers that are not ours
+        warn_once(
+            f"no key: {type(error).__name__}: {error}",
+            f"what was measured is not used for a model, because its layers or "
+            f"settings cannot be read: {type(error).__name__}: {error}",
+        )
+        return None

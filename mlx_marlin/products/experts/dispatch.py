@@ -46,7 +46,7 @@ def prepare(request: GatherRequest) -> PreparedCall:
         return PreparedCall(run, answer.reason, is_stock)
     assert isinstance(answer, GatherPlan)
     decision_log.ours(request, answer)
-    build = _gated_call if request.gate else _single_weight_call
+    build = _gated_call if request.gate else single_weight_call
     run = build(request, answer)
     return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
 
@@ -71,7 +71,13 @@ def _stock_call(request: GatherRequest) -> Run:
     return run
 
 
-def _single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
+def single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
+    """Returns the call of a plan for experts with one weight each, as `prepare` does.
+
+    Args:
+        request: The request.
+        plan: Its plan.
+    """
     stock = stock_product(request, plan.pairs_per_row)
     product = differentiable(launcher.gather_product(plan), stock)
 

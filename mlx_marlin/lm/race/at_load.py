@@ -1,0 +1,305 @@
+"""The race when `optimize` meets a model: its products, the layout, the whole model.
+
+What is measured is kept with the machine's results, so a later call times nothing.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_marlin import state
+from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.lm.known_layers import is_packed_faster
+from mlx_marlin.lm.layer_conversion import is_marlin_layer
+from mlx_marlin.lm.module_tree import computing_layers
+from mlx_marlin.lm.race import forward_race, product_race
+from mlx_marlin.lm.race.forward_race import Samples
+from mlx_marlin.lm.race.layout_choice import faster_layout
+from mlx_marlin.lm.race.model_products import ModelProduct, products_of
+from mlx_marlin.lm.race.product_race import ProductRace, contenders
+from mlx_marlin.lm.recipe import Recipe
+from mlx_marlin.lm.report.target import Target
+from mlx_marlin.lm.warm_up import compile_steps
+from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.measure import tuner
+from mlx_marlin.measure.tuner import Clock
+from mlx_marlin.planning.measurement import Forwards, Result
+from mlx_marlin.products import eligibility
+
+SECONDS = 20.0
+"""Time of a race, compilation included. What is left continues at the next load."""
+FEW = 8
+"""Rows of forward passes by whose sum a packed model is judged."""
+
+Step = Callable[[], None]
+
+
+@dataclass(kw_only=True)
+class Race:
+    """The race of one model.
+
+    Attributes:
+        model: The model.
+        recipe: What `optimize` does with it.
+        convert: Converts the model as a recipe says.
+        undo: Undoes the conversion.
+        clock: What measures products.
+        deadline: When to stop, by `now`.
+        now: Clock that limits the race.
+    """
+
+    model: nn.Module
+    recipe: Recipe
+    convert: Callable[[Recipe], None]
+    undo: Step
+    clock: Clock
+    deadline: float
+    now: Callable[[], float] = monotonic
+
+    def __post_init__(self) -> None:
+        self.target = Target.of(None)
+        self.machine = tuned_results.machine(self.target.device, selection.backend())
+        self.folder = tuned_results.folder()
+        self._has_stopped = False
+        self._is_converted = False
+        self._stock: list[Samples] = []
+        self._ours: list[Samples] = []
+        stored = tuned_results.read(self.folder, self.machine)
+        self.products = ProductRace(
+            device=self.target.device,
+            clock=self.clock,
+            layouts=self._layouts(),
+            stock=self.recipe.decides_layout or self.recipe.layout == "mlx",
+            known=stored.results,
+            store=lambda result: self._write([result]),
+            is_over=self._is_over,
+        )
+
+    def run(self) -> None:
+        """Converts the model, and times what is not known yet."""
+        rows = self._missing_rows()
+        if rows or not self.products.known:
+            self._say_why()
+        with self._stopping():
+            if rows:
+                self._stock.append(self._sample(rows))
+        self._convert_as(self.recipe)
+        found = self._run_products()
+        self._use_layout(faster_layout(self.products, found))
+        state.reset()  # calls were prepared without the results
+        with self._stopping():
+            self._take_turns(rows)
+        if not self._is_converted:  # it was interrupted in stock MLX's turn
+            self._convert_as(self.recipe)
+        self._keep_forwards(forward_race.medians(self._stock, self._ours))
+        state.reset()
+        for problem, count in self.products.unfinished:
+            tuned_results.leave_to_stock(problem, count)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Ends the timing, and nothing else, after Ctrl-C or an error in it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._has_stopped = True
+            _print("measuring was interrupted: it continues when the model is loaded")
+        except Exception as error:  # a kernel's, MLX's or the model's
+            self._has_stopped = True
+            warn_once(
+                f"not measured: {type(error).__name__}: {error}",
+                f"a model is not measured, so the cost model decides who serves what: "
+                f"{type(error).__name__}: {error}",
+            )
+
+    def _is_over(self) -> bool:
+        return self._has_stopped or self.now() >= self.deadline
+
+    def _convert_as(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.convert(recipe)
+        self._is_converted = True
+
+    def _undo(self) -> None:
+        self._is_converted = False
+        self.undo()
+
+    def _use_layout(self, layout: str | None) -> None:
+        if not self.recipe.decides_layout or layout in (None, self.recipe.layout):
+            return
+        self._undo()
+        self._convert_as(self.recipe.with_layout(str(layout)))
+
+    def _missing_rows(self) -> tuple[int, ...]:
+        """Returns the rows of forward passes to time; they need a model of mlx-lm's."""
+        if any(map(is_marlin_layer, computing_layers(self.model))):
+            return ()  # stock MLX does not run it now
+        if not forward_race.can_run(self.model):
+            return ()
+        raced = self.recipe.raced
+        known = raced.seconds if raced else {}
+        return tuple(m for m in forward_race.ROWS if m not in known)
+
+    def _say_why(self) -> None:
+        changed = tuned_results.changes(self.folder, self.machine)
+        if changed:
+            _print(f"measuring again: {changed}")
+
+    def _layouts(self) -> tuple[str, ...]:
+        """Returns the layouts in which our kernels compete."""
+        if not self.recipe.decides_layout:
+            return (self.recipe.layout,)
+        return ("marlin",) if is_packed_faster() else ("mlx", "marlin")
+
+    def _run_products(self) -> list[ModelProduct]:
+        """Times products, and returns those of the model."""
+        race, found = self.products, products_of(self.model, self.target)
+        rows = (1,) * self.recipe.decides_layout + product_race.ROWS
+        left = [each for each in found if not race.is_finished(each, rows)]
+        if not left:
+            return found
+        with self._stopping():
+            if selection.traits().compiles_ahead:
+                compile_steps(race.steps(left, rows))
+            for product in _shown(left):
+                race.run(product, rows)
+        if self._has_stopped:
+            for product in left:
+                race.leave(product)
+        return found
+
+    def _sample(self, rows: Sequence[int], samples: int = 1) -> Samples:
+        return forward_race.sample(self.model, rows, samples, self._is_over)
+
+    def _take_turns(self, rows: Sequence[int]) -> None:
+        """Times forward passes with our kernels and, in turns, with stock MLX.
+
+        Packed weights would have to be unpacked, so there are no turns with them.
+        """
+        rows = [m for m in rows if self._stock and m in self._stock[0]]
+        in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
+        self._ours.append(self._sample(rows, 1 if in_place else rounds))
+        for _ in range(rounds - 1):
+            if not in_place or self._is_over():
+                return
+            self._undo()
+            self._stock.append(self._sample(rows))
+            self._convert_as(self.recipe)
+            self._ours.append(self._sample(rows))
+
+    def _keep_forwards(self, found: dict[int, tuple[float, float]]) -> None:
+        """Keeps the times of the model; stock MLX serves rows at which it was slower.
+
+        Packed weights stay, unless they are slower in all where the race decides.
+        """
+        few = [pair for m, pair in found.items() if m <= FEW]
+        stock, ours = (sum(pair[i] for pair in few) for i in (0, 1))
+        if self.recipe.layout == "marlin" and ours > stock:
+            self._use_layout("mlx")
+        raced = self.recipe.raced
+        kept = Forwards(
+            key=self.recipe.key,
+            layout=self.recipe.layout,
+            seconds=(raced.seconds if raced else {}) | found,
+            date=date.today().isoformat(),
+        )
+        slower = [m for m in kept.slower if m in found]
+        results = []
+        if self.recipe.layout == "mlx":
+            for product in products_of(self.model, self.target):
+                results += [self._live(product, m) for m in slower]
+        self._write([each for each in results if each], [kept])
+        if slower:
+            _print(_told(slower, self.recipe.layout))
+
+    def _live(self, product: ModelProduct, m: int) -> Result | None:
+        """Returns the result that leaves a product to stock MLX; None if it has it."""
+        problem = self.products.problems(product, m).get("mlx")
+        if problem is None:
+            return None
+        known = self.products.known.get(problem)
+        if known is not None:
+            return None if known.stock else replace(known, stock=True, live=True)
+        return Result(
+            plan=contenders(problem, self.target.device)[0],
+            stock=True,
+            medians_us={},
+            clock=self.clock.name,
+            date=date.today().isoformat(),
+            live=True,
+        )
+
+    def _write(
+        self, results: Sequence[Result], forwards: Sequence[Forwards] = ()
+    ) -> None:
+        try:
+            tuned_results.write(self.folder, self.machine, results, forwards)
+        except OSError as error:
+            warn_once(f"not kept: {error}", f"what was measured is not kept: {error}")
+
+
+def run(
+    model: nn.Module, recipe: Recipe, convert: Callable[[Recipe], None], undo: Step
+) -> None:
+    """Converts a model and times what is not known; Ctrl-C ends the timing only.
+
+    Args:
+        model: The model.
+        recipe: What to do with it.
+        convert: Converts the model as a recipe says.
+        undo: Undoes the conversion.
+    """
+    race = Race(
+        model=model,
+        recipe=recipe,
+        convert=convert,
+        undo=undo,
+        clock=clock(eligibility.target()),
+        deadline=monotonic() + SECONDS,
+    )
+    race.run()
+
+
+def clock(device: Any) -> Clock:
+    """Returns the clock of the race: few and short samples.
+
+    Args:
+        device: This machine's GPU.
+    """
+    measure = partial(
+        tuner.wall_time, seconds=product_race.SECONDS, rounds=product_race.ROUNDS
+    )
+    return replace(tuner.clock(device), measure=measure)
+
+
+def _told(rows: Sequence[int], layout: str) -> str:
+    served = (
+        "stock MLX serves them"
+        if layout == "mlx"
+        else "packed weights stay, which stock MLX cannot read"
+    )
+    listed = ", ".join(map(str, rows))
+    return f"the whole model was slower with our kernels at {listed} rows: {served}"
+
+
+def _shown(products: Sequence[ModelProduct]) -> Iterator[ModelProduct]:
+    """Yields products one by one, and shows the shape of each on a progress bar."""
+    from tqdm import tqdm
+
+    with tqdm(total=len(products), desc="measure", unit="product") as bar:
+        for product in products:
+            bar.set_description(f"measure {product.name}")
+            yield product
+            bar.update()
+
+
+def _print(line: str) -> None:
+    if sys.stderr is not None:
+        print(f"mlx_marlin: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,55 @@
+"""Where a model is not raced, and why."""
+
+import os
+from io import StringIO
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.lm.recipe import Recipe
+from mlx_marlin.products import eligibility
+
+
+def why_not(model: nn.Module, recipe: Recipe) -> str | None:
+    """Returns why a model is not raced in this process, or None.
+
+    Args:
+        model: The model, before it is converted.
+        recipe: What `optimize` does with it.
+    """
+    backend = selection.backend()
+    if not recipe.measure:
+        return "measure=False"
+    if os.environ.get(tuned_results.ENVIRONMENT) == "0":
+        return f"{tuned_results.ENVIRONMENT}=0"
+    if backend not in selection.ON_GPU or selection.missing():
+        return "there is no GPU here"
+    if not selection.may_hand_over():
+        return f"{selection.ENVIRONMENT} is set, so stock MLX serves no call of ours"
+    if tuned_results.stands_for_another(backend):
+        return "plans are made for another chip than this machine's"
+    device = eligibility.target()
+    if device.unsupported is not None:
+        return device.unsupported
+    if "paravirtual" in device.name.lower():
+        return "a paravirtual device's times say nothing about another one's"
+    if not recipe.key:
+        return "the model's layers or settings cannot be read"
+    if is_lazy(model):
+        return "its weights are not loaded yet"
+    return None
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """Returns whether a weight of a model is not evaluated, or a tracer's.
+
+    MLX has no function for the question. The graph of an array that has been evaluated
+    has no operation (0.32.4).
+    """
+    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    text = StringIO()
+    mx.export_to_dot(text, *(array for _, array in arrays))
+    return "label" in text.getvalue()

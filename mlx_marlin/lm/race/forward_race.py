@@ -1,0 +1,69 @@
+"""Times a model's forward passes with few rows and a short cache."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_marlin.lm.warm_up import cache_factory
+
+ROWS = (*range(1, 9), 12, 16)
+"""Numbers of rows of a forward pass that is timed."""
+PREFIX = 4
+"""Tokens in the cache before."""
+ROUNDS = 3
+"""Times that stock MLX and our kernels take turns."""
+
+Samples = dict[int, list[float]]
+"""Rows -> seconds of single passes."""
+
+
+def can_run(model: nn.Module) -> bool:
+    """Returns whether a model takes tokens and a cache, as mlx-lm's do."""
+    return cache_factory(model) is not None
+
+
+def sample(
+    model: nn.Module, rows: Sequence[int], samples: int, is_over: Callable[[], bool]
+) -> Samples:
+    """Returns seconds of forward passes, the first of which does not count.
+
+    Args:
+        model: A model of mlx-lm's.
+        rows: Numbers of rows: tokens of one stream.
+        samples: Passes to time for each.
+        is_over: Whether there is no more time; then the remaining rows are left out.
+    """
+    make_cache = cache_factory(model)
+    assert make_cache is not None
+    found: Samples = {}
+    for m in rows:
+        if is_over():
+            break
+        cache = make_cache()
+        _seconds(model, cache, PREFIX)
+        _seconds(model, cache, m)  # compiles its kernels
+        found[m] = [_seconds(model, cache, m) for _ in range(samples)]
+    return found
+
+
+def medians(
+    stock: Sequence[Samples], ours: Sequence[Samples]
+) -> dict[int, tuple[float, float]]:
+    """Returns the medians with stock MLX and with our kernels, where both ran."""
+    found = {}
+    for m in ROWS:
+        times = [[s for each in arm for s in each.get(m, ())] for arm in (stock, ours)]
+        if all(times):
+            found[m] = statistics.median(times[0]), statistics.median(times[1])
+    return found
+
+
+def _seconds(model: nn.Module, cache: list[Any], m: int) -> float:
+    tokens = mx.zeros((1, m), mx.int32)
+    started = perf_counter()
+    mx.eval(model(tokens, cache=cache), [each.state for each in cache])
+    return perf_counter() - started
