@@ -98,7 +98,7 @@ def tuned_results() -> Facts:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        usable = len(tuned.read(folder, machine)) if files else 0
+        usable = len(tuned.read(folder, machine).results) if files else 0
     return {
         "folder": str(folder),
         "on": _is_on(tuned.ENVIRONMENT),
