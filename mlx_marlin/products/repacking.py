@@ -90,10 +90,14 @@ def _is_same(
     """Returns whether tiles hold the codes of w; True if nothing can be compared."""
     if selection.missing() is not None:
         return True  # graphs can be built here, but not evaluated
+    form = {"bits": bits, "group_size": group_size}
+    plan = RepackPlan(to="mlx", batch=w.shape[:-2], n=n, k=k, **form)
     rows = w.reshape(-1, n, w.shape[-1])
     stored = tiles.reshape(-1, *tiles.shape[-3:])
     at_once = max(CODES_AT_ONCE // (k * layout.TILE_N), 1)  # tiles along n
     try:
+        if _by_kernel(plan):  # hundreds of times as fast as piece by piece
+            return bool(mx.array_equal(w, launcher.call(plan)(tiles)).item())
         for own, packed in zip(rows, stored, strict=True):
             for first in range(0, len(packed), at_once):
                 part = own[first * layout.TILE_N : (first + at_once) * layout.TILE_N]
@@ -101,8 +105,7 @@ def _is_same(
                     packed[first : first + at_once],
                     len(part),
                     k,
-                    bits=bits,
-                    group_size=group_size,
+                    **form,
                 )
                 if not mx.array_equal(part, read).item():
                     return False

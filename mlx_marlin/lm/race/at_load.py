@@ -61,7 +61,7 @@ class Race:
     undo: Step
     clock: Clock
     deadline: float
-    now: Callable[[], float] = monotonic
+    now: Callable[[], float]
 
     def __post_init__(self) -> None:
         self.target = Target.of(None)
@@ -263,6 +263,7 @@ def run(
         undo=undo,
         clock=clock(eligibility.target()),
         deadline=monotonic() + SECONDS,
+        now=monotonic,
     )
     race.run()
 

@@ -1,0 +1,109 @@
+"""A Mac with an M3 Max whose clocks a test makes up; nothing runs on it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin import cache, state
+from mlx_marlin.backends import devices, selection, tuned_results
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.lm.layer_conversion import is_marlin_layer
+from mlx_marlin.lm.module_tree import computing_layers
+from mlx_marlin.lm.race import at_load, forward_race
+from mlx_marlin.lm.race.product_race import Entry
+from mlx_marlin.measure.operands import Operands
+from mlx_marlin.measure.timing import Spread
+from mlx_marlin.measure.tuner import Clock
+from mlx_marlin.products import repacking
+
+M3_MAX = Device.named("M3 Max")
+US = 1e-6
+
+
+@dataclass(kw_only=True)
+class SimulatedMac:
+    """A machine whose products take the times that a test says.
+
+    Attributes:
+        ours: From an entry's layout and the rows to microseconds.
+        stock: From rows to microseconds.
+        forward: From rows, and whether our kernels run, to milliseconds.
+        range: Interquartile range of all times, relative to the median.
+        raced: The rows of each measurement, with the layouts.
+        passes: The rows of each forward pass, and whether our kernels ran.
+    """
+
+    ours: Callable[[str, int], float] = lambda layout, m: 10.0
+    stock: Callable[[int], float] = lambda m: 10.0
+    forward: Callable[[int, bool], float] = lambda m, ours: 1.0
+    range: float = 0.0
+    raced: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    passes: list[tuple[int, bool]] = field(default_factory=list)
+    error: BaseException | None = None
+    seconds_each: float = 0.0
+    now: float = 0.0
+
+    def clock(self, _: Any) -> Clock:
+        return Clock(
+            name="wall time",
+            measure=self.measure,
+            measure_independent=self.measure,
+            weights=lambda _: 1,
+            times_stock=True,
+        )
+
+    def measure(
+        self, products: Mapping[Entry, Any], inputs: Operands
+    ) -> dict[Entry, Spread]:
+        if self.error is not None:
+            raise self.error
+        self.now += self.seconds_each
+        m = inputs.problem.m
+        self.raced.append((m, tuple(each.layout for each in products if each.plan)))
+        return {entry: self._spread(entry, m) for entry in products}
+
+    def _spread(self, entry: Entry, m: int) -> Spread:
+        us = self.ours(entry.layout, m) if entry.plan else self.stock(m)
+        return Spread(median=us * US, range=self.range * us * US, samples=3)
+
+    def sample(
+        self, model: nn.Module, rows: Sequence[int], samples: int, is_over: Any
+    ) -> forward_race.Samples:
+        ours = any(map(is_marlin_layer, computing_layers(model)))
+        self.passes += [(m, ours) for m in rows]
+        return {m: [self.forward(m, ours) * 1e-3] * samples for m in rows}
+
+    def optimize(self, model: nn.Module, **options: Any) -> nn.Module:
+        """Optimizes a model as in a new process that has begun to race."""
+        state.reset()
+        self.raced.clear()
+        self.passes.clear()
+        return mlx_marlin.optimize(model, **options)
+
+
+@pytest.fixture
+def mac(
+    backend: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Iterator[SimulatedMac]:
+    """Makes an M3 Max seem available; what it measures is kept in a test's folder."""
+    simulated = SimulatedMac()
+    monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
+    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    backend(None)
+    monkeypatch.setattr(selection, "has_device", lambda name: name == "metal")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(devices, "current", lambda *_: M3_MAX)
+    monkeypatch.setattr(repacking, "_on_gpu", lambda: False)
+    monkeypatch.setattr(at_load, "clock", simulated.clock)
+    monkeypatch.setattr(at_load, "monotonic", lambda: simulated.now)
+    monkeypatch.setattr(forward_race, "sample", simulated.sample)
+    yield simulated
+    state.reset()

@@ -1,0 +1,370 @@
+"""Who serves a model's products after the race, whatever the clocks say."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin import guard
+from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.lm.race import at_load, conditions, forward_race, product_race
+from mlx_marlin.lm.race.product_race import BETWEEN, ROWS
+from mlx_marlin.lm.warn_once import forget
+from mlx_marlin.planning.measurement import STOCK
+from race.conftest import M3_MAX, SimulatedMac
+from support.models import Layers, arrays, tiny_llama, types
+
+EVERY_ROW = range(1, 70)
+
+
+def layer(n: int = 4096, k: int = 512) -> nn.QuantizedLinear:
+    mx.random.seed(n)
+    made = nn.QuantizedLinear(k, n, bias=False, group_size=64, bits=4)
+    made.scales, made.biases = (
+        made[name].astype(mx.float16) for name in ("scales", "biases")
+    )
+    mx.eval(made.parameters())
+    return made
+
+
+def served(converted: Any, rows: Any = EVERY_ROW) -> dict[int, str | None]:
+    """Returns why stock MLX serves a layer with each number of rows."""
+    reasons = {}
+    for m in rows:
+        x = mx.zeros((m, converted["scales"].shape[1] * 64), mx.float16)
+        weight = converted["weight"], converted["scales"], converted["biases"]
+        reasons[m] = mlx_marlin.why_not(x, *weight)
+    return reasons
+
+
+def one_layer(mac: SimulatedMac, **options: Any) -> Any:
+    model = mac.optimize(Layers(layer()), layout="mlx", **options)
+    return model.layers[0]
+
+
+def test_ours_loses_everywhere_and_serves_nothing(mac: SimulatedMac) -> None:
+    mac.ours = lambda layout, m: 11.0
+
+    reasons = served(one_layer(mac))
+
+    assert [m for m, _ in mac.raced] == [*ROWS]
+    assert all(reasons[m] is not None for m in range(2, 65))
+    assert "measured here" in str(reasons[6])
+
+
+def test_ours_wins_everywhere_and_serves_all(mac: SimulatedMac) -> None:
+    mac.ours = lambda layout, m: 9.0
+
+    reasons = served(one_layer(mac))
+
+    assert [m for m, _ in mac.raced] == [*ROWS]
+    assert all(reasons[m] is None for m in range(2, 65))
+
+
+@pytest.mark.parametrize("us", [10.0, 9.71])
+def test_a_draw_is_stocks(mac: SimulatedMac, us: float) -> None:
+    mac.ours = lambda layout, m: us
+
+    assert all(reason for reason in served(one_layer(mac), ROWS).values())
+
+
+def test_rows_between_are_raced_only_where_neighbours_disagree(
+    mac: SimulatedMac,
+) -> None:
+    mac.ours = lambda layout, m: 9.0 if 5 <= m < 12 else 11.0
+
+    reasons = served(one_layer(mac))
+
+    assert [m for m, _ in mac.raced] == [*ROWS, 12]
+    ours = {m for m, reason in reasons.items() if reason is None and 2 <= m <= 64}
+    assert ours == {5, 6, 7, 8}  # 9 to 11 lie between a win and a loss
+
+
+def test_a_later_load_times_nothing(mac: SimulatedMac) -> None:
+    mac.ours = lambda layout, m: 9.0 if m > 4 else 11.0
+    model = tiny_llama()
+    mac.optimize(model)
+    assert mac.raced and mac.passes
+
+    mac.optimize(tiny_llama())
+
+    assert not mac.raced
+    assert not mac.passes
+
+
+def test_a_win_that_loses_live_is_off_at_those_rows(
+    mac: SimulatedMac, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mac.ours = lambda layout, m: 9.0
+    mac.forward = lambda m, ours: 1.2 if ours and m in (3, 8) else 1.1
+
+    model = mac.optimize(tiny_llama(), layout="mlx")
+
+    assert "slower with our kernels at 3, 8 rows" in capfd.readouterr().err
+    target = M3_MAX, selection.backend()
+    products = at_load.products_of(model, at_load.Target.of(None))
+    for product in products:
+        for m in range(1, 17):
+            problem = product.problem(m, "mlx")
+            assert problem is not None
+            found = tuned_results.find(problem, *target)
+            if m in (3, 8):
+                assert found is not None and "whole model" in str(found.reason)
+            elif 2 <= m <= 16 and m not in (6, 7, 9, 10, 11, 12, 13, 14, 15):
+                assert found is not None and found.reason is None, m
+    turns = [ours for m, ours in mac.passes if m == 3]
+    assert turns == [False, True] * forward_race.ROUNDS
+
+
+def test_noise_is_not_kept_and_stock_serves_this_time(mac: SimulatedMac) -> None:
+    mac.ours, mac.range = (lambda layout, m: 5.0), 0.11
+
+    reasons = served(one_layer(mac))
+
+    assert [m for m, _ in mac.raced] == [m for m in ROWS for _ in range(2)]
+    assert all("noisy" in str(reasons[m]) for m in ROWS)
+    mac.range = 0.0
+    assert all(reason is None for reason in served(one_layer(mac), ROWS).values())
+
+
+def test_an_interrupt_leaves_a_working_model_with_what_is_known(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mac.ours = lambda layout, m: 9.0
+    whole = mac.measure
+
+    def interrupted(*arguments: Any) -> Any:
+        if len(mac.raced) == 3:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(mac, "measure", interrupted)
+    first = one_layer(mac)
+
+    reasons = served(first, ROWS)
+    assert [m for m in ROWS if reasons[m] is None] == [*ROWS[:3]]
+    assert "not measured yet" in str(served(first, [9])[9])
+    monkeypatch.setattr(mac, "measure", whole)
+    reasons = served(one_layer(mac), ROWS)
+    assert [m for m, _ in mac.raced] == [*ROWS[3:]]
+    assert set(reasons.values()) == {None}
+
+
+def test_an_interrupt_in_stocks_turn_leaves_a_converted_model(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = mac.sample
+
+    def interrupted(model: nn.Module, *arguments: Any) -> Any:
+        if mac.passes and mac.passes[-1][1]:
+            raise KeyboardInterrupt
+        return whole(model, *arguments)
+
+    monkeypatch.setattr(forward_race, "sample", interrupted)
+
+    model = mac.optimize(tiny_llama(), layout="mlx")
+
+    assert mac.passes
+    assert not any(kind is nn.QuantizedLinear for kind in types(model).values())
+
+
+def test_time_that_is_over_leaves_the_rest_to_stock_until_the_next_load(
+    mac: SimulatedMac,
+) -> None:
+    mac.ours, mac.seconds_each = (lambda layout, m: 9.0), at_load.SECONDS / 2
+
+    reasons = served(one_layer(mac))
+
+    assert [m for m, _ in mac.raced] == [*ROWS[:2]]
+    assert [m for m in range(2, 65) if reasons[m] is None] == [2, 4]
+    one_layer(mac)
+    assert [m for m, _ in mac.raced] == [*ROWS[2:4]]
+
+
+def test_a_race_that_dies_is_told_once_and_the_model_decides(
+    mac: SimulatedMac,
+) -> None:
+    forget()
+    mac.error = RuntimeError("the device was lost")
+
+    with pytest.warns(RuntimeWarning, match="the device was lost"):
+        converted = one_layer(mac)
+
+    assert not mac.raced
+    assert type(converted).__name__ == "MarlinLinear"
+
+
+def test_a_broken_kernel_does_not_race(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_not", lambda plan: "it is broken")
+    monkeypatch.setattr(product_race.guard, "why_not", lambda plan: "it is broken")
+
+    one_layer(mac)
+
+    assert not mac.raced
+
+
+def test_another_system_races_anew_and_says_why(
+    mac: SimulatedMac,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import platform
+
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.1", ("", "", ""), ""))
+    one_layer(mac)
+    assert "measuring again" not in capfd.readouterr().err
+    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.2", ("", "", ""), ""))
+
+    one_layer(mac)
+
+    said = capfd.readouterr().err
+    assert "measuring again: measured with system" in said
+    assert "26.1, here" in said
+    assert [m for m, _ in mac.raced] == [*ROWS]
+
+
+def test_a_lazy_model_is_not_read(mac: SimulatedMac, tmp_path: Any) -> None:
+    path = str(tmp_path / "weights.safetensors")
+    model = tiny_llama()
+    mx.save_safetensors(path, arrays(model))
+    assert not conditions.is_lazy(model)
+    model.load_weights(path)
+    assert conditions.is_lazy(model)
+
+    mac.optimize(model)
+
+    assert not mac.raced
+    assert not mac.passes
+
+
+@pytest.mark.parametrize(
+    "hinder",
+    [
+        lambda patch: patch.setenv("MLX_MARLIN_TUNED", "0"),
+        lambda patch: patch.setenv("MLX_MARLIN_DEVICE", "M1"),
+        lambda patch: patch.setenv("MLX_MARLIN_BACKEND", "metal"),
+        lambda patch: patch.setenv("MLX_MARLIN_BACKEND", "emulator"),
+    ],
+)
+def test_what_is_never_raced(
+    mac: SimulatedMac,
+    monkeypatch: pytest.MonkeyPatch,
+    hinder: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    hinder(monkeypatch)
+
+    mac.optimize(tiny_llama())
+
+    assert not mac.raced
+    assert not mac.passes
+
+
+def test_options_that_do_not_race(mac: SimulatedMac) -> None:
+    mac.optimize(tiny_llama(), measure=False)
+    mac.optimize(tiny_llama(), dry_run=True)
+
+    assert not mac.raced
+    assert not mac.passes
+
+
+def test_invariant_products_are_not_raced_but_the_model_is_timed(
+    mac: SimulatedMac,
+) -> None:
+    mac.optimize(tiny_llama(tied=False), invariant=True)
+
+    assert not mac.raced
+    assert {m for m, _ in mac.passes} == {*forward_race.ROWS}
+
+
+def test_a_virtual_device_is_not_raced(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from mlx_marlin.backends import devices
+
+    virtual = replace(M3_MAX, name="Apple Paravirtual device")
+    monkeypatch.setattr(devices, "current", lambda *_: virtual)
+
+    mac.optimize(tiny_llama())
+
+    assert not mac.raced
+
+
+@pytest.mark.parametrize(
+    ("packed", "at_one", "layout"),
+    [(9.4, 10.0, "marlin"), (9.6, 10.0, "mlx"), (9.0, 10.4, "mlx")],
+)
+def test_weights_are_packed_only_if_that_gains(
+    mac: SimulatedMac, packed: float, at_one: float, layout: str
+) -> None:
+    def ours(which: str, m: int) -> float:
+        if which == "mlx":
+            return 12.0
+        return at_one if m == 1 else packed
+
+    mac.ours = ours
+    model = mac.optimize(Layers(layer()))
+
+    assert model.layers[0].layout == layout
+    assert all(layouts == ("mlx", "marlin") for _, layouts in mac.raced)
+    again = mac.optimize(Layers(layer()))
+    assert again.layers[0].layout == layout
+    assert not mac.raced
+
+
+def test_packed_weights_that_lose_live_are_given_back(mac: SimulatedMac) -> None:
+    mac.ours = lambda layout, m: 9.0 if layout == "marlin" else 12.0
+    mac.forward = lambda m, ours: 2.0 if ours else 1.0
+
+    model = mac.optimize(tiny_llama(tied=False))
+
+    layouts = {m.layout for m in model.modules() if hasattr(m, "layout")}
+    assert layouts == {"mlx"}
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    ours=st.lists(st.floats(1.0, 20.0), min_size=64, max_size=64),
+    stock=st.lists(st.floats(1.0, 20.0), min_size=64, max_size=64),
+)
+def test_no_product_is_served_by_a_plan_that_was_slower(
+    mac: SimulatedMac, tmp_path_factory: Any, ours: list[float], stock: list[float]
+) -> None:
+    tuned_results.clear(tuned_results.folder())
+    mac.ours = lambda layout, m: ours[m - 1]
+    mac.stock = lambda m: stock[m - 1]
+
+    reasons = served(one_layer(mac), range(2, 65))
+
+    times = {m: (ours[m - 1], stock[m - 1]) for m, _ in mac.raced}
+    assert {*times} >= {*ROWS}
+    assert {*times} <= {*ROWS, *BETWEEN}
+    for m, reason in reasons.items():
+        if m in times:
+            wins = times[m][0] <= 0.97 * times[m][1]
+            assert (reason is None) == wins
+        else:
+            around = (max(r for r in times if r < m), min(r for r in times if r > m))
+            assert (reason is None) == all(
+                times[r][0] <= 0.97 * times[r][1] for r in around
+            )
+
+
+def test_results_have_both_times(mac: SimulatedMac) -> None:
+    mac.ours = lambda layout, m: 9.0
+    one_layer(mac)
+
+    machine = tuned_results.machine(M3_MAX, "metal")
+    stored = tuned_results.read(tuned_results.folder(), machine)
+
+    assert len(stored.results) == len(ROWS)
+    for result in stored.results.values():
+        assert (result.us, result.medians_us[STOCK]) == (9.0, 10.0)
