@@ -148,6 +148,7 @@ def resolve(
     named = {"join": join, "trace": trace, "fuse": fuse, "compute": compute}
     given = {name for name, value in named.items() if value is not None}
     given |= _differing(conversion)
+    not_measured = frozenset() if measure else frozenset({"measure"})
     tuned = None if given - {"group_size", "bits"} else lookup.find(model)
     if tuned is not None:
         settings = tuned.settings or DEFAULTS
@@ -163,7 +164,7 @@ def resolve(
         trace=trace,
         fuse=fused if trace else frozenset(),
         compute=compute,
-        given=frozenset(given),
+        given=not_measured | given,
         tuned=tuned,
         backend=selection.backend(),
         measure=measure,
@@ -173,6 +174,8 @@ def resolve(
 
 def _with_measurements(model: nn.Module, recipe: Recipe) -> Recipe:
     """Returns a recipe with what the race has found for the model, if it has run."""
+    if not recipe.measure or recipe.backend not in selection.ON_GPU:
+        return recipe
     key = lookup.key_of(model)
     if key is None:
         return recipe

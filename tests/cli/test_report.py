@@ -57,12 +57,14 @@ def test_tuned_times_are_marked(tuned: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (few.served_by, few.time.us) == ("ours", 12.5)
     assert more.time is not None
     assert (more.served_by, more.time.us) == ("stock", 10.5)
-    assert (more.reason_origin, more.time.mark) == ("tuned", "tuned, wall time")
+    assert (more.reason_origin, more.time.mark) == ("measured", "measured, wall time")
     assert others.time is not None
     assert others.time.origin == "predicted"
-    assert "12.5 us tuned, wall time" in str(report)
+    assert "12.5 us measured, wall time" in str(report)
     # The report on a chip, even on this one, uses no times of this machine.
-    assert "tuned" not in str(mlx_marlin.report(Layers(layer), [3, 8], chip="M3 Max"))
+    assert "measured, wall" not in str(
+        mlx_marlin.report(Layers(layer), [3, 8], chip="M3 Max")
+    )
 
 
 def times_in(value: Any) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ def test_every_time_is_marked(
         ]
     document = json.loads(json.dumps(report.document()))
     assert (document["schema"], document["version"]) == ("mlx_marlin.report", 1)
-    assert {each["origin"] for each in times_in(document)} <= {"predicted", "tuned"}
+    assert {each["origin"] for each in times_in(document)} <= {"predicted", "measured"}
     assert [each["name"] for each in document["layers"]] == [
         layer.group.name for layer in report.layers
     ]

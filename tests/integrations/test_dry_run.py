@@ -138,6 +138,7 @@ def test_a_recipe_says_what_each_option_is_and_where_it_is_from(
         "trace": is_faster,
         "fuse": fused,
         "compute": None,
+        "measure": True,
     } | given
     expected["fuse"] = (*sorted(expected["fuse"], reverse=True),)
 

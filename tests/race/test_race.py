@@ -89,7 +89,8 @@ def test_a_later_load_times_nothing(mac: SimulatedMac) -> None:
     mac.ours = lambda layout, m: 9.0 if m > 4 else 11.0
     model = tiny_llama()
     mac.optimize(model)
-    assert mac.raced and mac.passes
+    assert mac.raced
+    assert mac.passes
 
     mac.optimize(tiny_llama())
 
@@ -114,9 +115,11 @@ def test_a_win_that_loses_live_is_off_at_those_rows(
             assert problem is not None
             found = tuned_results.find(problem, *target)
             if m in (3, 8):
-                assert found is not None and "whole model" in str(found.reason)
+                assert found is not None
+                assert "whole model" in str(found.reason)
             elif 2 <= m <= 16 and m not in (6, 7, 9, 10, 11, 12, 13, 14, 15):
-                assert found is not None and found.reason is None, m
+                assert found is not None
+                assert found.reason is None
     turns = [ours for m, ours in mac.passes if m == 3]
     assert turns == [False, True] * forward_race.ROUNDS
 

@@ -38,7 +38,7 @@ def by_problem(*results: Result) -> dict[Problem, Result]:
 def warned(place: Path) -> tuple[dict[Problem, Result], str]:
     """Reads what is not all valid, and returns the one warning too."""
     with pytest.warns(RuntimeWarning, match="are ignored") as caught:
-        results = tuned_results.read(place, HERE)
+        results = tuned_results.read(place, HERE).results
     assert len(caught) == 1
     return results, str(caught[0].message)
 

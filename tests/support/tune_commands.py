@@ -21,7 +21,7 @@ PROBLEM = Problem(m=4, n=64, k=256)
 def results(kept: Path) -> dict[Problem, Result]:
     return tuned_results.read(
         kept, tuned_results.machine(devices.current(), "emulator")
-    )
+    ).results
 
 
 def measured_problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:

@@ -38,10 +38,10 @@ def test_a_file_that_is_none_is_ignored_and_replaced(
     results, message = warned(tmp_path)
 
     assert results == {}
-    assert "`mlx-marlin tune` measures them again" in message
+    assert "they are measured again" in message
     with pytest.warns(RuntimeWarning, match="are ignored"):
         tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
-    assert tuned_results.read(tmp_path, HERE) == by_problem(measured(PROBLEM))
+    assert tuned_results.read(tmp_path, HERE).results == by_problem(measured(PROBLEM))
 
 
 def test_another_machines_file_under_our_name_is_ignored(tmp_path: Path) -> None:
@@ -72,10 +72,15 @@ DECODE_ERRORS: list[tuple[tuple[str, ...], Any]] = [
     (("plan", "tile"), None),
     (("plan", "unknown"), 1),
     (("plan",), []),
-    (("problem", "m"), 5),
-    (("problem", "k"), 255),
-    (("problem", "invariant"), True),
-    (("problem", "epilogue", "activation"), "sin"),
+    (("plan", "problem", "m"), 5.5),
+    (("type",), "GatherPlan"),
+    (("backend",), "rocm"),
+    (("backend",), "cuda"),
+    (("live",), True),
+    (("live",), 1),
+    (("plan", "problem", "k"), 255),
+    (("plan", "problem", "invariant"), True),
+    (("plan", "problem", "epilogue", "activation"), "sin"),
     (("medians_us",), {}),
     (("medians_us",), []),
     (("medians_us", "stock MLX"), "fast"),
@@ -94,7 +99,9 @@ def test_a_row_of_nonsense_is_ignored_and_the_others_hold(
     good, bad = measured(replace(PROBLEM, m=9)), measured(PROBLEM)
     file = tuned_results.write(tmp_path, HERE, [bad, good])
     data = json.loads(file.read_text())
-    at = next(row for row in data["results"] if row["problem"]["m"] == PROBLEM.m)
+    at = next(
+        row for row in data["results"] if row["plan"]["problem"]["m"] == PROBLEM.m
+    )
     for name in path[:-1]:
         at = at[name]
     at[path[-1]] = value
@@ -180,4 +187,4 @@ def test_results_are_not_written_where_others_may_write(tmp_path: Path) -> None:
         tuned_results.write(place, HERE, [measured(PROBLEM, rank=1)])
 
     place.chmod(0o700)
-    assert tuned_results.read(place, HERE) == by_problem(measured(PROBLEM))
+    assert tuned_results.read(place, HERE).results == by_problem(measured(PROBLEM))

@@ -93,19 +93,18 @@ def second_plan(problem: Problem) -> Plan:
     return [arm for arm in arms if arm is not None][1]
 
 
-def test_without_a_clear_winner_the_models_answer_stays(
+def test_without_a_clear_winner_stock_and_the_models_plan_stay(
     fake: Callable[..., Clock],
 ) -> None:
     for m in (1, 8):  # the model: stock, ours
         problem = replace(SMALL, m=m, n=2048, k=2048)
-        falling = iter(np.linspace(20e-6, 19.1e-6, 100))
+        falling = iter(np.linspace(20e-6, 19.5e-6, 100))
         clock = fake(lambda _, times=falling: float(next(times)), noise=1e-6)
 
         outcome = tuner.tune(problem, M3_MAX, clock)
 
         assert outcome.result is not None
-        stays = planner.stock_reason(problem, M3_MAX) is not None
-        assert outcome.result.stock == stays
+        assert outcome.result.stock  # a draw
         assert outcome.result.plan == planner.choose(problem, M3_MAX)
 
 
