@@ -72,16 +72,16 @@ TARGET, TARGET_STREAMS = 2.0, 16
 VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
     "marlin": lambda model: mlx_marlin.optimize(
-        model, layout="marlin", join=False, trace=False
+        model, measure=False, layout="marlin", join=False, trace=False
     ),
     "joined": lambda model: mlx_marlin.optimize(
-        model, layout="marlin", join=True, trace=False
+        model, measure=False, layout="marlin", join=True, trace=False
     ),
     "traced": lambda model: mlx_marlin.optimize(
-        model, layout="marlin", join=True, trace=True
+        model, measure=False, layout="marlin", join=True, trace=True
     ),
     "mlx": lambda model: mlx_marlin.optimize(
-        model, layout="mlx", join=False, trace=False
+        model, measure=False, layout="mlx", join=False, trace=False
     ),
 }
 """What is done to a model before it is timed: "joined" has q, k, v and gate, up in one

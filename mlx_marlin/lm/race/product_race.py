@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import mlx.core as mx
 
@@ -294,12 +293,18 @@ def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:
     return product
 
 
-def _gathered(request: GatherRequest, plan: Any) -> Product:
+def _gathered(request: GatherRequest, plan: AnyPlan | None) -> Product:
+    """Returns the product of experts, from x, a weight and the experts of the rows."""
     if plan is not None:
+        assert isinstance(plan, GatherPlan)
         run = single_weight_call(request, plan)
-        return lambda x, w, scales, biases, experts: run(
-            x, None, experts, w, scales, biases
-        )
+
+        def ours(x: mx.array, *arrays: mx.array) -> mx.array:
+            *weight, experts = arrays
+            y: mx.array = run(x, None, experts, *weight)
+            return y
+
+        return ours
     has_biases = request.mode == "affine"
     multiply = partial(
         mx.gather_qmm,
@@ -310,11 +315,11 @@ def _gathered(request: GatherRequest, plan: Any) -> Product:
         sorted_indices=request.is_sorted,
     )
 
-    def product(
+    def stock(
         x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, experts: mx.array
     ) -> mx.array:
         second = biases if has_biases else None
         y: mx.array = multiply(x, w, scales, second, rhs_indices=experts)
         return y
 
-    return product
+    return stock
