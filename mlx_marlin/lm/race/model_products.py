@@ -16,7 +16,8 @@ from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import AnyProblem, plain, product_of
 from mlx_marlin.planning.problem import in_stock_mlx
-from mlx_marlin.products import eligibility
+from mlx_marlin.planning.verdict import Refusal
+from mlx_marlin.products import serving
 from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.request import MatmulRequest
@@ -62,10 +63,8 @@ class ModelProduct:
 
     def problem(self, m: int, layout: str) -> AnyProblem | None:
         """Returns the problem that is raced, or None if our kernels do not serve it."""
-        request = self.request(m, layout)
-        if eligibility.not_ours(request) is not None:
-            return None
-        return plain(request.problem)
+        found = serving.problem_of(self.request(m, layout))
+        return None if isinstance(found, Refusal) else plain(found)
 
     def rows_of(self, problem: AnyProblem) -> int:
         """Returns the rows of the layer's input for a problem of it."""

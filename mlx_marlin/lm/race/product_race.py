@@ -288,7 +288,8 @@ def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:
             multiply(x, *(array[start:end] for array in weight))
             for start, end in bounds
         )
-        return mx.depends(first, others)
+        waiting: mx.array = mx.depends(first, others)
+        return waiting
 
     return product
 
