@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -12,6 +12,8 @@ from mlx_marlin.products.reference.weight import decoded
 from mlx_marlin.weights import super_blocks
 from mlx_marlin.weights.formats import format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
+
+Result = TypeVar("Result")
 
 TILES = "marlin-tiles-1"
 """Tag of the order of codes and scales in `weights.layout`; another order gets another
@@ -117,15 +119,7 @@ class StoredWeight:
 
     def decoded(self) -> mx.array:
         """Returns the values of the weight in float32, columns in the stored order."""
-        return decoded(
-            self.codes,
-            self.scales,
-            self.biases,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-            global_scale=self.global_scale,
-        )
+        return self._given_to(decoded)
 
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.
@@ -133,7 +127,10 @@ class StoredWeight:
         Raises:
             ValueError: If our kernels have no such format.
         """
-        return pack(
+        return self._given_to(pack)
+
+    def _given_to(self, function: Callable[..., Result]) -> Result:
+        return function(
             self.codes,
             self.scales,
             self.biases,

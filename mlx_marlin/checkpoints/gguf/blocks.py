@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import mlx.core as mx
 
+from mlx_marlin.checkpoints.gguf.block_codes import planes, stream
 from mlx_marlin.checkpoints.gguf.block_types import BlockType
-from mlx_marlin.checkpoints.gguf.code_lanes import packed_lanes, planes, single_bits
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Bytes: TypeAlias = npt.NDArray[np.uint8]
-    Lanes: TypeAlias = npt.NDArray[np.uint64]
     Parameters: TypeAlias = dict[str, npt.NDArray[np.generic]]
 
 CHUNK = 1 << 18
@@ -34,7 +33,7 @@ class Layout:
         mode: Mode of the `StoredWeight`.
         bits: Bits of a code.
         group_size: Weights that share a scale.
-        lanes: Returns the codes of blocks [b, bytes] in the order of the row, as lanes.
+        codes: Returns the codes of blocks [b, bytes] in the order of the row.
         parameters: Returns what the blocks store next to their codes, [b, values of a
             block], by the name of the attribute of `StoredWeight`.
     """
@@ -42,7 +41,7 @@ class Layout:
     mode: str
     bits: int
     group_size: int
-    lanes: "Callable[[Bytes], Lanes]"
+    codes: "Callable[[Bytes], Bytes]"
     parameters: "Callable[[Bytes], Parameters]"
 
 
@@ -82,7 +81,7 @@ def read_blocks(
     step = max(1, CHUNK // block.nbytes)
     for first in range(0, len(blocks), step):
         chunk = blocks[first : first + step]
-        codes[first : first + step] = packed_lanes(layout.lanes(chunk), layout.bits)
+        codes[first : first + step] = stream(layout.codes(chunk), layout.bits)
         chunks.append(layout.parameters(chunk))
     words = codes.reshape(prod(shape[:-1]), -1).view("<u4")
     return StoredWeight(
@@ -167,20 +166,17 @@ def _nvfp4_parameters(blocks: "Bytes") -> "Parameters":
     return {"scales": np.where(scales == 0x7F, np.uint8(0), scales)}
 
 
-def _signed_bytes(octets: "Bytes") -> "Lanes":
-    """Returns signed bytes plus 128, as lanes."""
+def _with_high_bits(low: "Bytes", high: "Bytes") -> "Bytes":
     import numpy as np
 
-    lanes: Lanes = np.ascontiguousarray(octets ^ np.uint8(128)).view("<u8")
-    return lanes
+    return low | high << np.uint8(4)
 
 
-def _with_high_bits(low: "Lanes", high: "Lanes") -> "Lanes":
+def _signed_bytes(octets: "Bytes") -> "Bytes":
+    """Returns signed bytes plus 128."""
     import numpy as np
 
-    high <<= np.uint64(4)
-    high |= low
-    return high
+    return octets ^ np.uint8(128)
 
 
 LAYOUTS = {
@@ -190,14 +186,14 @@ LAYOUTS = {
         "symmetric",
         5,
         32,
-        lambda b: _with_high_bits(planes(b[:, 6:], 16, 4), single_bits(b[:, 2:6])),
+        lambda b: _with_high_bits(planes(b[:, 6:], 16, 4), planes(b[:, 2:6], 1, 1)),
         _scale,
     ),
     "Q5_1": Layout(
         "affine",
         5,
         32,
-        lambda b: _with_high_bits(planes(b[:, 8:], 16, 4), single_bits(b[:, 4:8])),
+        lambda b: _with_high_bits(planes(b[:, 8:], 16, 4), planes(b[:, 4:8], 1, 1)),
         _scale_and_bias,
     ),
     "Q8_0": Layout("symmetric", 8, 32, lambda b: _signed_bytes(b[:, 2:]), _scale),
