@@ -115,7 +115,7 @@ class NumPy:
         return None if known else "NumPy takes plain products of affine 4-bit weights"
 
     def candidates(
-        self, problem: Problem, device: Host, overrides: Any, limit: Any
+        self, problem: Problem, device: Host, overrides: Any
     ) -> Iterator[Candidate]:
         for m in (8, 16):
             tiles = -(-problem.m // m) * -(-problem.n // 32)

@@ -17,7 +17,7 @@ from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction, StockPrediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import BestSoFar, Candidate
+from mlx_marlin.planning.search import Candidate
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -118,7 +118,7 @@ class Backend(Protocol):
         ...
 
     def candidates(
-        self, problem: Problem, device: Any, overrides: PlanOverrides, limit: BestSoFar
+        self, problem: Problem, device: Any, overrides: PlanOverrides
     ) -> Iterable[Candidate]:
         """Yields the plans to compare, at least one.
 

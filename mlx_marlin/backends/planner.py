@@ -192,8 +192,8 @@ def make(
         ValueError: If no plan has these fields.
     """
     device = device or registry.default_device()
-    offer = registry.of_device(device).candidates
-    return search.best(partial(offer, problem, device, overrides))
+    backend = registry.of_device(device)
+    return search.best(backend.candidates(problem, device, overrides))
 
 
 def compare(
@@ -216,7 +216,7 @@ def compare(
 
     device = device or registry.default_device()
     backend = registry.of_device(device)
-    candidates = search.ranked(partial(backend.candidates, problem, device, overrides))
+    candidates = search.ranked(backend.candidates(problem, device, overrides))
     prediction = candidates[0].prediction
     return Choice(
         plan=candidates[0].plan,

@@ -4,8 +4,7 @@ A back end yields candidates with their predictions. The search returns the plan
 the lowest rank.
 """
 
-from collections.abc import Callable, Iterable
-from math import inf
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from mlx_marlin.planning.plan import Plan
@@ -14,10 +13,6 @@ from mlx_marlin.planning.prediction import Prediction
 MODEL_ERROR = 0.06
 """Relative error of the cost models against published and measured times. Split tiles
 must be predicted to gain more than this."""
-
-BestSoFar = Callable[[], float]
-"""Returns the first value of the lowest rank so far. A back end may omit those that
-cannot have a lower one."""
 
 
 class Candidate(NamedTuple):
@@ -36,31 +31,15 @@ class Candidate(NamedTuple):
         return self.prediction.seconds
 
 
-def best(offer: Callable[[BestSoFar], Iterable[Candidate]]) -> Plan:
-    """Returns the plan with the lowest rank.
-
-    Args:
-        offer: Yields the candidates, at least one, given `BestSoFar`.
-    """
-    least: list[Candidate] = []
-    for candidate in offer(lambda: least[0].rank[0] if least else inf):
-        if not least or candidate.rank < least[0].rank:
-            least[:] = [candidate]
-    return least[0].plan
+def best(candidates: Iterable[Candidate]) -> Plan:
+    """Returns the plan with the lowest rank of at least one candidate."""
+    return min(candidates, key=lambda candidate: candidate.rank).plan
 
 
-def ranked(
-    offer: Callable[[BestSoFar], Iterable[Candidate]],
-) -> tuple[Candidate, ...]:
-    """Returns all candidates with different plans, ordered by rank.
-
-    Args:
-        offer: Yields the candidates, at least one, given `BestSoFar`.
-    """
-    found: dict[Plan, Candidate] = {}
-    for candidate in sorted(offer(lambda: inf), key=lambda each: each.rank):
-        found[candidate.plan] = candidate
-    return (*found.values(),)
+def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Returns the candidates with different plans, ordered by rank."""
+    ordered = sorted(candidates, key=lambda candidate: candidate.rank)
+    return (*{candidate.plan: candidate for candidate in ordered}.values(),)
 
 
 def split_factor(is_split: bool) -> float:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal import explicit
-from mlx_marlin.backends.metal.candidates import plans as candidates
+from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
 from mlx_marlin.backends.planner import predict
@@ -440,7 +440,7 @@ def test_there_are_plans_of_every_other_strategy(problem: Problem) -> None:
         if strategy == "hybrid" and problem.n <= 32:
             continue  # of one tile each there may be too few
         assert [*explicit.plans(problem, device, {"strategy": strategy})]
-    compared = [plan.strategy for plan in candidates(problem, device)]
+    compared = [each.plan.strategy for each in candidates(problem, device, {})]
     assert compared
     assert "hytis" not in compared
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.candidates import plans as candidates
+from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import (
     BUFFERS,
@@ -234,7 +234,7 @@ def test_any_product_can_be_staged_on_a_wish(
 
 @given(PROBLEMS, strategies.devices())
 def test_nothing_is_staged_without_a_wish(problem: Problem, chip: Device) -> None:
-    kernels = {each.kernel for each in candidates(problem, chip)}
+    kernels = {each.plan.kernel for each in candidates(problem, chip, {})}
 
     assert "gemm_staged" not in kernels
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 from mlx_marlin.backends.cuda import explicit, limits
 from mlx_marlin.backends.cuda.candidates import fewest_fragments, fitting, plans
@@ -14,12 +13,12 @@ from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
-from mlx_marlin.planning.search import BestSoFar, Candidate
+from mlx_marlin.planning.search import Candidate
 from mlx_marlin.planning.work import STRATEGIES, data_parallel
 
 
 def candidates(
-    problem: Problem, device: CudaDevice, overrides: PlanOverrides, _: BestSoFar
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[Candidate]:
     """Yields the plans to compare, at least one.
 
@@ -51,7 +50,7 @@ def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> Cuda
     Raises:
         ValueError: If no plan has the given fields.
     """
-    found = search.best(partial(candidates, problem, device, overrides))
+    found = search.best(candidates(problem, device, overrides))
     assert isinstance(found, CudaPlan)
     return found
 

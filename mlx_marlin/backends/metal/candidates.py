@@ -1,6 +1,6 @@
 """The candidate plans of a product on Metal."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -39,32 +39,24 @@ INVARIANT_SIMDGROUPS_K = (1, 2)
 """Numbers of simdgroups along k that fit with any m."""
 
 
-def plans(
-    problem: Problem,
-    device: Device,
-    kernel: Kernel | None = None,
-    worth: Callable[[MetalPlan, Work], bool] = lambda body, work: True,
-) -> Iterator[MetalPlan]:
+def plans(problem: Problem, device: Device, kernel: Kernel) -> Iterator[MetalPlan]:
     """Yields the candidate plans, at least one.
 
     Args:
         problem: The product to compute.
         device: The chip to plan for.
-        kernel: Their kernel. Default: `default_kernel`.
-        worth: Whether to build the plan of some work, given a plan with the same
-            threadgroups. Default: always.
+        kernel: Their kernel.
 
     Raises:
         ValueError: If the kernel has no valid plan.
     """
-    body = body_of(problem, kernel or default_kernel(problem))
+    body = body_of(problem, kernel)
     if problem.invariant:
         yield with_work(body, *invariant_work(body, device))
         return
     for work, simdgroups_n in works_of(body, device):
-        if worth(body, work):
-            count = simdgroups_along_k(body, work, device, simdgroups_n)
-            yield with_work(body, work, simdgroups_n, count)
+        count = simdgroups_along_k(body, work, device, simdgroups_n)
+        yield with_work(body, work, simdgroups_n, count)
 
 
 def works_of(
