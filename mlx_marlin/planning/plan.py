@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.planning.work import Split, Tile, Work, tile_position
+from mlx_marlin.planning.work import Tile, Work, tile_position
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     REDUCTIONS,
@@ -199,10 +199,6 @@ class Plan(ABC):
         passes = work.pieces / work.tiles + (self.reduction == "atomic")
         return round(2 * passes * problem.batch * problem.m * problem.n * 4)
 
-    def product_of(self, tile: int) -> int:
-        """Returns the index in the batch of the product that a tile belongs to."""
-        return tile // (self.m_tiles * self.n_tiles)
-
     def corner(self, tile: int) -> tuple[int, int]:
         """Returns the first row and the first column of a tile in its product."""
         row, column = tile_position(tile, self.m_tiles)
@@ -214,11 +210,6 @@ class Plan(ABC):
         """Returns the columns of a tile, including padding past column n."""
         _, column = tile_position(tile, self.m_tiles)
         return self.wide_n if column < self.wide_columns else self.tile.n
-
-    def k_range(self, split: Split) -> tuple[int, int]:
-        """Returns the range [start, stop) of k of a split."""
-        stop = (split.k_idx + split.k_tile_count) * self.tile.k
-        return split.k_idx * self.tile.k, min(stop, self.problem.k)
 
     def explain(self) -> str:
         """Returns a one-line description of the plan, without predicted figures."""

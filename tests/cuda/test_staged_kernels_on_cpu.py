@@ -38,6 +38,7 @@ from support.cuda_on_cpu import (
     run,
 )
 from support.oracles import exact
+from support.parts_of_plans import k_range
 
 pytestmark = [
     pytest.mark.skipif(
@@ -104,7 +105,7 @@ def covering() -> list[Case]:
 def stages_of(plan: Plan) -> list[list[int]]:
     """Returns the stages of each split of each threadgroup."""
     ranges = (
-        [plan.k_range(split) for split in plan.work.splits(threadgroup)]
+        [k_range(plan, split) for split in plan.work.splits(threadgroup)]
         for threadgroup in range(plan.num_threadgroups)
     )
     return [[-(-(stop - start) // 128) for start, stop in each] for each in ranges]

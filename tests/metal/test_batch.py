@@ -27,6 +27,7 @@ from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, epilogues, format_cases, launches, oracles, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
+from support.parts_of_plans import product_of
 from support.trace_mode import emulator_only
 
 needs_kernels = pytest.mark.skipif(
@@ -160,7 +161,7 @@ def test_all_strategies_give_the_same_integers(
 def crosses(plan: Plan) -> bool:
     """Whether a threadgroup has k tiles of one product and of the next."""
     groups = range(plan.num_threadgroups)
-    products = ({plan.product_of(s.tile) for s in plan.work.splits(g)} for g in groups)
+    products = ({product_of(plan, s.tile) for s in plan.work.splits(g)} for g in groups)
     return any(len(each) > 1 for each in products)
 
 
@@ -226,7 +227,7 @@ def test_a_reduce_reads_the_slots_that_were_written_and_no_other(
         for threadgroup in range(plan.num_threadgroups):
             for split in plan.work.splits(threadgroup):
                 row, col = plan.corner(split.tile)
-                first = plan.product_of(split.tile) * problem.m
+                first = product_of(plan, split.tile) * problem.m
                 rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
                 part = rows, slice(col, col + plan.tile.n)
                 values = draw.integers(-9, 10, expected[part].shape)
@@ -247,7 +248,7 @@ def test_every_k_tile_of_every_product_is_visited_once(plan: Plan) -> None:
     seen: Counter[tuple[int, int, int, int]] = Counter()
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            place = plan.product_of(split.tile), *plan.corner(split.tile)
+            place = product_of(plan, split.tile), *plan.corner(split.tile)
             ks = range(split.k_idx, split.k_idx + split.k_tile_count)
             seen.update((*place, k) for k in ks)
 

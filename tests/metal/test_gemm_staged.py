@@ -20,6 +20,7 @@ from support import drawn_arrays, format_cases, oracles, orders, strategies
 from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
+from support.parts_of_plans import k_range
 from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
@@ -183,7 +184,7 @@ def stages(plan: Plan) -> Iterator[int]:
     step = step_k(plan.problem.group_size)
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            start, stop = plan.k_range(split)
+            start, stop = k_range(plan, split)
             is_wide = plan.columns_of(split.tile) > plan.tile.n
             turns = plan.simdgroups_k // (plan.simdgroups_n if is_wide else 1)
             yield -(-(stop - start) // (step * turns))

@@ -20,6 +20,7 @@ from mlx_marlin.planning.plan import Plan, Tile
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.weights.formats import DTYPE_BYTES
+from support.parts_of_plans import k_range
 from support.strategies import ANY_FORMAT, plans, problems
 
 SMALL = problems(max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT)
@@ -45,7 +46,7 @@ def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     seen: Counter[tuple[int, int, int]] = Counter()
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            k_start, k_stop = plan.k_range(split)
+            k_start, k_stop = k_range(plan, split)
             assert k_start % step == k_stop % step == 0
             row, col = plan.corner(split.tile)
             last = col + plan.columns_of(split.tile)
@@ -65,10 +66,12 @@ def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
 def test_splits_begin_where_a_trip_and_a_group_begin(plan: Plan) -> None:
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            k_start, k_stop = plan.k_range(split)
+            k_start, k_stop = k_range(plan, split)
             assert 0 <= k_start < k_stop <= plan.problem.k
             assert k_start % plan.problem.group_size == k_start % 64 == 0
-            assert split.is_final_split == (k_stop == plan.problem.k)
+            assert (split.k_idx + split.k_tile_count == split.k_tiles) == (
+                k_stop == plan.problem.k
+            )
 
 
 @given(plans())
@@ -222,7 +225,9 @@ def test_slices_are_whole_groups_where_equal_division_is_not() -> None:
     work = Work(strategy="split_k", tiles=1, k_tiles=64, threadgroups=3, slices=3)
     plan = plan_of(8, 32, 4096, work=work, reduction="workspace")
 
-    slices = [plan.k_range(split) for index in range(3) for split in work.splits(index)]
+    slices = [
+        k_range(plan, split) for index in range(3) for split in work.splits(index)
+    ]
     assert slices == [(0, 1344), (1344, 2688), (2688, 4096)]
 
 
@@ -230,7 +235,7 @@ def test_a_last_slice_may_end_inside_a_tile_of_k() -> None:
     work = Work(strategy="split_k", tiles=1, k_tiles=3, threadgroups=3, slices=3)
     plan = plan_of(8, 32, 160, group_size=32, work=work, reduction="workspace")
 
-    assert [plan.k_range(split) for split in work.splits(2)] == [(128, 160)]
+    assert [k_range(plan, split) for split in work.splits(2)] == [(128, 160)]
 
 
 TWO_SLICES = Work(strategy="split_k", tiles=4, k_tiles=2, threadgroups=8, slices=2)

@@ -206,8 +206,9 @@ def test_a_split_knows_its_role(work: Work) -> None:
     for splits in splits_of_tiles(work).values():
         last = len(splits) - 1
         for place, (_, split) in enumerate(splits):
-            assert split.is_first_split == (place == 0)
-            assert split.is_final_split == (place == last)
+            end = split.k_idx + split.k_tile_count
+            assert (split.k_idx == 0) == (place == 0)
+            assert (end == split.k_tiles) == (place == last)
             assert split.requires_fixup == (last > 0)
 
 
@@ -317,8 +318,6 @@ def test_three_tiles_of_ninety_k_tiles_on_four_units() -> None:
                 split.k_idx,
                 split.k_tile_count,
                 split.slot,
-                split.is_first_split,
-                split.is_final_split,
                 split.requires_fixup,
             )
             for split in work.splits(threadgroup)
@@ -326,10 +325,10 @@ def test_three_tiles_of_ninety_k_tiles_on_four_units() -> None:
         for threadgroup in range(4)
     ]
     assert roles == [
-        [(0, 0, 67, 0, True, False, True)],
-        [(0, 67, 23, 1, False, True, True), (1, 0, 45, 0, True, False, True)],
-        [(1, 45, 45, 1, False, True, True), (2, 0, 22, 0, True, False, True)],
-        [(2, 22, 68, 1, False, True, True)],
+        [(0, 0, 67, 0, True)],
+        [(0, 67, 23, 1, True), (1, 0, 45, 0, True)],
+        [(1, 45, 45, 1, True), (2, 0, 22, 0, True)],
+        [(2, 22, 68, 1, True)],
     ]
     assert work.pieces == 6
 

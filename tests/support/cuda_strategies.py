@@ -12,6 +12,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import STRATEGIES, Strategy, Tile
 from mlx_marlin.planning.work.tiles import Kernel, k_tile
+from support.parts_of_plans import k_range
 from support.strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -120,7 +121,7 @@ def covered(plan: Plan) -> Counter[tuple[int, int, int]]:
                 product(
                     range(row, min(row + plan.tile.m, problem.m)),
                     range(col, last),
-                    range(*plan.k_range(split), 32),
+                    range(*k_range(plan, split), 32),
                 )
             )
     return seen

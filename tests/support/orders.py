@@ -13,6 +13,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import step_k
 from support.drawn_arrays import Native
 from support.oracles import exact
+from support.parts_of_plans import k_range, product_of
 
 Vector = NDArray[np.float32]
 TRIP = 64
@@ -83,7 +84,7 @@ def promised(plan: Plan) -> Vector:
     sums: dict[int, dict[int, Vector]] = {}
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            own = values[slice(*(-(-k // TRIP) for k in plan.k_range(split)))]
+            own = values[slice(*(-(-k // TRIP) for k in k_range(plan, split)))]
             is_wide = plan.columns_of(split.tile) > plan.tile.n
             turns = plan.simdgroups_k // (plan.simdgroups_n if is_wide else 1)
             turn_of = _turns(plan, len(own), turns)
@@ -93,7 +94,7 @@ def promised(plan: Plan) -> Vector:
     for tile, splits in sums.items():
         total = ascending(splits[k_idx] for k_idx in sorted(splits))
         row, col = plan.corner(tile)
-        first = plan.product_of(tile) * problem.m
+        first = product_of(plan, tile) * problem.m
         rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
         out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
     return out.reshape(problem.result_shape)

@@ -55,16 +55,6 @@ class Split:
     slot: int
 
     @property
-    def is_first_split(self) -> bool:
-        """Whether the split starts at the first k tile."""
-        return self.k_idx == 0
-
-    @property
-    def is_final_split(self) -> bool:
-        """Whether the split ends at the last k tile."""
-        return self.k_idx + self.k_tile_count == self.k_tiles
-
-    @property
     def requires_fixup(self) -> bool:
         """Whether other splits of the tile must be added to this one."""
         return self.k_tile_count != self.k_tiles
