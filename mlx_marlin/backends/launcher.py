@@ -55,8 +55,12 @@ def plans_built() -> list[Plan]:
     return list(dict.fromkeys(list(_built)))
 
 
-def product(plan: Plan) -> Product:
+def product(plan: Plan, *, listed: bool = True) -> Product:
     """Builds the call that runs a plan.
+
+    Args:
+        plan: The plan.
+        listed: Whether `plans_built` lists it.
 
     Returns:
         A function from x [..., k] in the problem's dtype, codes, scales and biases in
@@ -69,12 +73,8 @@ def product(plan: Plan) -> Product:
         If the epilogue has parts, the function returns a tuple of results [...,
         columns], or with a rotation [m, heads, 1, features].
     """
-    _built.append(plan)
-    return unrecorded_product(plan)
-
-
-def unrecorded_product(plan: Plan) -> Product:
-    """Builds the same call as `product` without listing the plan in `plans_built`."""
+    if listed:
+        _built.append(plan)
     problem, rotation = plan.problem, plan.problem.epilogue.rotation
     normed = HEAD_NORMS if rotation is not None and rotation.norm is not None else ()
     rotated = (*ROTATION, *normed) if rotation is not None else ()
@@ -268,20 +268,18 @@ def _preparation(
 ) -> Callable[[Sequence[mx.array]], list[mx.array]] | None:
     """Returns what pads or reinterprets the arguments of a call; None if nothing."""
     pads = selection.traits().pads_small_inputs
-    read = {operand.name: operand for operand in inputs}
-    small = [i for i, name in enumerate(arguments) if name in read and pads]
-    small = [i for i in small if read[arguments[i]].may_be_small]
-    viewed = [
-        (i, dtypes.dtype(read[name].dtype))
-        for i, name in enumerate(arguments)
-        if name in read and read[name].reinterpreted
-    ]
+    small, viewed = set[int](), dict[int, mx.Dtype]()
+    for operand in inputs:
+        if operand.may_be_small and pads and operand.name in arguments:
+            small.add(arguments.index(operand.name))
+        if operand.reinterpreted:
+            viewed[arguments.index(operand.name)] = dtypes.dtype(operand.dtype)
     if not small and not viewed:
         return None
 
     def prepare(arrays: Sequence[mx.array]) -> list[mx.array]:
         given = [*arrays]
-        for i, dtype in viewed:
+        for i, dtype in viewed.items():
             given[i] = given[i].view(dtype)
         for i in small:
             given[i] = kernels.readable(given[i])

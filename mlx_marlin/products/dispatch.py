@@ -92,7 +92,8 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     if not prod(request.shape) or not prod(request.x_shape):
         decision_log.stock(request, NOTHING)
         return PreparedCall(_zeros(request), NOTHING)
-    stock = _stock(request)
+    is_packed = request.layout == "marlin"
+    stock = _stock_packed(request) if is_packed else _native(request)
     if epilogue != PLAIN:
         stock = with_epilogue(stock, epilogue)
     if request.norm is not None:
@@ -108,8 +109,7 @@ def prepare(request: MatmulRequest) -> PreparedCall:
     product = (
         _decoded(answer) if isinstance(answer, DequantizePlan) else _planned(answer)
     )
-    problem = request.problem
-    of_x = partial(_backward, problem) if request.layout == "marlin" else None
+    of_x = partial(_backward, answer.problem) if is_packed else None
     run = as_called(differentiable(product, stock, of_x), request)
     return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
 
@@ -120,12 +120,8 @@ def _by_stock(request: MatmulRequest, stock: Product, reason: str) -> PreparedCa
     return PreparedCall(stock, reason, is_stock=request.layout == "mlx")
 
 
-def _stock(request: MatmulRequest) -> Product:
-    """Returns stock MLX's product of a request, without epilogue and norm."""
-    return _stock_packed(request) if request.layout == "marlin" else _native(request)
-
-
 def _native(request: MatmulRequest) -> Product:
+    """Returns MLX's own product, without epilogue and norm."""
     transpose = request.transpose
     format = request.group_size, request.bits, request.mode
     if request.mode == "affine":
@@ -139,6 +135,7 @@ def _native(request: MatmulRequest) -> Product:
 
 
 def _stock_packed(request: MatmulRequest) -> Product:
+    """Returns stock MLX's product of a packed weight, without epilogue and norm."""
     n = request.n
 
     def stock(

@@ -50,11 +50,6 @@ class Target:
         """Whether calls run on the CPU."""
         return self.is_here and mx.default_device() == CPU
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether stock MLX serves what it computes faster."""
-        return selection.may_hand_over() if self.is_here else True
-
     def measured(self, problem: AnyProblem) -> Measured | None:
         """Returns what was measured for a problem on this machine, or None."""
         if not self.is_here:
@@ -116,12 +111,13 @@ def serve_problem(
         transpose: Whether the product is x @ w.T.
     """
     measured = target.measured(problem) if transpose else None
+    hands_over = not target.is_here or selection.may_hand_over()
     answer = planner.serve(
         problem,
         target.device,
         transpose=transpose,
         measured=measured,
-        hands_over=target.hands_over,
+        hands_over=hands_over,
     )
     if not target.is_here:
         return answer  # nothing is known of kernels on another machine
@@ -129,6 +125,6 @@ def serve_problem(
         answer,
         target.device,
         target.fault,
-        hands_over=target.hands_over,
+        hands_over=hands_over,
         is_measured=measured is not None,
     )

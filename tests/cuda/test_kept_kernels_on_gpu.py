@@ -97,7 +97,7 @@ def test_products_have_the_bits_of_mlxs_machine_code(
         monkeypatch.setattr(toolchain, "here", chain)
         state.reset()
         plan = planner.make(problem, device=devices.current())
-        product = launcher.unrecorded_product(plan)
+        product = launcher.product(plan, listed=False)
         results.append(product(x, words, scales, scales))
         mx.eval(results[-1])
     monkeypatch.undo()

@@ -69,7 +69,8 @@ class CudaPlan(Plan):
         else:
             self._check_mma()
         self._check_rows()
-        self._check_norm()
+        if self.problem.norm is not None:
+            self._check_norm()
         self.check_columns(TILE_N * self.simdgroups_n)
         self.check_bytes(limits.SHARED_LIMIT, self.stage_bytes)
         if self.has_wide_tiles:
@@ -82,8 +83,10 @@ class CudaPlan(Plan):
                 f"{self.kernel} has no atomic sums, got reduction='atomic'"
             )
         self.check_reduction()
-        self._check_paired()
-        self._check_invariant()
+        if self.problem.epilogue.is_paired:
+            self._check_paired()
+        if self.problem.invariant:
+            self._check_invariant()
 
     def _check_mma(self) -> None:
         if (self.buffers, self.loaders) != (0, 0):
@@ -103,8 +106,6 @@ class CudaPlan(Plan):
 
     def _check_norm(self) -> None:
         """Checks that the kernel supports RMSNorm and that tiles are not split."""
-        if self.problem.norm is None:
-            return
         if self.kernel != "mma" or self.is_split:
             raise ValueError(
                 f"norm={self.problem.norm} needs kernel='mma' and reduction='none', "
@@ -114,8 +115,6 @@ class CudaPlan(Plan):
     def _check_paired(self) -> None:
         """Checks that a block has all columns that a result depends on."""
         epilogue = self.problem.epilogue
-        if not epilogue.is_paired:
-            return
         option = "gated=True" if epilogue.gated else f"rotation={epilogue.rotation}"
         least = limits.least_tiles(self.problem)
         if self.simdgroups_n % least or self.is_split:
@@ -126,8 +125,6 @@ class CudaPlan(Plan):
             )
 
     def _check_invariant(self) -> None:
-        if not self.problem.invariant:
-            return
         whole = self.work.strategy in ("data_parallel", "split_k")
         if self.kernel != "mma" or not whole:
             raise ValueError(

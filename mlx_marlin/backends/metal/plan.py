@@ -101,31 +101,34 @@ class MetalPlan(Plan):
         """
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
-        self._check_staging()
+        if self.kernel == "gemm_staged":
+            self._check_staging()
+        elif (self.buffers, self.loaders) != (0, 0):
+            raise ValueError(
+                f"{self.kernel} has buffers=0 and loaders=0, got "
+                f"buffers={self.buffers}, loaders={self.loaders}"
+            )
+        if self.has_tensor_operations:
+            self._check_tensor()
         if self.kernel == "gemv":
             self._check_gemv()
         else:
-            self._check_tensor()
             self._check_gemm()
-        self._check_norm()
-        self._check_paired()
+        if self.problem.norm is not None:
+            self._check_norm()
+        if self.problem.epilogue.is_paired:
+            self._check_paired()
         self._check_threadgroup()
         self._check_width()
         self.check_tiles()
         self.check_reduction()
-        self._check_invariant()
+        if self.problem.invariant:
+            self._check_invariant()
 
     def _simdgroups(self) -> str:
         return f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k)"
 
     def _check_staging(self) -> None:
-        if self.kernel != "gemm_staged":
-            if (self.buffers, self.loaders) != (0, 0):
-                raise ValueError(
-                    f"{self.kernel} has buffers=0 and loaders=0, got "
-                    f"buffers={self.buffers}, loaders={self.loaders}"
-                )
-            return
         if self.problem.batch > 1:
             raise ValueError(
                 f"gemm_staged takes one weight, got batch={self.problem.batch}"
@@ -158,8 +161,6 @@ class MetalPlan(Plan):
             )
 
     def _check_tensor(self) -> None:
-        if not self.has_tensor_operations:
-            return
         reason = tensor_reason(self.problem)
         if reason is not None:
             raise ValueError(f"kernel='gemm_tensor': {reason}")
@@ -232,8 +233,6 @@ class MetalPlan(Plan):
             )
 
     def _check_norm(self) -> None:
-        if self.problem.norm is None:
-            return
         if (
             self.kernel != "gemv"
             or self.problem.m > NORM_ROWS
@@ -252,8 +251,6 @@ class MetalPlan(Plan):
                 f"rotation={epilogue.rotation} needs a CUDA kernel, which has both "
                 f"columns of a pair in a threadgroup, got kernel={self.kernel!r}"
             )
-        if not epilogue.gated:
-            return
         if (
             self.kernel not in ("gemv", "gemm_register")
             or self.work.strategy != "data_parallel"
@@ -270,8 +267,6 @@ class MetalPlan(Plan):
             )
 
     def _check_invariant(self) -> None:
-        if not self.problem.invariant:
-            return
         supported = (
             self.kernel == "gemm_register"
             and self.subtract
