@@ -217,7 +217,7 @@ def test_stock_mlx_serves_instead_where_it_may_and_is_faster(may: bool) -> None:
     def kernel(n: int, k: int, layout: str) -> str:
         problem = problem_of(16, n, k, layout=layout)
         plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
-        used = planner.usable(plan, M5_MAX, fault, may)
+        used = planner.usable(plan, M5_MAX, fault, hands_over=may)
         return used.kernel if isinstance(used, Plan) else str(used)
 
     assert kernel(5120, 17408, "mlx") == "gemm_register"
