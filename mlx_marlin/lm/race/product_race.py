@@ -272,7 +272,7 @@ def _call(product: ModelProduct, m: int, entry: Entry) -> Product:
     if isinstance(entry.plan, DequantizePlan):
         return launcher.dequantized_product(entry.plan)
     assert not isinstance(entry.plan, GatherPlan)
-    return launcher.unrecorded_product(entry.plan)
+    return launcher.product(entry.plan, listed=False)
 
 
 def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:
