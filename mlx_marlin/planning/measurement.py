@@ -126,12 +126,17 @@ class Measured:
 
     @staticmethod
     def of(result: Result, problem: AnyProblem) -> "Measured":
-        """Returns what a result says of its problem, with another epilogue."""
+        """Returns what a result says of its problem, or of one with an epilogue.
+
+        Gated, rotated and normalized products have plans of their own.
+        """
         plan = result.plan
-        if isinstance(plan, Plan) and isinstance(problem, Problem):
+        if result.problem != problem:
+            if not (isinstance(plan, Plan) and isinstance(problem, Problem)):
+                return Measured(reason=result.reason)
+            if problem.epilogue.is_paired or problem.norm is not None:
+                return Measured(reason=result.reason)
             plan = replace(plan, problem=problem)
-        elif plan_problem(plan) != problem:
-            return Measured(reason=result.reason)
         return Measured(
             reason=result.reason, plan=plan, result=replace(result, plan=plan)
         )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -53,6 +54,23 @@ def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
     assert found.plan == replace(result.plan, problem=finished)
     invariant = replace(PROBLEM, invariant=True)
     assert tuned_results.find(invariant, DEFAULT, "emulator") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epilogue": Epilogue(activation="silu", gated=True)}, {"norm": 1e-5}],
+)
+def test_plans_of_gated_and_normalized_products_are_not_those_of_plain_ones(
+    kept: Path, change: dict[str, Any]
+) -> None:
+    here = tuned_results.machine(DEFAULT, "emulator")
+    tuned_results.write(kept, here, [measured(PROBLEM, stock=True)])
+
+    found = tuned_results.find(replace(PROBLEM, **change), DEFAULT, "emulator")
+
+    assert found is not None
+    assert found.plan is None
+    assert "measured here" in str(found.reason)
 
 
 def test_the_environment_turns_reading_off(

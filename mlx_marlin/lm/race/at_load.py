@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -34,7 +35,8 @@ from mlx_marlin.planning.measurement import Forwards, Result
 from mlx_marlin.products import eligibility
 
 SECONDS = 20.0
-"""Time of a race, compilation included. What is left continues at the next load."""
+"""Time of a race, compilation included. What is left continues at the next load. CUDA's
+kernels take longer to compile: there a race ends when it is finished."""
 FEW = 8
 """Rows of forward passes by whose sum a packed model is judged."""
 
@@ -262,7 +264,7 @@ def run(
         convert=convert,
         undo=undo,
         clock=clock(eligibility.target()),
-        deadline=monotonic() + SECONDS,
+        deadline=inf if selection.traits().compiles_ahead else monotonic() + SECONDS,
         now=monotonic,
     )
     race.run()
