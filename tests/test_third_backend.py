@@ -92,7 +92,6 @@ class NumPy:
         kernels=("dot",),
         plan_type=HostPlan,
         launches=frozenset({HostPlan, HostGatherPlan}),
-        fuses_experts=False,
         keeps_experts_bits=True,
     )
 

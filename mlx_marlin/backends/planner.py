@@ -49,11 +49,10 @@ def choose(problem: Problem, device: PlanningDevice) -> Plan:
     return make(problem, device=device)
 
 
-@lru_cache(maxsize=4096)
 def choose_dequantize(
     problem: Problem, device: PlanningDevice
 ) -> DequantizePlan | None:
-    """Returns the plan that decodes the weight first, if it is faster; cached.
+    """Returns the plan that decodes the weight first, if it is faster.
 
     Args:
         problem: The product to compute.
@@ -63,9 +62,8 @@ def choose_dequantize(
     return registry.of_device(device).dequantize_first(problem, device, predicted)
 
 
-@lru_cache(maxsize=4096)
 def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve a product for speed, or None; cached.
+    """Returns why stock MLX should serve a product for speed, or None.
 
     Args:
         problem: The product to compute.

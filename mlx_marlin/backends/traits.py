@@ -37,10 +37,8 @@ class Traits:
             several at a time.
         fusions: The fusions of a traced decoder block that are on by default
             (`lm.fusions`).
-        fuses_experts: Whether the kernel of experts' products adds a bias, and gates
-            the product with one weight by that with another one.
-        keeps_experts_bits: Whether that kernel can keep the bits of a row independent
-            of the other rows.
+        keeps_experts_bits: Whether the kernel of experts' products can keep the bits of
+            a row independent of the other rows.
         tunes_models: Whether `mlx-marlin tune MODEL` compares the options of
             `optimize`, and `optimize` uses the result.
     """
@@ -60,6 +58,5 @@ class Traits:
     stock_attends_by_capacity: bool = False
     compiles_ahead: bool = False
     fusions: frozenset[str] = frozenset({"residual"})
-    fuses_experts: bool = True
     keeps_experts_bits: bool = False
     tunes_models: bool = True

@@ -49,7 +49,7 @@ class Operands:
     magnitude: mx.array
 
 
-def draw(problem: Problem, weights: tuple[int, ...] = (), seed: int = 0) -> Operands:
+def draw(problem: Problem, weights: tuple[int, ...] = ()) -> Operands:
     """Returns a random weight of a problem's format, or a batch of them.
 
     Of every 32 rows, row 1 has only the smallest nonzero codes, which are subnormal
@@ -59,11 +59,10 @@ def draw(problem: Problem, weights: tuple[int, ...] = (), seed: int = 0) -> Oper
     Args:
         problem: The problem with the format, n and k.
         weights: Leading dimensions, such as (batch,).
-        seed: Seed of the random numbers.
     """
     with mx.stream(mx.cpu):
-        keys = mx.random.split(mx.random.key(seed), 3)
-        codes = _codes(problem, (*weights, problem.n, problem.k), seed)
+        keys = mx.random.split(mx.random.key(0), 3)
+        codes = _codes(problem, (*weights, problem.n, problem.k))
         scales, biases = _parameters(problem, weights, keys)
         exact, magnitude = _decode(problem, codes, scales, biases)
         operands = Operands(
@@ -138,7 +137,7 @@ def _repeated(pool: mx.array, shape: tuple[int, ...], seed: int) -> mx.array:
     return whole[first : first + size].reshape(shape)
 
 
-def _codes(problem: Problem, shape: tuple[int, ...], seed: int) -> mx.array:
+def _codes(problem: Problem, shape: tuple[int, ...]) -> mx.array:
     """Returns codes, uint8."""
     largest = (1 << problem.bits) - 1
     pool = _pool_of_bytes() & largest
@@ -146,7 +145,7 @@ def _codes(problem: Problem, shape: tuple[int, ...], seed: int) -> mx.array:
         # One code is NaN.
         pool = mx.where((pool & E4M3_NAN) == E4M3_NAN, pool - 1, pool)
         largest = E4M3_NAN - 1
-    codes = _repeated(pool, shape, seed)
+    codes = _repeated(pool, shape, 0)
     codes[..., SUBNORMAL_ROW::TILE_N, :] = _least(
         problem, codes[..., SUBNORMAL_ROW::TILE_N, :]
     )

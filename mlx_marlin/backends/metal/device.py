@@ -228,14 +228,16 @@ too."""
 
 @lru_cache(maxsize=1)
 def chips() -> dict[str, tuple[Device, ...]]:
-    """Returns the known chips by lower-case name, each from few to many cores."""
+    """Returns the known chips by lower-case name, each from few to many cores.
+
+    That is the order of the file.
+    """
     table: dict[str, tuple[Device, ...]] = {}
     for row in _data()["chips"]:
         figures = {field: row[field] for field in row if field != "sources"}
         device = Device(variant=f"{row['name']} {row['cores']}-core GPU", **figures)
         name = key(device.name)
-        same_name = (*table.get(name, ()), device)
-        table[name] = tuple(sorted(same_name, key=lambda chip: chip.cores))
+        table[name] = (*table.get(name, ()), device)
     return table
 
 

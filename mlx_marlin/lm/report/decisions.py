@@ -125,8 +125,7 @@ def _origin(
 
 def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
     packed = product.weight is not None and product.weight.layout == "marlin"
-    biased = packed and target.backend.traits.fuses_experts
-    request = product.gather_request(rows, target.on_cpu, biased)
+    request = product.gather_request(rows, target.on_cpu, packed)
     answer = _answer(request, product, target)
     measured = stock = ours = None
     if isinstance(problem := serving.problem_of(request), GatherProblem):

@@ -7,7 +7,6 @@ import mlx.nn as nn
 from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from mlx_marlin.backends import selection
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.products.experts.packed import gather_gated
 
@@ -41,8 +40,7 @@ class GatedExperts(SwitchGLU):
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
         are_marlin = all(type(layer) is MarlinSwitchLinear for layer in layers)
-        fused = self.fused and selection.traits().fuses_experts
-        if not are_marlin or not fused:
+        if not are_marlin or not self.fused:
             own: mx.array = super().__call__(x, indices)
             return mx.expand_dims(own, -2)
         gate, up, down = layers

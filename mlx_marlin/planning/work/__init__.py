@@ -87,6 +87,8 @@ class Work:
         group_tiles: Tiles of a group.
         units: Slices of k of all tiles of a group; its ranges are runs of units.
         ranges: Ranges of a group; further threadgroups are idle.
+        most_units: Units of the longest range.
+        busy: Ranges of a group that have units.
         is_split: Whether a tile may have several splits.
         pieces: Number of splits of all tiles: one per tile, plus one per cut inside a
             tile. If `minimum` moves cuts to tile borders, this is an upper bound.
@@ -106,6 +108,8 @@ class Work:
     group_tiles: int = field(init=False, repr=False, compare=False)
     units: int = field(init=False, repr=False, compare=False)
     ranges: int = field(init=False, repr=False, compare=False)
+    most_units: int = field(init=False, repr=False, compare=False)
+    busy: int = field(init=False, repr=False, compare=False)
     is_split: bool = field(init=False, repr=False, compare=False)
     pieces: int = field(init=False, repr=False, compare=False)
 
@@ -119,6 +123,12 @@ class Work:
         derive("units", self.group_tiles * self.slices)
         most = (self.threadgroups - self.whole) // self.groups
         derive("ranges", max(min(most, self.units // self.minimum), 1))
+        derive("most_units", -(-self.units // self.ranges))
+        by_ceil = self.partition == "ceil"
+        derive(
+            "busy",
+            -(-self.units // max(self.most_units, 1)) if by_ceil else self.ranges,
+        )
         derive("is_split", self._cuts_tiles())
         self._check_uneven()
         inside = self.groups * self._cuts_inside if self.is_split else 0
@@ -145,7 +155,7 @@ class Work:
             return 1
         parts, units = self.ranges, self.units
         if self.partition == "ceil":
-            parts, units = 1, self._most_units
+            parts, units = 1, self.most_units
         cuts = -(-(self.slices - 1) * parts // units)
         return min(cuts + 1, self.k_tiles // self.minimum, self.ranges)
 
@@ -155,7 +165,7 @@ class Work:
         sharing = self.threadgroups - self.whole
         if not self.tail:
             return sharing
-        busy = self._busy
+        busy = self.busy
         # A range is empty if both of its ends are moved to the same tile border.
         if self.units < self.ranges * (2 * self.minimum - 1):
             repeats, lengths = self._period()
@@ -183,7 +193,7 @@ class Work:
         if self.minimum > 1:
             return max(self._period()[1])
         # The length of any run of balanced slices is the mean, rounded up or down.
-        return -(-self._most_units * self.k_tiles // self.slices)
+        return -(-self.most_units * self.k_tiles // self.slices)
 
     def range(self, threadgroup: int) -> tuple[int, int]:
         """Returns the range [begin, end) of the sequence that a threadgroup owns."""
@@ -259,7 +269,7 @@ class Work:
         if self.slices == 1 or self.k_tiles < 2 * self.minimum:
             return False
         if self.partition == "ceil":
-            return self._most_units % self.slices != 0
+            return self.most_units % self.slices != 0
         length, rest = divmod(self.units, self.ranges)
         return rest != 0 or length % self.slices != 0
 
@@ -276,22 +286,12 @@ class Work:
     def _cuts_inside(self) -> int:
         """Number of cuts of a group that do not fall on a tile border."""
         if self.partition == "ceil":
-            cuts = self._busy - 1
-            return cuts - cuts // (self.slices // gcd(self.slices, self._most_units))
+            cuts = self.busy - 1
+            return cuts - cuts // (self.slices // gcd(self.slices, self.most_units))
         # Cut i rounds down to a tile border if i * group_tiles modulo ranges, which is
         # a multiple of their greatest common divisor, is below ranges / slices.
         step = gcd(self.ranges, self.group_tiles)
         return self.ranges - step * -(-self.ranges // (step * self.slices))
-
-    @property
-    def _most_units(self) -> int:
-        return -(-self.units // self.ranges)
-
-    @property
-    def _busy(self) -> int:
-        """Number of ranges of a group that have units."""
-        by_ceil = self.partition == "ceil"
-        return -(-self.units // self._most_units) if by_ceil else self.ranges
 
 
 def data_parallel(tiles: int, k_tiles: int) -> Work:

@@ -34,8 +34,6 @@ def prepare(request: GatherRequest) -> PreparedCall:
     Raises:
         ValueError: If the request is invariant and stock MLX would have to serve it.
     """
-    if request.gate and not selection.traits().fuses_experts:
-        return PreparedCall(_callers_own, "no kernel fuses experts")
     answer = serving.serve(request, serving.here())
     if isinstance(answer, Refusal):
         refuse_variance(request.invariant, answer.reason)

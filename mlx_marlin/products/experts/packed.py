@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin.backends import selection
 from mlx_marlin.products.dispatch import PreparedCall, calls, remember
 from mlx_marlin.products.experts.dispatch import prepare
 from mlx_marlin.products.experts.request import (
@@ -107,5 +106,4 @@ def _prepared(x: ArrayType, w: PackedWeight, options: Options) -> PreparedCall:
 
 def _is_fused(bias: mx.array, x: mx.array, w: PackedWeight) -> bool:
     """Returns whether a kernel adds a bias of each expert, which has x's dtype."""
-    fits = bias.dtype == x.dtype and bias.shape == (*w.batch, w.n)
-    return fits and selection.traits().fuses_experts
+    return bias.dtype == x.dtype and bias.shape == (*w.batch, w.n)

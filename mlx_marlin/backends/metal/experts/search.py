@@ -95,7 +95,6 @@ def _max_fragments(problem: Problem, device: Device) -> int:
     return max(FRAGMENTS_M)
 
 
-@lru_cache(maxsize=4096)
 def gather_unsupported(gather: GatherProblem) -> str | None:
     """Returns why the kernel cannot compute experts' products, or None."""
     if gather.gate is None:
