@@ -22,13 +22,6 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 
 Reader = Callable[[Folder, str, dict[str, Any]], StoredWeight]
 
-CODES = {
-    "gptq": "qweight",
-    "awq": "qweight",
-    "compressed-tensors": "weight_packed",
-    "mlx": "weight",
-}
-"""The suffix that marks a quantized layer, by method."""
 PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
@@ -41,9 +34,9 @@ PARTS = {
         "weight_global_scale",
         "input_global_scale",
     ),
-    "mlx": ("weight", "scales", "biases", "global_scale"),
+    "mlx": mlx_folder.PARTS,
 }
-"""The suffixes of a quantized layer's arrays."""
+"""The suffixes of a quantized layer's arrays, by method; the first one marks it."""
 FOREIGN_PARTS = {
     part for method in PARTS if method != "mlx" for part in PARTS[method]
 } - {"scales", "input_global_scale"}
@@ -159,8 +152,8 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
     layer, _, part = name.rpartition(".")
     if part == "weight" and folder.arrays[name].dtype == "U32":
         wanted = "scales"
-    elif part in FOREIGN_PARTS or (part == "scales" and method in CODES):
-        wanted = CODES.get(method, "weight")
+    elif part in FOREIGN_PARTS or (part == "scales" and method in PARTS):
+        wanted = PARTS.get(method, ("weight",))[0]
     else:
         return
     raise ValueError(
@@ -173,7 +166,7 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
 def _quantized_layers(folder: Folder, method: str) -> list[str]:
     if not method:
         return []
-    suffix = f".{CODES[method]}"
+    suffix = f".{PARTS[method][0]}"
     layers = [
         name.removesuffix(suffix) for name in folder.arrays if name.endswith(suffix)
     ]

@@ -126,17 +126,6 @@ class Container:
             raise self.refusal(key, "is not a finite number")
         return float(value)  # type: ignore[arg-type]
 
-    def positive(self, key: str) -> float:
-        """Returns a number of the metadata that is above 0.
-
-        Raises:
-            ValueError: If there is none, or if it is not finite and above 0.
-        """
-        value = self.real(key)
-        if value <= 0:
-            raise self.refusal(key, "is not above 0")
-        return value
-
     def refusal(self, key: str, reason: str) -> ValueError:
         """Returns an error about a key of the metadata."""
         shown = repr(self.metadata[key])[:60] if key in self.metadata else "missing"

@@ -290,7 +290,6 @@ def test_a_folder_is_no_file(folder: Path) -> None:
         ("real", "3"),
         ("real", float("nan")),
         ("real", float("inf")),
-        ("positive", 0.0),
         ("integer", [1, 2]),
     ],
 )

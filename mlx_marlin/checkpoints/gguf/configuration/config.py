@@ -37,11 +37,12 @@ def config_of(container: Container) -> Config:
     facts = Facts(container)
     model_type = architecture.model_type
     config = _common(facts) | {"model_type": model_type}
-    config |= _SPECIFIC.get(model_type, _nothing)(facts)
+    if model_type in _SPECIFIC:
+        config |= _SPECIFIC[model_type](facts)
     check_keys(facts, model_type, config["rope_theta"])
     _check_sizes(facts, config)
-    check_rope(container, facts.head_dim, model_type)
-    scaling = rope_scaling(container, config["rope_theta"], facts.head_dim)
+    check_rope(facts, model_type)
+    scaling = rope_scaling(facts, config["rope_theta"])
     if scaling is not None:
         config["rope_scaling"] = scaling
     if config["tie_word_embeddings"] and model_type in _UNTIED:
@@ -61,9 +62,7 @@ def _common(facts: Facts) -> Config:
         "num_key_value_heads": facts.count("attention.head_count_kv", facts.heads),
         "head_dim": facts.head_dim,
         "max_position_embeddings": facts.integer("context_length"),
-        "rms_norm_eps": facts.container.real(
-            f"{facts.prefix}attention.layer_norm_rms_epsilon"
-        ),
+        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": facts.positive("rope.freq_base", 10000.0),
         "vocab_size": facts.rows("token_embd.weight"),
         "tie_word_embeddings": not facts.has("output.weight"),
@@ -133,10 +132,6 @@ def _token_ids(container: Container) -> Config:
     if f"{prefix}bos_token_id" in container.metadata:
         ids["bos_token_id"] = container.integer(f"{prefix}bos_token_id")
     return ids
-
-
-def _nothing(_: Facts) -> Config:
-    return {}
 
 
 def _llama(facts: Facts) -> Config:

@@ -66,11 +66,18 @@ class Facts:
             raise self.refusal(key, "is not above 0")
         return value
 
-    def positive(self, key: str, default: float) -> float:
-        """Returns a number above 0."""
-        if key not in self:
+    def real(self, key: str, default: float | None = None) -> float:
+        """Returns a finite number."""
+        if default is not None and key not in self:
             return default
-        return self.container.positive(self.prefix + key)
+        return self.container.real(self.prefix + key)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Returns a number above 0."""
+        value = self.real(key, default)
+        if value <= 0:
+            raise self.refusal(key, "is not above 0")
+        return value
 
     def rows(self, tensor: str) -> int:
         """Returns the rows of a matrix, or of each matrix of a stack."""
