@@ -15,7 +15,7 @@ from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction, StockPrediction
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Candidate
 
@@ -26,22 +26,9 @@ if TYPE_CHECKING:
 AnyProblem = Problem | GatherProblem
 
 
-class KernelCall(Protocol):
-    """What `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` return."""
-
-    def __call__(
-        self,
-        *,
-        inputs: Sequence["mx.array"],
-        template: Sequence[tuple[str, "mx.Dtype | int | bool"]],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence["mx.Dtype"],
-        init_value: float | None = None,
-    ) -> list["mx.array"]:
-        """Adds one dispatch to the graph."""
-        ...
+KernelCall = Callable[..., list["mx.array"]]
+"""What `mx.fast.metal_kernel` and `mx.fast.cuda_kernel` return: adds one dispatch to
+the graph."""
 
 
 class Prepared(NamedTuple):
@@ -150,8 +137,12 @@ class Backend(Protocol):
         """Returns how many threadgroups of a plan are resident on a core."""
         ...
 
-    def predict_stock(self, problem: Problem, device: Any) -> StockPrediction | None:
-        """Returns the predicted times of stock MLX, or None if there is no model."""
+    def predict_stock(self, problem: Problem, device: Any) -> Any:
+        """Returns the predicted times of stock MLX, or None if there is no model.
+
+        They have `call` (with `kernel` and `threadgroups`), `seconds`,
+        `independent_seconds`, `bound` and `explain`, as in `Prediction`.
+        """
         ...
 
     def stock_seconds(self, problem: AnyProblem, device: Any) -> float | None:

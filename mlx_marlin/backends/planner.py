@@ -23,20 +23,6 @@ from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
 if TYPE_CHECKING:
     from mlx_marlin.planning.choice import Choice
 
-__all__ = [
-    "choose",
-    "choose_dequantize",
-    "choose_gather",
-    "compare",
-    "experiments",
-    "make",
-    "plan",
-    "predict",
-    "serve",
-    "stock_reason",
-    "usable",
-]
-
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, device: PlanningDevice) -> Plan:

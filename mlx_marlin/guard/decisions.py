@@ -6,7 +6,7 @@ of a first call.
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import state
 from mlx_marlin.backends import kernels, selection
@@ -16,19 +16,6 @@ if TYPE_CHECKING:
     from mlx_marlin.guard.verdicts import Verdict
 
 ENVIRONMENT = "MLX_MARLIN_GUARD"
-
-
-class Launchable(Protocol):
-    """A plan of any kind."""
-
-    @property
-    def backend(self) -> str:
-        """The back end that has its kernels; empty for the active one."""
-        ...
-
-    def explain(self) -> str:
-        """Returns a one-line description."""
-        ...
 
 
 def is_on() -> bool:
@@ -51,7 +38,7 @@ def is_on() -> bool:
     return setting == "1" or backend in selection.ON_GPU
 
 
-def why_not(plan: Launchable) -> str | None:
+def why_not(plan: Any) -> str | None:
     """Returns why a plan's kernels must not be used on this machine; None if they may.
 
     The first call for some launches compiles and checks their kernels.
@@ -59,7 +46,7 @@ def why_not(plan: Launchable) -> str | None:
     return fault_of(plan) if is_on() else None
 
 
-def fault_of(plan: Launchable) -> str | None:
+def fault_of(plan: Any) -> str | None:
     """Returns what `why_not` does, also where the guard is off."""
     from mlx_marlin.guard import checks
 
@@ -67,12 +54,12 @@ def fault_of(plan: Launchable) -> str | None:
 
 
 @state.cache(maxsize=256)
-def remembered_fault(plan: Launchable) -> str | None:
+def remembered_fault(plan: Any) -> str | None:
     """Returns what `why_not` does, and remembers it: for calls that build a graph."""
     return why_not(plan)
 
 
-def known_fault(plan: Launchable) -> str | None:
+def known_fault(plan: Any) -> str | None:
     """Returns what an earlier check found wrong with a plan's kernels, or None.
 
     Unlike `why_not`, it runs nothing: kernels that nobody has checked have no fault.
@@ -90,7 +77,7 @@ def known_fault(plan: Launchable) -> str | None:
     return None
 
 
-def verdict_of(plan: Launchable) -> "Verdict":
+def verdict_of(plan: Any) -> "Verdict":
     """Returns the verdict on a plan's kernels; the first call for them checks them.
 
     It is the one on a probe that a kernel depends on, if that failed.
@@ -106,7 +93,7 @@ def verdict_of(plan: Launchable) -> "Verdict":
     return checks.verdict(_launches(plan), plan.explain(), check)
 
 
-def condemn(plan: Launchable, fault: str) -> None:
+def condemn(plan: Any, fault: str) -> None:
     """Records that a plan's kernels gave a wrong result, and warns.
 
     Args:
@@ -136,5 +123,5 @@ def verdicts_so_far() -> "list[Verdict]":
     )
 
 
-def _launches(plan: Launchable) -> tuple[Launch, ...]:
+def _launches(plan: Any) -> tuple[Launch, ...]:
     return distinct(selection.of_plan(plan).launches(plan))

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction, StockPrediction
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.search import Candidate
 
 WIDTH = 120
@@ -28,7 +28,8 @@ class Choice:
         plan: The chosen plan.
         device: The device it was chosen for.
         prediction: Predicted times of the plan.
-        stock: Predicted times of stock MLX; None on CUDA, which has no such model.
+        stock: Predicted times of stock MLX, as `Backend.predict_stock` returns them;
+            None on CUDA, which has no such model.
         reason: Why stock MLX serves the product instead; None if the plan does.
         candidates: All plans that were compared, the chosen one first.
     """
@@ -36,7 +37,7 @@ class Choice:
     plan: Plan
     device: PlanningDevice
     prediction: Prediction
-    stock: StockPrediction | None
+    stock: Any
     reason: str | None
     candidates: tuple[Candidate, ...]
 

@@ -1,7 +1,6 @@
 """Predicted times of plans and of stock MLX."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,45 +78,3 @@ def clocks_text(seconds: float, independent: float) -> str:
     if independent == seconds:
         return text
     return f"{text} in a chain, {independent * 1e6:.1f} us independently"
-
-
-class StockCall(Protocol):
-    """The kernel that stock MLX launches for a product."""
-
-    @property
-    def kernel(self) -> str:
-        """Name of the kernel."""
-        ...
-
-    @property
-    def threadgroups(self) -> int:
-        """Number of threadgroups."""
-        ...
-
-
-class StockPrediction(Protocol):
-    """Predicted times of the product in stock MLX."""
-
-    @property
-    def call(self) -> StockCall:
-        """The kernel that MLX launches."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Time of the whole product in a chain."""
-        ...
-
-    @property
-    def independent_seconds(self) -> float:
-        """Time of the whole product among independent launches."""
-        ...
-
-    @property
-    def bound(self) -> str:
-        """The bottleneck."""
-        ...
-
-    def explain(self) -> str:
-        """Returns one line with the kernel that MLX launches and its predicted time."""
-        ...

@@ -10,12 +10,13 @@ from typing import Any
 
 from mlx_marlin.backends.base import AnyProblem, KernelCall, Prepared
 from mlx_marlin.backends.cuda import limits
-from mlx_marlin.backends.cuda.cost import predict
+from mlx_marlin.backends.cuda.cost import predict as predict
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
-from mlx_marlin.backends.cuda.launches import BY_TYPE, launches
+from mlx_marlin.backends.cuda.launches import BY_TYPE
+from mlx_marlin.backends.cuda.launches import launches as launches
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.backends.cuda.residency import residency
-from mlx_marlin.backends.cuda.search import candidates
+from mlx_marlin.backends.cuda.residency import residency as residency
+from mlx_marlin.backends.cuda.search import candidates as candidates
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
@@ -23,29 +24,6 @@ from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-
-__all__ = [
-    "alternative",
-    "candidates",
-    "choose_gather",
-    "dequantize_first",
-    "detect_device",
-    "experiments",
-    "find_device",
-    "handover",
-    "kernel",
-    "launches",
-    "name",
-    "predict",
-    "predict_stock",
-    "probes",
-    "residency",
-    "seconds",
-    "stock_seconds",
-    "system_build",
-    "traits",
-    "unsupported",
-]
 
 name = "cuda"
 traits = Traits(

@@ -11,11 +11,13 @@ from typing import Any
 from mlx_marlin.backends.base import AnyProblem, KernelCall
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.metal.candidates import default_kernel
-from mlx_marlin.backends.metal.choice import best, candidates
-from mlx_marlin.backends.metal.cost import predict
-from mlx_marlin.backends.metal.cost.residency import residency
+from mlx_marlin.backends.metal.choice import best
+from mlx_marlin.backends.metal.choice import candidates as candidates
+from mlx_marlin.backends.metal.cost import predict as predict
+from mlx_marlin.backends.metal.cost.residency import residency as residency
 from mlx_marlin.backends.metal.device import DEFAULT, Device
-from mlx_marlin.backends.metal.launches import BY_TYPE, launches
+from mlx_marlin.backends.metal.launches import BY_TYPE
+from mlx_marlin.backends.metal.launches import launches as launches
 from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.traits import Traits
@@ -23,32 +25,9 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction, StockPrediction
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import TILE_N
-
-__all__ = [
-    "alternative",
-    "candidates",
-    "choose_gather",
-    "dequantize_first",
-    "detect_device",
-    "experiments",
-    "find_device",
-    "handover",
-    "kernel",
-    "launches",
-    "name",
-    "predict",
-    "predict_stock",
-    "probes",
-    "residency",
-    "seconds",
-    "stock_seconds",
-    "system_build",
-    "traits",
-    "unsupported",
-]
 
 name = "metal"
 traits = Traits(
@@ -107,7 +86,7 @@ def seconds(plan: DequantizePlan | GatherPlan, device: Device) -> float:
     return experts.gather_seconds(plan.gather, device)[1]
 
 
-def predict_stock(problem: Problem, device: Device) -> StockPrediction:
+def predict_stock(problem: Problem, device: Device) -> Any:
     """Returns the time that the model predicts for stock MLX."""
     from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 

@@ -22,7 +22,8 @@ def explanation(choice: Choice) -> str:
 def _stock(choice: Choice) -> str:
     if choice.stock is None:
         return "no model of stock MLX on this device"
-    return choice.stock.explain().removeprefix("stock MLX: ")
+    text: str = choice.stock.explain()
+    return text.removeprefix("stock MLX: ")
 
 
 def _server(choice: Choice) -> str:
