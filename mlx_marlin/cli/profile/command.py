@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         charts = profile_document.charts(exported)
         figures.save(args.plot, "--plot", lambda: plots.figure(charts))
     if args.single_config:
-        print(report.details(device, profiles))
+        print(report.details(device, profiles, exported))
     else:
         print(report.table(device, exported))
     for line in report.skipped(skipped):
