@@ -10,62 +10,44 @@ class UnknownDeviceError(ValueError):
 
 
 class PlanningDevice(Hashable, Protocol):
-    """Properties of all devices; a back end's type adds those of its cost model."""
+    """Properties of all devices; a back end's type adds those of its cost model.
+
+    Attributes:
+        backend: The name of the back end that plans for it.
+        name: The name that the operating system reports.
+        variant: The name with what distinguishes devices of the same name.
+        arch: The architecture that MLX reports.
+        cores: Number of GPU cores or multiprocessors.
+        bandwidth_gbs: Stated memory bandwidth in 10^9 bytes per second.
+        tflops: Peak of the units that our kernels multiply with, in 10^12 per second.
+        stock_tflops: Peak of the fastest units that stock MLX multiplies with.
+        figures: The main figures of the device as text.
+        unsupported: Why none of our kernels runs on it, or None.
+        cache_bytes: A number of bytes of weights that no cache of it can hold.
+    """
 
     @property
-    def backend(self) -> str:
-        """The name of the back end that plans for it."""
-        ...
-
+    def backend(self) -> str: ...  # noqa: D102
     @property
-    def name(self) -> str:
-        """The name that the operating system reports."""
-        ...
-
+    def name(self) -> str: ...  # noqa: D102
     @property
-    def variant(self) -> str:
-        """The name with what distinguishes devices of the same name."""
-        ...
-
+    def variant(self) -> str: ...  # noqa: D102
     @property
-    def arch(self) -> str:
-        """The architecture that MLX reports."""
-        ...
-
+    def arch(self) -> str: ...  # noqa: D102
     @property
-    def cores(self) -> int:
-        """Number of GPU cores or multiprocessors."""
-        ...
-
+    def cores(self) -> int: ...  # noqa: D102
     @property
-    def bandwidth_gbs(self) -> float:
-        """Stated memory bandwidth in 10^9 bytes per second."""
-        ...
-
+    def bandwidth_gbs(self) -> float: ...  # noqa: D102
     @property
-    def tflops(self) -> float:
-        """Peak of the units that our kernels multiply with, in 10^12 per second."""
-        ...
-
+    def tflops(self) -> float: ...  # noqa: D102
     @property
-    def stock_tflops(self) -> float:
-        """Peak of the fastest units that stock MLX multiplies with."""
-        ...
-
+    def stock_tflops(self) -> float: ...  # noqa: D102
     @property
-    def figures(self) -> str:
-        """The main figures of the device as text."""
-        ...
-
+    def figures(self) -> str: ...  # noqa: D102
     @property
-    def unsupported(self) -> str | None:
-        """Why none of our kernels runs on it, or None."""
-        ...
-
+    def unsupported(self) -> str | None: ...  # noqa: D102
     @property
-    def cache_bytes(self) -> int:
-        """A number of bytes of weights that no cache of it can hold."""
-        ...
+    def cache_bytes(self) -> int: ...  # noqa: D102
 
     def with_cores(self, cores: int) -> "PlanningDevice":
         """Returns the device with another number of cores."""
