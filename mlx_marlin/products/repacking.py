@@ -13,9 +13,9 @@ from mlx_marlin.backends import launcher, selection
 from mlx_marlin.planning.block_plans import RepackPlan
 from mlx_marlin.weights import layout, tile_conversion
 
-CODES_AT_ONCE = 2**20
-"""Codes that are converted or compared at a time, so that intermediate arrays stay in
-a cache."""
+CODES_AT_ONCE = {mx.cpu: 2**20, mx.gpu: 2**25}
+"""Codes that are converted or compared at a time, by the device: intermediate arrays
+stay in a CPU's cache, and on a GPU, for which each piece is a wait, below 1 GB."""
 
 
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
@@ -48,7 +48,7 @@ def _tiles_in_pieces(
 ) -> mx.array:
     """Converts so many rows at a time that intermediate arrays stay small."""
     weights = prod(w.shape[:-2])
-    at_once = max(CODES_AT_ONCE // (weights * k * layout.TILE_N), 1) * layout.TILE_N
+    at_once = max(_at_once() // (weights * k * layout.TILE_N), 1) * layout.TILE_N
     pieces: list[mx.array] = []
     for first in range(0, n, at_once):
         own = w[..., first : first + at_once, :]
@@ -68,6 +68,10 @@ def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> m
         rows: mx.array = launcher.call(plan)(words)
         return rows
     return tile_conversion.rows_of_tiles(words, n, k, **form)
+
+
+def _at_once() -> int:
+    return CODES_AT_ONCE[mx.default_device().type]
 
 
 def _by_kernel(plan: RepackPlan) -> bool:
@@ -94,7 +98,7 @@ def _is_same(
     plan = RepackPlan(to="mlx", batch=w.shape[:-2], n=n, k=k, **form)
     rows = w.reshape(-1, n, w.shape[-1])
     stored = tiles.reshape(-1, *tiles.shape[-3:])
-    at_once = max(CODES_AT_ONCE // (k * layout.TILE_N), 1)  # tiles along n
+    at_once = max(_at_once() // (k * layout.TILE_N), 1)  # tiles along n
     try:
         if _by_kernel(plan):  # hundreds of times as fast as piece by piece
             return bool(mx.array_equal(w, launcher.call(plan)(tiles)).item())

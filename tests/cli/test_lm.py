@@ -75,11 +75,12 @@ def test_the_text_is_that_of_mlx_lm(
     assert said.out == expected != ""
     (line,) = [each for each in said.err.splitlines() if "mlx-marlin" in each]
     name = "stock" if emulator.unavailable() else "emulator"
-    served = "stock MLX" if name == "stock" else "ours"
+    ours = 0 if name == "stock" else 17
     # of 4 layers with 4 products each, since some are joined, and the head
     assert line == (
-        f"mlx-marlin: quantized: 17 of 17 quantized products are converted; rows=1 "
-        f"served by {served} 17 (back end {name})"
+        f"mlx-marlin: quantized: 17 of 17 quantized products are converted; our "
+        f"kernels serve {ours} at 1, {ours} at 2, {ours} at 4, {ours} at 8, {ours} at "
+        f"16 rows (back end {name})"
     )
     (layer,) = {type(m) for m in models[0][0].modules() if isinstance(m, MarlinLinear)}
     assert layer is MarlinLinear

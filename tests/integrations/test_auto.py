@@ -118,7 +118,8 @@ def test_a_bad_option_names_variable_value_and_expectation(
 def test_every_option_of_optimize_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (
         "layout=marlin,join=true,trace=false,invariant=0,quantize=1,group_size=channel,"
-        "bits=8,warm_up=1+4,progress=false,fuse=gate+norm,compute=float16"
+        "bits=8,warm_up=1+4,progress=false,fuse=gate+norm,"
+        "compute=float16,measure=false"
     )
     monkeypatch.setenv(settings.ENVIRONMENT, given)
 

@@ -135,6 +135,39 @@ def test_noise_is_not_kept_and_stock_serves_this_time(mac: SimulatedMac) -> None
     assert all(reason is None for reason in served(one_layer(mac), ROWS).values())
 
 
+def test_packed_weights_are_never_left_to_stock(mac: SimulatedMac) -> None:
+    mac.range = 0.11
+
+    model = mac.optimize(Layers(layer()), layout="marlin")
+
+    x = mx.zeros((8, 512), mx.float16)
+    assert mac.raced
+    assert mlx_marlin.why_not(x, model.layers[0].packed) is None
+
+
+def test_forward_passes_have_the_same_cache_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama()
+    offsets: list[tuple[int, int]] = []
+    attention = model.layers[0].self_attn
+    whole = type(attention).__call__
+
+    def noted(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if self is attention:
+            offsets.append((cache.offset, x.shape[1]))
+        y: mx.array = whole(self, x, mask, cache)
+        return y
+
+    monkeypatch.setattr(type(attention), "__call__", noted)
+    found = forward_race.sample(model, [1, 3], 2, lambda: False)
+
+    assert {m: len(times) for m, times in found.items()} == {1: 2, 3: 2}
+    before = forward_race.PREFIX
+    passes = [((0, before), (before, m)) for m in (1, 3) for _ in range(3)]
+    assert offsets == [each for pair in passes for each in pair]
+
+
 def test_an_interrupt_leaves_a_working_model_with_what_is_known(
     mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:

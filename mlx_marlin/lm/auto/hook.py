@@ -38,6 +38,8 @@ PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Module -> its functions that are replaced -> the first parameters that they need."""
 DISTRIBUTIONS = {LM: "mlx-lm", VLM: "mlx-vlm"}
+ROWS = (1, 2, 4, 8, 16)
+"""Rows in the line that says who serves a model."""
 READS_STOCK = (
     "mlx_lm.convert",
     "mlx_lm.fuse",
@@ -265,7 +267,7 @@ def _convert(result: Any, options: Mapping[str, Any], name: str) -> None:
         )
         return
     for tell in _listeners:
-        tell(f"{name}: {report(model, (1,)).summary()}")
+        tell(f"{name}: {report(model, ROWS).summary()}")
 
 
 def _is_for_stock(frame: FrameType | None) -> bool:

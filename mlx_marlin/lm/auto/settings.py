@@ -78,6 +78,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "trace": _FLAG,
     "fuse": (_fusions, f"some of {'+'.join(FUSIONS)}, or nothing"),
     "compute": (_compute, " or ".join(COMPUTE)),
+    "measure": _FLAG,
     "invariant": _FLAG,
     "quantize": _FLAG,
     "group_size": (_group_size, "a number or channel"),

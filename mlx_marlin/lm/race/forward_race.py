@@ -43,10 +43,9 @@ def sample(
     for m in rows:
         if is_over():
             break
-        cache = make_cache()
-        _seconds(model, cache, PREFIX)
-        _seconds(model, cache, m)  # compiles its kernels
-        found[m] = [_seconds(model, cache, m) for _ in range(samples)]
+        # The first pass compiles its kernels.
+        times = [_seconds(model, make_cache(), m) for _ in range(samples + 1)]
+        found[m] = times[1:]
     return found
 
 
@@ -63,7 +62,13 @@ def medians(
 
 
 def _seconds(model: nn.Module, cache: list[Any], m: int) -> float:
-    tokens = mx.zeros((1, m), mx.int32)
+    """Returns the seconds of a pass of m rows after `PREFIX` tokens."""
+    _run(model, cache, PREFIX)
     started = perf_counter()
-    mx.eval(model(tokens, cache=cache), [each.state for each in cache])
+    _run(model, cache, m)
     return perf_counter() - started
+
+
+def _run(model: nn.Module, cache: list[Any], rows: int) -> None:
+    tokens = mx.zeros((1, rows), mx.int32)
+    mx.eval(model(tokens, cache=cache), [each.state for each in cache])

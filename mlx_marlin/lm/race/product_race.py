@@ -92,10 +92,17 @@ class ProductRace:
         every = (*rows, *self._between(product))
         return all(self._is_known(product, m) for m in every)
 
-    def leave(self, product: ModelProduct) -> None:
-        """Leaves all rows of a product that are not timed to stock MLX."""
-        problems = self.problems(product, 1).values()
-        self.unfinished += [(each, None) for each in problems]
+    def leave(self, product: ModelProduct, m: int | None = None) -> None:
+        """Leaves a product to stock MLX, which reads MLX's layout only.
+
+        Args:
+            product: The product.
+            m: The rows. Default: all that are not timed.
+        """
+        problem = self.problems(product, m or 1).get("mlx")
+        if problem is not None:
+            rows = None if m is None else product_of(problem).m
+            self.unfinished.append((problem, rows))
 
     def problems(self, product: ModelProduct, m: int) -> dict[str, AnyProblem]:
         """Returns the problems of a product by the layout of the weight."""
@@ -158,7 +165,7 @@ class ProductRace:
         for _ in range(2):  # again if it is too noisy
             if self._judge(problems, self.clock.measure(calls, inputs)):
                 return
-        self.unfinished += [(each, product_of(each).m) for each in problems.values()]
+        self.leave(product, m)
 
     def _entries(self, product: ModelProduct, m: int) -> list[Entry]:
         entries = [

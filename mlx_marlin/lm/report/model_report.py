@@ -57,17 +57,21 @@ class Report:
         return table.text(self.target, self.backend, rows)
 
     def summary(self) -> str:
-        """Returns in a line who serves how many products, with few rows."""
+        """Returns in a line how many products our kernels serve with few rows."""
         quantized = [layer for layer in self.layers if layer.decisions]
-        served: Counter[str] = Counter()
+        total = sum(layer.group.count for layer in quantized)
+        converted = sum(
+            layer.group.count for layer in quantized if layer.group.product.is_converted
+        )
+        ours: Counter[int] = Counter()
         for layer in quantized:
-            served[layer.decisions[0].served_by] += layer.group.count
-        converted = [each for each in quantized if each.group.product.is_converted]
-        by = (f"{table.SERVERS[name]} {count}" for name, count in served.items())
+            for decision in layer.decisions:
+                is_ours = decision.served_by in ("ours", "decoded")
+                ours[decision.rows] += is_ours * layer.group.count
+        by_rows = (f"{ours[m]} at {m}" for m in self.rows)
         return (
-            f"{sum(each.group.count for each in converted)} of {served.total()} "
-            f"quantized products are converted; rows={self.rows[0]} served by "
-            f"{', '.join(by)} (back end {self.backend})"
+            f"{converted} of {total} quantized products are converted; our kernels "
+            f"serve {', '.join(by_rows)} rows (back end {self.backend})"
         )
 
     def document(self) -> dict[str, Any]:
