@@ -28,10 +28,10 @@ from mlx_marlin.planning.problem import Problem, problem_of
 
 CHIPS = ("Apple M1 Max", "Apple M3 Max", "Apple M4 Pro", "Apple M4 Max")
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 33, 48, 64, 128, 512)
-LEAST = {8: 2.0, 16: 1.7}
+LEAST = {8: 1.85, 16: 1.65}
 """Times stock's speed that a model's products have to have, by rows."""
-MOST_OF_33 = 1.35
-"""Times the time of 32 rows that 33 may take; stock takes 1.95."""
+MOST_OF_33 = 1.5
+"""Times the time of 32 rows that 33 may take; stock, which serves 32, takes 1.95."""
 LEAST_OF_EXPERTS = {8: 1.15, 16: 1.5, 32: 1.8}
 """As `LEAST`, of a mixture of experts."""
 SORTED_FROM = 64

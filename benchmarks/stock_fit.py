@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from mlx_marlin.backends.metal.cost import rates
+from mlx_marlin.backends.metal.stock import prediction
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from stock_times import ROWS, Row
 
@@ -52,6 +53,10 @@ class Constant:
 def _use_apple9_lanes(value: float) -> None:
     apple9 = replace(rates.APPLE9, lane_bytes=value)
     rates.RATES |= {"M3": apple9, "M4": apple9}
+
+
+def _use_slower_bytes(value: float) -> None:
+    prediction.SLOWER_BYTES = value
 
 
 def _use_m5_lanes(value: float) -> None:
@@ -91,6 +96,19 @@ CONSTANTS = (
         parts={
             "M3 Max": lambda row: _chip(row, "M3 Max"),
             "M4 Pro": lambda row: _chip(row, "M4 Pro"),
+        },
+    ),
+    Constant(
+        name="factor of 8 bits",
+        values=tuple(value / 100 for value in range(90, 131)),
+        use=_use_slower_bytes,
+        current=prediction.SLOWER_BYTES,
+        rows=lambda row: (
+            _is_chain(row) and row.series.bits == 8 and _chip(row, "M4 Pro")
+        ),
+        parts={
+            "6 and 8 rows": lambda row: row.m <= 8,
+            "12 and 16 rows": lambda row: row.m > 8,
         },
     ),
     Constant(

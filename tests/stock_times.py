@@ -94,6 +94,7 @@ class Row:
         m: Rows.
         value: Milliseconds, or the ratio.
         why: The note that sets it apart; empty if nothing does.
+        is_out: Whether it is out of sample: of a chain that nothing was fitted to.
         one_row_ms: The published time of one row, if that is the series' reference.
     """
 
@@ -101,6 +102,7 @@ class Row:
     m: int
     value: float
     why: str = ""
+    is_out: bool = False
     one_row_ms: float = 0.0
 
     @property
@@ -123,6 +125,7 @@ class Row:
     def cells(self) -> str:
         """The row of the table."""
         series = self.series
+        apart = self.why or ("out of sample" if self.is_out else "")
         unit, places = (f"x of m={series.per}", 2) if series.per else ("ms", 3)
         cells = [
             series.chip,
@@ -132,7 +135,7 @@ class Row:
             f"{self.value:.{places}f} {unit}",
             f"{self.predicted():.{places}f}",
             f"{self.error():+.0%}",
-            "reference" if self.is_reference else self.why,
+            "reference" if self.is_reference else apart,
         ]
         return "| " + " | ".join(cells) + " |"
 
@@ -141,6 +144,7 @@ def _rows(entry: dict[str, Any]) -> list[Row]:
     """Returns the rows of an entry of the file."""
     fields = dict(entry)
     times, notes = fields.pop("times"), fields.pop("notes", {})
+    out = fields.pop("out", [])
     unit = fields.pop("unit", "ms")
     fields["products"] = tuple(map(tuple, fields["products"]))
     series = Series(**fields)
@@ -153,6 +157,7 @@ def _rows(entry: dict[str, Any]) -> list[Row]:
             m=int(m),
             value=value,
             why=notes.get(m, ""),
+            is_out=m in out,
             one_row_ms=times.get("1", 0.0),
         )
         for m, value in times.items()

@@ -40,7 +40,8 @@ def counted_seconds(
     rates = cost.rates_of(device)
     slots = sum(
         rates.matrix_slots * launch.count("matrix")
-        + rates.exposed * (_accesses(launch) + sum(map(launch.count, OTHER)))
+        + _accesses(launch)
+        + sum(map(launch.count, OTHER))
         for launch in launches
     )
     memory = cost.memory_seconds(sum(map(_device_bytes, launches)), device)

@@ -23,7 +23,7 @@ from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, M3_MAX, mac_file, row
 
 TRUE = Constants(
-    replace(rates.APPLE9, matrix_slots=18.5, exposed=0.45, bandwidth=0.8),
+    replace(rates.APPLE9, matrix_slots=17.5, bandwidth=0.8, scattered=0.8),
     overlap=0.9,
     overhead=3.1e-6,
 )
@@ -93,17 +93,6 @@ def test_known_constants_are_recovered(chip: str) -> None:
     assert largest_error(found, rows, device) < 0.003
 
 
-def test_constants_that_only_occur_together_are_said_to() -> None:
-    rows = made_rows(TRUE, formats=[{}])
-
-    found = calibrate.fit(rows, M3_MAX)
-
-    # One format has one ratio of products to other slots.
-    assert {*found.determined} == {*calibrate.NAMES} - {"exposed"}
-    assert found.errors["matrix_slots"] > 0.05
-    assert largest_error(found, rows, M3_MAX) < 0.01
-
-
 @pytest.mark.grid
 def test_noise_moves_constants_by_as_much_as_their_errors_say() -> None:
     found = calibrate.fit(made_rows(TRUE, noise=0.03), M3_MAX)
@@ -123,7 +112,7 @@ def test_what_no_row_depends_on_is_not_determined() -> None:
     assert {*found.determined} == {"bandwidth", "overhead"}
     values = found.constants.values()
     assert values["bandwidth"] == pytest.approx(TRUE.rates.bandwidth, rel=0.01)
-    for name in ("matrix_slots", "exposed", "overlap"):
+    for name in ("matrix_slots", "scattered", "overlap"):
         assert values[name] == pytest.approx(before.values()[name])
     said = calibrate.changes(found, before)
     undetermined = len(calibrate.NAMES) - len(found.determined)

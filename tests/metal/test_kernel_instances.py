@@ -35,7 +35,7 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
             m=m, n=n, k=k, batch=batch, dtype=dtype, scale_dtype=dtype, layout=layout
         )
         for device in map(Device.named, CHIPS):
-            yield from plans(problem, device, default_kernel(problem))
+            yield from plans(problem, device, default_kernel(problem, device))
             if m >= 9 and dtype != "float32":
                 yield from plans(problem, device, "gemm_tensor")
             if batch > 1 or m <= 16:

@@ -198,7 +198,6 @@ def test_plans_have_whole_tiles(m: int, pairs: int, groups: int, gated: bool) ->
 def test_the_model_counts_the_norm() -> None:
     normed = problem_of(2, 8192, "marlin", k=4096)
     loops = [cost.loop_of(each, 0, False, DEVICE) for each in (normed, plain(normed))]
-    assert loops[0].registers > loops[1].registers
     assert loops[0].slots > loops[1].slots
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends.metal.cost import rates
+from mlx_marlin.backends.metal.stock import prediction
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIT = runpy.run_path(str(BENCHMARKS / "stock_fit.py"))
@@ -41,11 +42,24 @@ def test_a_constant_predicts_the_rows_that_it_was_not_fitted_to(name: str) -> No
 
 
 def test_fitting_leaves_the_constants_as_they_were() -> None:
-    before = (rates.M5_MAX, rates.ULTRA_LANES, dict(rates.RATES))
+    def constants() -> tuple[Any, ...]:
+        factor = prediction.SLOWER_BYTES
+        return rates.M5_MAX, rates.ULTRA_LANES, dict(rates.RATES), factor
+
+    before = constants()
     for constant in CONSTANTS.values():
         FIT["fitted"](constant, rows_of(constant)[:1])
 
-    assert (rates.M5_MAX, rates.ULTRA_LANES, dict(rates.RATES)) == before
+    assert constants() == before
+
+
+def test_rows_out_of_sample_are_those_that_nothing_was_fitted_to() -> None:
+    used = [row for constant in CONSTANTS.values() for row in rows_of(constant)]
+    chains = [row for row in FIT["FITTED"] if row.series.clock == "chain"]
+    apart = [row for row in chains if row not in used and not FIT["_sets_link"](row)]
+
+    assert [row for row in chains if row.is_out] == apart
+    assert len(apart) >= 19
 
 
 def test_the_report_names_every_constant_and_what_was_held_out(

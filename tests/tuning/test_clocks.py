@@ -57,7 +57,7 @@ def test_the_emulators_clock_is_a_function_of_counters() -> None:
         )
 
     rates = cost.rates_of(DEFAULT)
-    slots = rates.matrix_slots * 1000 + rates.exposed * (7 + 3 + 20 + 10)
+    slots = rates.matrix_slots * 1000 + (7 + 3 + 20 + 10)
     issue = slots / (4 * DEFAULT.cores * DEFAULT.clock_ghz * 1e9)
     bandwidth = rates.bandwidth * DEFAULT.bandwidth_gbs * 1e9
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_marlin.backends.base import AnyProblem, KernelCall
 from mlx_marlin.backends.launch import Launch
-from mlx_marlin.backends.metal.candidates import default_kernel
+from mlx_marlin.backends.metal.candidates import default_kernel, has_registers
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.choice import candidates as candidates
 from mlx_marlin.backends.metal.cost import predict as predict
@@ -119,6 +119,11 @@ def handover(
     from mlx_marlin.backends.metal.stock import handover as stock
 
     normed = problem.norm is not None
+    if normed and not has_registers(problem, device, 0):
+        return (
+            f"{problem.m} rows on {device.variant}: a product with its norm takes more "
+            f"registers than a thread has, {device.core.thread_registers}"
+        )
     if problem.layout == "marlin" and (problem.epilogue.gated or normed):
         rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
         apart = predict(best(replace(problem, **rest), device), device).seconds
@@ -145,10 +150,11 @@ def dequantize_first(
 
 
 def experiments(problem: Problem, device: Device) -> list[Plan]:
-    """Returns plans of `gemm_staged`, which is never among the candidates.
+    """Returns plans that the model does not choose by itself.
 
-    There are some if several simdgroups of the chosen plan decode the same weights, and
-    `gemm_staged` is not predicted to be much slower.
+    They are those of `gemm_staged` if several simdgroups of the chosen plan decode the
+    same weights, and variants with more registers than were counted for a thread; none
+    is predicted to be much slower.
     """
     from mlx_marlin.backends.metal.experiments import tuned
 
@@ -184,7 +190,8 @@ def alternative(plan: MetalPlan, device: Device) -> Plan | None:
     """Returns the best plan without tensor operations for one with them."""
     if not plan.has_tensor_operations:
         return None
-    return best(plan.problem, device, {"kernel": default_kernel(plan.problem)})
+    kernel = default_kernel(plan.problem, device)
+    return best(plan.problem, device, {"kernel": kernel})
 
 
 def kernel(launch: Launch) -> KernelCall:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
+from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
 from mlx_marlin.backends.metal.limits import (
@@ -35,6 +36,8 @@ ROWS_OF_ONE_FRAGMENT = 8
 which share the decoded weights; the kernel skips a second one past the last row."""
 SIMDGROUPS_K = (1, 2, 4, 8)
 """Numbers of simdgroups that may share a tile's k."""
+WHOLE_TILES = ("data_parallel", "hytis")
+"""Strategies that give each threadgroup one whole tile, wide or narrow."""
 INVARIANT_SIMDGROUPS_K = (1, 2)
 """Numbers of simdgroups along k that fit with any m."""
 
@@ -50,7 +53,7 @@ def plans(problem: Problem, device: Device, kernel: Kernel) -> Iterator[MetalPla
     Raises:
         ValueError: If the kernel has no valid plan.
     """
-    body = body_of(problem, kernel)
+    body = body_of(problem, device, kernel)
     if problem.invariant:
         yield with_work(body, *invariant_work(body, device))
         return
@@ -65,7 +68,8 @@ def works_of(
     """Returns divisions of the work, with the tiles side by side in their wide tiles.
 
     `gemm_tensor` splits no tiles that fill the GPU: in a chain, published kernels lost
-    more by a second dispatch than they gained (avlp12/mlx-vlm, docs/m5.md).
+    more by a second dispatch than they gained (avlp12/mlx-vlm, docs/m5.md). Ranges of
+    work may take more registers than a thread has.
 
     Args:
         body: A plan with the same threadgroups.
@@ -75,7 +79,11 @@ def works_of(
     if body.problem.epilogue.gated or body.problem.norm is not None:
         return [(body.work, body.simdgroups_n)]
     works = decompositions.works(grid_of(body, device, widest))
-    if body.has_tensor_operations and body.work.tiles >= device.cores:
+    if not body.has_tensor_operations:
+        if has_registers(body.problem, device, body.fragments_m, True):
+            return [*works]
+        return [pair for pair in works if pair[0].strategy in WHOLE_TILES]
+    if body.work.tiles >= device.cores:
         return [pair for pair in works if not pair[0].is_split]
     return [*works]
 
@@ -104,6 +112,7 @@ def grid_of(body: MetalPlan, device: Device, widest: int | None = None) -> TileG
 
 def body_of(
     problem: Problem,
+    device: Device,
     kernel: Kernel,
     *,
     fragments_m: int | None = None,
@@ -116,6 +125,7 @@ def body_of(
 
     Args:
         problem: The product to compute.
+        device: The chip to plan for.
         kernel: The kernel.
         fragments_m: As in `MetalPlan`, as are the others. Default: as many as suit it.
         simdgroups_m: Default: as `fragments_m`.
@@ -125,7 +135,7 @@ def body_of(
     """
     most = most_rows(problem, buffers)
     if fragments_m is None:
-        fragments_m = _fragments_m(problem, kernel, most)
+        fragments_m = _fragments_m(problem, device, kernel, most)
     if simdgroups_m is None:
         simdgroups_m = _simdgroups_m(problem, fragments_m, most)
     if subtract is None:
@@ -174,13 +184,25 @@ def with_work(
     )
 
 
-def default_kernel(problem: Problem) -> Kernel:
+def default_kernel(problem: Problem, device: Device) -> Kernel:
     """Returns the kernel with fewer issue slots: dot products for a few rows.
 
-    `gemm_tensor` is compared with it where there are tensor units.
+    They are matrices where the rows would take more registers than a thread has, unless
+    there is a norm, which only `gemv` has. `gemm_tensor` is compared with this kernel
+    where there are tensor units.
     """
     few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
-    return "gemv" if few else "gemm_register"
+    if few and (problem.norm is not None or has_registers(problem, device, 0)):
+        return "gemv"
+    return "gemm_register"
+
+
+def has_registers(
+    problem: Problem, device: Device, fragments_m: int, has_ranges: bool = False
+) -> bool:
+    """Returns whether a thread has the registers of `product_registers`."""
+    count = product_registers(problem, fragments_m, has_ranges)
+    return count <= device.core.thread_registers
 
 
 def most_rows(problem: Problem, buffers: int) -> int:
@@ -192,14 +214,15 @@ def most_rows(problem: Problem, buffers: int) -> int:
     return min(THREADGROUP_LIMIT // (buffers * row) - TILE_N, most)
 
 
-def _fragments_m(problem: Problem, kernel: Kernel, most: int) -> int:
+def _fragments_m(problem: Problem, device: Device, kernel: Kernel, most: int) -> int:
     """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":
         return 0
     if kernel == TENSOR_KERNEL:
         return TENSOR_FRAGMENTS_M
     few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
-    return 1 if few else 2
+    # Invariant plans may have ranges, whatever the number of rows.
+    return 1 if few or not has_registers(problem, device, 2, problem.invariant) else 2
 
 
 def subtracts(problem: Problem, fragments_m: int, kernel: Kernel | None = None) -> bool:
@@ -283,7 +306,7 @@ def invariant_work(body: MetalPlan, device: Device) -> tuple[Work, int, int]:
 @lru_cache(maxsize=1024)
 def _invariant_split(problem: Problem, device: Device) -> tuple[int, int]:
     """Returns the best (slices of k, simdgroups along k) for `INVARIANT_ROWS` rows."""
-    body = body_of(problem, default_kernel(problem))
+    body = body_of(problem, device, default_kernel(problem, device))
     splits = [work for work, _ in decompositions.slices_of_k(grid_of(body, device))]
     plans = [
         with_work(body, work, body.simdgroups_n, count)

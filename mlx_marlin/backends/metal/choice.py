@@ -37,7 +37,7 @@ def candidates(
 
 def _of_kernels(problem: Problem, device: Device) -> Iterator[Iterator[MetalPlan]]:
     """Yields the plans of each kernel: of `gemm_tensor` too where it may be faster."""
-    yield plans(problem, device, default_kernel(problem))
+    yield plans(problem, device, default_kernel(problem, device))
     if device.has_tensor_units and is_candidate(problem, device):
         yield plans(problem, device, TENSOR_KERNEL)
 

@@ -4,9 +4,9 @@ from mlx_marlin.backends.metal.cost import (
     SCHEDULERS_PER_CORE,
     level_seconds,
     memory_seconds,
-    rates_of,
 )
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.slots import matrix_slots
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import Problem
@@ -38,7 +38,7 @@ def _arithmetic(problem: Problem, device: Device) -> float:
     if device.has_tensor_units and problem.dtype != "float32":
         return problem.flops / (device.clocks * device.matrix_flops)
     products = problem.flops / (2 * FRAGMENT**3)
-    slots = products * rates_of(device).matrix_slots
+    slots = products * matrix_slots(device)
     return slots / (SCHEDULERS_PER_CORE * device.clocks * EFFICIENCY)
 
 

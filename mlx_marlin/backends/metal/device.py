@@ -35,6 +35,7 @@ class Core:
             threadgroup may have 32 KiB.
         max_threads: Largest number of resident threads.
         tensor_flops_per_clock: float16 operations per clock of the tensor units, or 0.
+        thread_registers: Most 32-bit registers of a thread, by Apple's compiler.
         is_known: False if the first three figures are those of an M2. From M3 on,
             registers, threadgroup memory and caches share one pool, whose size Apple
             does not publish.
@@ -44,6 +45,7 @@ class Core:
     threadgroup_bytes: int
     max_threads: int
     tensor_flops_per_clock: int
+    thread_registers: int
     is_known: bool
 
 

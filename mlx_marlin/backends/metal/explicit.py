@@ -34,14 +34,14 @@ def plans(
     Raises:
         ValueError: If no valid plan has them.
     """
-    kernel = overrides.get("kernel", candidates.default_kernel(problem))
+    kernel = overrides.get("kernel", candidates.default_kernel(problem, device))
     _check_kernel(kernel, device)
     given: dict[str, Any] = {
         name: value for name, value in overrides.items() if name in OF_BODY
     }
     if kernel == "gemm_staged":
         given.setdefault("buffers", _buffers(problem, overrides))
-    body = candidates.body_of(problem, kernel, **given)
+    body = candidates.body_of(problem, device, kernel, **given)
     reduction, simdgroups_k = overrides.get("reduction"), overrides.get("simdgroups_k")
     if problem.invariant and not WORK_FIELDS & overrides.keys():
         work, simdgroups_n, count = candidates.invariant_work(body, device)

@@ -18,6 +18,7 @@ from mlx_marlin.backends.metal.candidates import (
     subtracts,
 )
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
+from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
@@ -39,6 +40,8 @@ from mlx_marlin.weights.formats import (
     Format,
 )
 
+FEWEST_REGISTERS = 96
+"""The least `Core.thread_registers`: there plans have one fragment instead of two."""
 K = 1024
 """Columns of the enumerated weights: enough for every number of simdgroups along k."""
 
@@ -126,7 +129,10 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
     """Yields every shape of threadgroup, as its data-parallel plan."""
     for rows, count in product(range(1, GEMV_ROWS[problem.dtype] + 1), SIMDGROUPS_K):
         yield _body(problem, "gemv", 0, 1, count, rows)
-    groups = [(1, 1), *((2, side) for side in range(1, MAX_SIMDGROUPS_M + 1))]
+    sides = range(1, MAX_SIMDGROUPS_M + 1)
+    groups = [(1, 1), *((2, side) for side in sides)]
+    if product_registers(problem, 2, True) > FEWEST_REGISTERS:
+        groups += [(1, side) for side in sides if side > 1]
     for (fragments_m, simdgroups_m), count in product(groups, SIMDGROUPS_K):
         rows = FRAGMENT * fragments_m * simdgroups_m
         shared = fragments_m, simdgroups_m, count, rows

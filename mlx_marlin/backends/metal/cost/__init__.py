@@ -6,9 +6,9 @@ chain, where each product waits for the one before it, each dispatch also takes
 `level_seconds`. Among independent launches that time is hidden.
 
 A *slot* is one instruction of one simdgroup on one of a core's four schedulers. Slots
-were counted with an open compiler for the first Apple generation, and the rates fitted
-to published times of stock MLX (`rates`). Nothing was measured on the kernels of this
-package.
+and `registers` were counted with an open compiler for the first Apple generation, and
+the rates fitted to published times of stock MLX and of kernels like ours (`rates`).
+Nothing was measured on the kernels of this package.
 """
 
 from mlx_marlin.backends.metal.cost.main_loop import (
@@ -84,7 +84,7 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
         issue=(slots + _other_slots(plan)) / slots_per_second(device),
         loads=lane_bytes / lane_bytes_per_second(device),
         busy=busy(plan, device),
-        fill=_fill(plan, device, loop.registers),
+        fill=_fill(plan, device),
         dispatch=level_seconds(device) * (plan.dispatches - 1),
         matrix=loop.matrix,
         launch=level_seconds(device),
@@ -149,7 +149,7 @@ def _other_slots(plan: MetalPlan) -> float:
     return simdgroups * slots + stored + reduced
 
 
-def _fill(plan: MetalPlan, device: Device, registers: int) -> float:
+def _fill(plan: MetalPlan, device: Device) -> float:
     """Returns the degree to which a busy core hides latency, 0 to 1."""
-    resident = max(min(resident_threadgroups(plan, device, registers)), 1)
+    resident = max(min(resident_threadgroups(plan, device)), 1)
     return min(1.0, resident * plan.simdgroups / SIMDGROUPS_TO_FILL)

@@ -5,7 +5,6 @@ from functools import lru_cache
 
 from mlx_marlin.backends.metal.cost.counts import LoopCost, loop_cost
 from mlx_marlin.backends.metal.cost.rates import (
-    Rates,
     lane_bytes_per_second,
     memory_seconds,
     rates_of,
@@ -20,15 +19,11 @@ WEIGHTS_PER_TRIP = TILE_N * TILE_K
 """Weights that a simdgroup decodes in one iteration of the main loop."""
 MATRIX_OPS = {1: 32, 2: 64}
 """8x8 products of an iteration, by fragments_m (counted)."""
-FLOAT_REGISTERS = {0: 16, 1: 20, 2: 48}
-"""Additional 16-bit registers if x is not half, by fragments_m; 0 is per row of the dot
-products (counted)."""
-
-
+BFLOAT_SLOTS = {0: 15, 1: 26, 2: 26}
+"""Additional slots of an iteration if x is bfloat16, which lanes widen, by fragments_m;
+0 is per row of the dot products (counted: 15 to 22, 8 to 43, 16 to 52)."""
 NORM_SLOTS = 33
 """Additional slots of an iteration for each normalized row (counted)."""
-NORM_REGISTERS = 52
-"""Additional 16-bit registers of the dot products with an RMSNorm (counted)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +31,17 @@ class MainLoop:
     """Cost of the main loop.
 
     Attributes:
-        bytes: Memory traffic: every operand once.
+        bytes: Memory traffic: every operand once. A weight in MLX's layout counts as
+            the packed one that takes as long to read.
         slots: Issue slots of all simdgroups.
         lane_bytes: Bytes that loads return to lanes.
-        registers: 16-bit registers of a thread.
         matrix: Seconds of the tensor units; 0 if they are not used.
         seconds: Time of the main loop alone if all cores are equally loaded.
     """
 
-    bytes: int
+    bytes: float
     slots: float
     lane_bytes: float
-    registers: int
     matrix: float = 0.0
     seconds: float
 
@@ -65,22 +59,24 @@ def loop_of(
         device: The chip to plan for.
     """
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
-    weights = padded_weights(problem)
+    weights, rates = padded_weights(problem), rates_of(device)
     slots, x_bytes = _per_iteration(
-        counts, fragments_m, subtract, problem.m, problem.dtype, rates_of(device)
+        counts, fragments_m, subtract, problem.m, problem.dtype, rates.matrix_slots
     )
+    traffic: float = problem.bytes
+    if problem.layout == "mlx":
+        traffic += problem.weight_bytes * (1 / rates.scattered - 1)
     if problem.norm is not None:
         slots += NORM_SLOTS * problem.m
         x_bytes += DTYPE_BYTES[problem.dtype] / 4  # its weight, as a row of x
     slots *= weights / WEIGHTS_PER_TRIP
     lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
     return MainLoop(
-        bytes=problem.bytes,
+        bytes=traffic,
         slots=slots,
         lane_bytes=lane_bytes,
-        registers=_registers(problem, fragments_m, counts),
         seconds=max(
-            memory_seconds(problem.bytes, device),
+            memory_seconds(traffic, device),
             slots / slots_per_second(device),
             lane_bytes / lane_bytes_per_second(device),
         ),
@@ -92,8 +88,8 @@ def loop_slots(
 ) -> float:
     """Returns the issue slots of the main loop per weight, for m rows of float16."""
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
-    rates = rates_of(device)
-    slots, _ = _per_iteration(counts, fragments_m, subtract, m, "float16", rates)
+    price = rates_of(device).matrix_slots
+    slots, _ = _per_iteration(counts, fragments_m, subtract, m, "float16", price)
     return slots / WEIGHTS_PER_TRIP
 
 
@@ -111,19 +107,13 @@ def readers(m: int, fragments_m: int) -> dict[int, int]:
     return {fragments_m: whole, rest: 1} if rest else {fragments_m: whole}
 
 
-def _registers(problem: Problem, fragments_m: int, counts: LoopCost) -> int:
-    rows = 1 if fragments_m else problem.m
-    base, per_row = counts.row_registers
-    count = counts.registers[fragments_m - 1] if fragments_m else base + per_row * rows
-    # The counts of integers in groups of 16 are those of float32 fragments.
-    in_float = problem.group_size == 16 and problem.format.codes != "floating"
-    if problem.dtype != "float16" and not (in_float and fragments_m):
-        count += FLOAT_REGISTERS[fragments_m] * rows
-    return count + NORM_REGISTERS * (problem.norm is not None)
-
-
 def _per_iteration(
-    counts: LoopCost, fragments_m: int, subtract: bool, m: int, dtype: str, rates: Rates
+    counts: LoopCost,
+    fragments_m: int,
+    subtract: bool,
+    m: int,
+    dtype: str,
+    matrix_slots: float,
 ) -> tuple[float, float]:
     """Returns the slots of an iteration for all rows, and the lane bytes of x a weight.
 
@@ -131,15 +121,16 @@ def _per_iteration(
     row of a dot product, and as much for each fragment of 8 rows.
     """
     element = DTYPE_BYTES[dtype] / 4
+    widened = dtype == "bfloat16"
     if fragments_m == 0:
         base, per_row = counts.rows
         slots: float = base + per_row * m + subtract * counts.row_subtract
-        return slots, m * element
+        return slots + widened * BFLOAT_SLOTS[0] * m, m * element
     slots = x_bytes = 0.0
     for fragments, count in readers(m, fragments_m).items():
         other = counts.fragments[fragments - 1][subtract]
-        products = rates.matrix_slots * MATRIX_OPS[fragments]
-        slots += count * (products + rates.exposed * other)
+        other += widened * BFLOAT_SLOTS[fragments]
+        slots += count * (matrix_slots * MATRIX_OPS[fragments] + other)
         x_bytes += count * fragments * element
     return slots, x_bytes
 

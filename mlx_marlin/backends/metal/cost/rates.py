@@ -1,8 +1,9 @@
 """Throughput of Apple GPUs: fitted rates of each generation, and times that follow.
 
-All constants that are fitted or published per chip are here. `benchmarks/stock_fit.py`
-fits them again and prints the error of each published time; docs/stock_model.md lists
-both.
+Bandwidth and the rate of loads are those of a chip, for all kernels. The price of 8x8
+products and the share of `scattered` loads are those of our kernels; those of stock MLX
+are in `stock.slots`. `benchmarks/stock_fit.py` fits them again and prints the error of
+each published time; docs/stock_model.md lists both.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from mlx_marlin.backends.metal.device import Device
 
 SCHEDULERS_PER_CORE = 4
 """Simdgroup instructions that a core can issue per clock (metal-benchmarks)."""
-ULTRA_LANES = 0.85
+ULTRA_LANES = 0.94
 """Share of `Rates.lane_bytes` that an Ultra reaches (fit: M3 Ultra, chains)."""
 LEVELS = {"unknown": 9e-6, "M1": 9e-6, "M2": 5e-6}
 """Seconds of a dispatch that waits for the one before it, by generation: launch,
@@ -30,27 +31,34 @@ class Rates:
     """Fitted rates of one chip generation.
 
     Attributes:
-        matrix_slots: Issue slots of one 8x8 product.
-        exposed: Share of the other slots that is not hidden behind the products.
+        matrix_slots: Issue slots of one 8x8 product in our kernels. No other slots are
+            hidden behind the products.
         bandwidth: Share of the stated memory bandwidth that kernels reach.
+        scattered: Share of `bandwidth` at which our kernels read codes in MLX's layout:
+            8 rows of w at a time instead of a whole packed tile.
         lane_bytes: Bytes that the loads of a core return to lanes per clock.
     """
 
     matrix_slots: float
-    exposed: float
     bandwidth: float
+    scattered: float
     lane_bytes: float
 
 
-APPLE9 = Rates(matrix_slots=16, exposed=0.6, bandwidth=0.9, lane_bytes=85)
-"""M3 and M4, fitted to published M3 Max and M4 Pro times."""
-M5 = Rates(matrix_slots=16, exposed=0.6, bandwidth=0.8, lane_bytes=106)
-"""M5 and M5 Pro: 8x8 products as on M3 and M4, loads as on M5 Max, and the bandwidth of
-the published times of one row."""
+APPLE9 = Rates(matrix_slots=19, bandwidth=0.9, scattered=0.9, lane_bytes=85)
+"""M3 and M4. Bandwidth and loads are fitted to published times of stock MLX on M3 Max
+and M4 Pro, the others to those of a kernel of `gemm_register`'s design on M4 Pro
+(mlx-dspark 0.20.3), which reads 212 to 217 GB/s in fragments and 241 to 244 in whole
+lines, and multiplies 7.0 to 7.5 of 8.08 TFLOPS: 17 to 19 slots a product."""
+M5 = replace(APPLE9, matrix_slots=16, bandwidth=0.8, lane_bytes=106)
+"""M5 and M5 Pro: 8x8 products fitted to times of such a kernel on M5 Pro
+(krcm0209/sous), loads as on M5 Max, and the bandwidth of the published times of one
+row."""
 M5_MAX = replace(M5, bandwidth=0.9)
-"""M5 Max, fitted to published times of 1 to 12 rows."""
-EARLIER = Rates(matrix_slots=20, exposed=1.0, bandwidth=0.8, lane_bytes=85)
-"""M1, M2 and unknown chips: no published time to fit, hence the slowest known rates."""
+"""M5 Max, fitted to published times of stock MLX with 1 to 12 rows."""
+EARLIER = Rates(matrix_slots=20, bandwidth=0.8, scattered=1.0, lane_bytes=85)
+"""M1, M2 and unknown chips: no published time to fit, hence the slowest known rates.
+The bandwidth is that of scattered reads already."""
 RATES = {"M3": APPLE9, "M4": APPLE9, "M5": M5}
 
 
@@ -68,7 +76,7 @@ def level_seconds(device: Device) -> float:
     return LEVELS.get(device.generation, LEVEL)
 
 
-def memory_seconds(size: int, device: Device) -> float:
+def memory_seconds(size: float, device: Device) -> float:
     """Returns the seconds to move `size` bytes at the fitted bandwidth."""
     return size / (rates_of(device).bandwidth * device.bandwidth_gbs * 1e9)
 

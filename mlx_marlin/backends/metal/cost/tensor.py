@@ -30,9 +30,6 @@ OPERATION_ROWS = FRAGMENT * TENSOR_FRAGMENTS_M
 FEEDING = 3.3
 """Time of an iteration over that of its counted issue slots. Fitted to four published
 times of similar kernels on an M5 Max (docs/m5.md), not measured with this kernel."""
-REGISTERS = 164
-"""16-bit registers of a thread: 82 of 32 bits by a hand count, of which operands take
-24, a group's sums 16, all sums 16, words, scales and biases 16, and addresses 10."""
 
 
 @lru_cache(maxsize=1024)
@@ -63,7 +60,6 @@ def tensor_loop(problem: Problem, device: Device) -> MainLoop:
         slots=slots,
         lane_bytes=lane_bytes,
         matrix=matrix,
-        registers=REGISTERS,
         seconds=max(
             memory_seconds(problem.bytes, device),
             slots / slots_per_second(device),

@@ -55,7 +55,7 @@ def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, floa
     held = readers(problem.m, plan.fragments_m)
     loop = _staged_loop(plan, counts, held)
     products = sum(count * MATRIX_OPS[held_m] for held_m, count in held.items())
-    slots = rates.matrix_slots * products + rates.exposed * loop.other
+    slots = rates.matrix_slots * products + loop.other
     staged = loop.staged_bytes * rates.lane_bytes / THREADGROUP_BYTES_PER_CLOCK
     weights = padded_weights(problem)
     return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights

@@ -1,29 +1,49 @@
-"""The plans of `gemm_staged` that a tuner compares."""
+"""The plans that a tuner compares and the model does not choose."""
+
+from collections.abc import Iterator
 
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS
+from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work.tiles import FRAGMENT
 
 EXPERIMENT_CUTOFF = 1.25
 """The tuner tries plans up to this many times the chosen plan's predicted time."""
 
 
 def experiments(problem: Problem, device: Device) -> list[Plan]:
-    """Returns plans of `gemm_staged` for a tuner, as `Backend.experiments`."""
+    """Returns further plans for a tuner, as `Backend.experiments`."""
     chosen = best(problem, device)
+    limit = EXPERIMENT_CUTOFF * cost.predict(chosen, device).seconds
+    found = (
+        best(problem, device, overrides)
+        for overrides in (*_larger(problem, chosen), *_staged(problem, chosen))
+    )
+    return [plan for plan in found if cost.predict(plan, device).seconds <= limit]
+
+
+def _larger(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
+    """Yields variants with more registers than the model chooses by itself.
+
+    Apple's compiler may need fewer than were counted.
+    """
+    if problem.invariant or chosen.kernel != "gemm_register":
+        return
+    if problem.m <= GEMV_ROWS[problem.dtype]:
+        yield PlanOverrides(kernel="gemv")
+    elif chosen.fragments_m == 1 and problem.m > FRAGMENT:
+        yield PlanOverrides(fragments_m=max(FRAGMENTS_M))
+
+
+def _staged(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
+    """Yields those of `gemm_staged`, if several simdgroups decode the same weights."""
     whole = problem.invariant or problem.epilogue.gated
     if chosen.simdgroups_m == 1 or whole or problem.batch > 1:
-        return []
-    limit = EXPERIMENT_CUTOFF * cost.predict(chosen, device).seconds
-    plans: list[Plan] = []
+        return
     for buffers, loaders in STAGED:
-        overrides = PlanOverrides(
-            kernel="gemm_staged", buffers=buffers, loaders=loaders
-        )
-        staged = best(problem, device, overrides)
-        if cost.predict(staged, device).seconds <= limit:
-            plans.append(staged)
-    return plans
+        yield PlanOverrides(kernel="gemm_staged", buffers=buffers, loaders=loaders)

@@ -13,6 +13,7 @@ from mlx_marlin.backends.metal.cost import (
     loop_slots,
     memory_seconds,
 )
+from mlx_marlin.backends.metal.cost.residency import fits
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
 from mlx_marlin.backends.metal.limits import (
@@ -22,7 +23,7 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction, tensor_slots
-from mlx_marlin.backends.metal.stock.slots import stock_slots
+from mlx_marlin.backends.metal.stock.slots import stock_slots, vector_slots
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
@@ -56,6 +57,9 @@ mean."""
 def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
     """Returns the plan for experts' products; cached.
 
+    It is the first whose registers a thread has: with fewer fragments, then with fewer
+    rows of dot products.
+
     Args:
         gather: The products to compute.
         device: The chip to plan for.
@@ -63,7 +67,26 @@ def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
     problem = gather.problem
     # A tile for twice the mean: experts are chosen unevenly.
     fragments = -(-2 * problem.m // (gather.experts * FRAGMENT))
-    fragments_m = 1 if fragments <= 1 else _max_fragments(problem, device)
+    most = 1 if fragments <= 1 else _max_fragments(problem, device)
+    # The bits of a row must not depend on how many rows chose its expert.
+    dot_rows = 0 if problem.invariant else MAX_DOT_ROWS
+    plans = [_plan(gather, fragments, count, dot_rows) for count in range(most, 0, -1)]
+    plans += [_plan(gather, fragments, 1, rows) for rows in range(dot_rows)[::-1]]
+    return next((plan for plan in plans if fits(plan, device)), plans[-1])
+
+
+def _plan(
+    gather: GatherProblem, fragments: int, fragments_m: int, dot_rows: int
+) -> MetalGatherPlan:
+    """Returns a plan for experts' products.
+
+    Args:
+        gather: The products to compute.
+        fragments: Row fragments of a tile.
+        fragments_m: Row fragments that a simdgroup holds.
+        dot_rows: Most rows of a tile that are dot products.
+    """
+    problem = gather.problem
     simdgroups_m = min(-(-fragments // fragments_m), MAX_SIMDGROUPS_M)
     # The bits of a row are the same for any number of rows only if k is cut alike.
     # Twice as many for a gate, unless that leaves memory for one threadgroup on a core.
@@ -74,8 +97,7 @@ def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=min(most, MAX_SIMDGROUPS // simdgroups_beside),
-        # The bits of a row must not depend on how many rows chose its expert.
-        dot_rows=0 if problem.invariant else MAX_DOT_ROWS,
+        dot_rows=dot_rows,
         subtract=problem.invariant
         or fragments_m > 1
         or problem.dtype != "float16"
@@ -236,17 +258,18 @@ def _shares_tiles(gather: GatherProblem) -> bool:
 
 def _stock_seconds(gather: GatherProblem, device: Device) -> float:
     problem = gather.problem
-    expert_bytes, slots = problem.weight_bytes, stock_slots(problem)
-    weights = problem.n * problem.k
+    expert_bytes, weights = problem.weight_bytes, problem.n * problem.k
     if not _shares_tiles(gather):
         # Every pair reads its weight by itself.
         memory = memory_seconds(problem.m * expert_bytes, device)
-        return max(memory, _issue(problem.m * weights * slots.vector, device))
+        slots = problem.m * weights * vector_slots(problem, device)
+        return max(memory, _issue(slots, device))
     chosen = gather.chosen_experts
     rows, tile_slots = _sorted_tile(gather, device)
+    tile_slots += stock_slots(problem).tile
     tiles = chosen * -(-round(problem.m / chosen) // rows)
     memory = memory_seconds(round(chosen * expert_bytes), device)
-    return max(memory, _issue(tiles * weights * (tile_slots + slots.tile), device))
+    return max(memory, _issue(tiles * weights * tile_slots, device))
 
 
 def _sorted_tile(gather: GatherProblem, device: Device) -> tuple[int, float]:

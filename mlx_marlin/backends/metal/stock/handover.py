@@ -2,7 +2,7 @@
 
 from mlx_marlin.backends.metal.cost import level_seconds, memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.margin import margin_over_stock
+from mlx_marlin.backends.metal.stock.margin import first_rows, margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.prediction import Prediction
@@ -80,6 +80,7 @@ def handover(problem: Problem, device: Device, prediction: Prediction) -> str | 
     """
     if problem.layout != "mlx" or problem.invariant:
         return None
+    stock = stock_prediction(problem, device)
     # Both include a launch: if it dominates, no kernel is faster.
     ratio = stock_seconds(problem, device) / prediction.seconds
     if problem.m == 1 and (problem.epilogue.gated or problem.norm is not None):
@@ -89,12 +90,19 @@ def handover(problem: Problem, device: Device, prediction: Prediction) -> str | 
             f"MLX's layout stays with stock MLX"
         )
     if problem.m == 1:
-        floor = memory_seconds(problem.bytes, device) * 1e6
+        floor = max(stock.memory, stock.issue, stock.loads) * 1e6
         return (
-            f"1 row is bound by reading the weight, {floor:.1f} us by the model for "
-            f"any kernel on {device.variant}, and stock MLX is already there"
+            f"1 row is bound by {_bound(stock)}, {floor:.1f} us by the model on "
+            f"{device.variant}, and one row of a weight in MLX's layout stays with "
+            f"stock MLX"
         )
-    stock = stock_prediction(problem, device)
+    first = first_rows(problem, device)
+    if problem.m < first:
+        return (
+            f"{problem.m} rows on {device.variant}: with codes of {problem.bits} bits "
+            f"a kernel like ours was measured to be faster than stock MLX from {first} "
+            f"rows on, and nothing was measured on this machine"
+        )
     margin = margin_over_stock(problem, device)
     if ratio >= margin:
         return None

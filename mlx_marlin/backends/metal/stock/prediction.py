@@ -18,19 +18,22 @@ from mlx_marlin.backends.metal.cost import (
     lane_bytes_per_second,
     level_seconds,
     memory_seconds,
-    rates_of,
 )
 from mlx_marlin.backends.metal.device import ALU_FLOPS, Device
 from mlx_marlin.backends.metal.stock.kernels import (
     StockCall,
     codes_at_a_time,
+    is_floating,
     stock_call,
     stock_split,
 )
 from mlx_marlin.backends.metal.stock.slots import (
+    SLOWER_BYTES,
     TILE_SIMDGROUPS,
     TILE_WEIGHTS,
+    matrix_slots,
     stock_slots,
+    vector_slots,
 )
 from mlx_marlin.planning.prediction import clocks_text
 from mlx_marlin.planning.problem import Problem
@@ -52,6 +55,8 @@ NATIVE_BFLOAT = 15
 """First generation (M3) with native bfloat16."""
 FEWEST_WIDE = 2
 """Fewest rows of `qmv_wide`."""
+KNOWN_BITS = {"M3": (2, 4, 8), "M4": (2, 4, 8)}
+"""Bits of the affine codes whose published times were fitted, of all kernels."""
 TILE_PRODUCTS = TILE_SIMDGROUPS * 16 / TILE_WEIGHTS
 """8x8 products of `qmm_t` per weight, for 32 rows and four simdgroups."""
 
@@ -138,8 +143,11 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
     """
     call = stock_call(problem, device)
     columns = call.geometry.columns
-    decoded = problem.k * columns * ceil(problem.n / columns) * call.passes
+    decoded: float = problem.k * columns * ceil(problem.n / columns) * call.passes
     decoded *= problem.batch
+    known = problem.bits in KNOWN_BITS.get(device.generation, ())
+    if known and problem.bits == 8 and not is_floating(problem):
+        decoded *= SLOWER_BYTES
     slots = decoded * _slots(call, problem, device)
     lane_bytes = decoded * _lane_bytes(call, problem)
     return StockPrediction(
@@ -157,12 +165,13 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
 def _is_calibrated(call: StockCall, problem: Problem, device: Device) -> bool:
     """Returns whether published times were fitted; those of Ultra chips disagree.
 
-    Of M5 these are times of the vector kernels.
+    Of M5 these are times of the vector kernels and 4 bits.
     """
-    generations = ("M3", "M4") if call.family.startswith("qmm") else ("M3", "M4", "M5")
-    chip = device.generation in generations and device.tier != "ultra"
-    known = (problem.mode, problem.bits) == ("affine", 4)
-    return chip and known and DTYPE_BYTES[problem.dtype] == 2 and problem.batch == 1
+    newest = device.generation == "M5" and not call.family.startswith("qmm")
+    bits = (4,) if newest else KNOWN_BITS.get(device.generation, ())
+    known = problem.mode == "affine" and problem.bits in bits
+    plain = DTYPE_BYTES[problem.dtype] == 2 and problem.batch == 1
+    return known and plain and device.tier != "ultra"
 
 
 def _slots(call: StockCall, problem: Problem, device: Device) -> float:
@@ -174,10 +183,10 @@ def _slots(call: StockCall, problem: Problem, device: Device) -> float:
         # With one buffer, decoding and the tensor units alternate.
         return slots.tile + tensor_slots(call.rows, device)
     if call.family.startswith("qmm"):
-        products = TILE_PRODUCTS * rates_of(device).matrix_slots
+        products = TILE_PRODUCTS * matrix_slots(device)
         return (products + slots.tile) * OVERLAP.get(device.generation, 1.0)
     emulated = problem.dtype == "bfloat16" and device.arch_gen < NATIVE_BFLOAT
-    return slots.vector * (EMULATED_BFLOAT if emulated else 1)
+    return vector_slots(problem, device) * (EMULATED_BFLOAT if emulated else 1)
 
 
 def tensor_slots(rows: int, device: Device) -> float:

@@ -1,4 +1,4 @@
-"""Counted issue slots of stock MLX's kernels besides matrix products, by format.
+"""Issue slots of stock MLX's kernels by format, and what a slot takes of them.
 
 The counts are those of an open compiler for the first Apple generation and the kernels
 of MLX 0.32.4, with float16 activations. Apple's compiler may give others.
@@ -6,11 +6,24 @@ of MLX 0.32.4, with float16 activations. Apple's compiler may give others.
 
 from dataclasses import dataclass
 
+from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.problem import Problem
 
 TILE_WEIGHTS = 1024
 """Weights of a tile of the matrix kernels: 32 rows of w x 32 k, by four simdgroups."""
 TILE_SIMDGROUPS = 4
+MATRIX_SLOTS = {"M3": 16, "M4": 16, "M5": 16}
+"""Issue slots of one 8x8 product of stock MLX's kernels, some of which overlap with
+others (`prediction.OVERLAP`; fit: M3 Max, M4 Pro; assumed: M5). Our kernels pay 19."""
+SLOWEST_MATRIX_SLOTS = 20
+"""The same for other generations, for which nothing was published."""
+SLOWER_BYTES = 1.09
+"""Factor on issue slots and loads of affine codes of 8 bits on M3 and M4 (fit: M4 Pro,
+chains)."""
+EXPOSED_VECTOR = {"M3": 1.3, "M4": 1.3, "M5": 1.75}
+"""Factor on the slots of affine codes in `qmv_fast` and `qmv`, whose integer and float
+instructions overlap in part. One row of few bits shows it, which reading does not hide
+(fit: M4 Pro, 2 bits; assumed: M3; M5 Max: 250 to 420 of 614 GB/s with 2 bits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +67,19 @@ _COUNTED = {
 """By mode and bits: weights and slots of an iteration of `qmv_fast`, the same for
 `qmv_wide`, and slots of a simdgroup per tile. The tile slots of affine 4-bit were
 counted for the whole kernel, the others by the difference of the loader of w."""
+
+
+def matrix_slots(device: Device) -> int:
+    """Returns the issue slots of one 8x8 product of stock MLX's kernels."""
+    return MATRIX_SLOTS.get(device.generation, SLOWEST_MATRIX_SLOTS)
+
+
+def vector_slots(problem: Problem, device: Device) -> float:
+    """Returns the slots per weight of the vector kernels for one row."""
+    slots = stock_slots(problem).vector
+    if problem.format.codes == "floating":
+        return slots
+    return slots * EXPOSED_VECTOR.get(device.generation, 1.0)
 
 
 def stock_slots(problem: Problem) -> StockSlots:

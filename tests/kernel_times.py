@@ -1,7 +1,7 @@
-"""Published times of kernels for tensor units beside those of our model.
+"""Published times of kernels like ours beside those of our model.
 
-The times are those of `data/published_tensor_times.json`. Run as a program, this file
-prints the tables of docs/m5.md.
+The times are those of `data/published_kernel_times.json`. Run as a program, this file
+prints the tables of docs/m5.md and that of our kernels in docs/stock_model.md.
 """
 
 import json
@@ -18,7 +18,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Refusal
 
-FILE = Path(__file__).parent / "data" / "published_tensor_times.json"
+FILE = Path(__file__).parent / "data" / "published_kernel_times.json"
 CHAINS = ("ms of a forward", "ms")
 """Units of times in a chain; the others are of independent launches."""
 
@@ -43,7 +43,7 @@ class Row:
         bits: Bits of a code.
         one_row: Published time of one row, of which the other operations are taken to
             need what exceeds the model's products.
-        fitted: Whether the feeding rate was fitted to it.
+        fitted: Whether the kernel's constants were fitted to it.
         note: Key of a note, or empty.
     """
 
@@ -123,21 +123,31 @@ def rows() -> list[Row]:
     return found
 
 
-def mean_error() -> float:
-    """Returns the factor between the model and the fitted figures, in the mean."""
-    fitted = [log(1 + row.error()) for row in rows() if row.fitted]
-    return exp(fmean(fitted))
+def fitted(kernel: str, generation: str) -> list[Row]:
+    """Returns the figures that the constants of a kernel of ours were fitted to."""
+    return [
+        row
+        for row in rows()
+        if row.fitted and row.kernel == kernel and row.chip.startswith(generation)
+    ]
 
 
-def table() -> str:
-    """Returns the table of docs/m5.md, with its notes."""
+def mean_factor(of: list[Row]) -> float:
+    """Returns the factor between the model and some figures, in the mean."""
+    return exp(fmean(log(1 + row.error()) for row in of))
+
+
+def table(generation: str) -> str:
+    """Returns the table of a generation, such as "M5", without its notes."""
     columns = (
         *("chip, cores", "source", "products", "kernel", "rows", "published"),
         *("model", "error in time", "fitted", "note"),
     )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows():
-        digits = 2 if row.value < 10 else 1
+        if not row.chip.startswith(generation):
+            continue
+        digits = 1 if row.value >= 10 else 3 if row.value < 1 else 2
         cells = (
             row.chip,
             row.source,
@@ -151,8 +161,27 @@ def table() -> str:
             row.note,
         )
         lines.append(f"| {' | '.join(cells)} |")
-    notes = _data()["notes"]
-    return "\n".join([*lines, "", *(f"- {key}: {notes[key]}" for key in notes)])
+    return "\n".join(lines)
+
+
+def notes() -> str:
+    """Returns the notes as a list."""
+    found: dict[str, str] = _data()["notes"]
+    return "\n".join(f"- {key}: {text}" for key, text in found.items())
+
+
+def mean_error(of: list[Row]) -> float:
+    """Returns the mean of the absolute errors of some figures."""
+    return fmean(abs(row.error()) for row in of)
+
+
+def summary(of: list[Row]) -> str:
+    """Returns the mean error of some figures and the worst three as text."""
+    worst = sorted(of, key=lambda row: abs(row.error()), reverse=True)[:3]
+    named = (
+        f"{row.m} x {row.name} of {row.bits} bits ({row.error():+.1%})" for row in worst
+    )
+    return f"{mean_error(of):.1%} in the mean; the worst are {', '.join(named)}"
 
 
 def predictions() -> str:
@@ -203,6 +232,6 @@ def _data() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(predictions(), end="\n\n")
-    print(table())
-    print(f"\nmean factor of the fitted times: {mean_error():.3f}")
+    print(predictions(), table("M5"), notes(), table("M4"), sep="\n\n")
+    print(f"\ngemm_register on M4: {summary(fitted('gemm_register', 'M4'))}")
+    print(f"gemm_tensor: factor {mean_factor(fitted('gemm_tensor', 'M5')):.3f}")
