@@ -37,7 +37,6 @@ from mlx_marlin.lm.joining import join_layers
 from mlx_marlin.lm.module_changes import Changes
 from mlx_marlin.products import autodiff, matmul
 from mlx_marlin.products.request import NO_EPILOGUE
-from mlx_marlin.weights.formats import LAYOUTS
 
 LOOPS, ROUNDS = 100, 200
 TARGETS = {1: 7.0, 2: 12.0}
@@ -53,6 +52,7 @@ BLOCKS, MODELS, MODEL_ROUNDS = 28, 6, 200
 IMPORT_LIMIT = 50.0
 """Milliseconds more than importing MLX."""
 PRODUCTS = ("gemv", "gemm_register", "gemm_staged")
+OTHERS = ("gather", "reduce", "dequantize", "pack", "unpack")
 SHAPES = ((8, 4096, 4096), (8, 128, 16384))
 """m, n, k: one whole plan, one that splits k."""
 
@@ -243,13 +243,7 @@ def import_milliseconds(statement: str) -> float:
 
 def text_bytes() -> dict[str, int]:
     """Returns the bytes of text that MLX joins and hashes for each Metal kernel."""
-    kernels = (
-        *(metal_source.product_source(kernel) for kernel in PRODUCTS),
-        metal_source.gather_source(),
-        metal_source.reduce_source(),
-        metal_source.dequantize_source(),
-        *map(metal_source.repack_source, LAYOUTS),
-    )
+    kernels = map(metal_source.kernel_source, (*PRODUCTS, *OTHERS))
     return {text.name: len(text.header) + len(text.source) for text in kernels}
 
 

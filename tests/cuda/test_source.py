@@ -83,7 +83,7 @@ def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
 
 def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
     plan, fused = plan_of(**SPLIT), plan_of(**SPLIT, epilogue=FUSED)
-    metal, text = metal_source.reduce_source(), cuda_source.of_reduce(plan)
+    metal, text = metal_source.kernel_source("reduce"), cuda_source.of_reduce(plan)
 
     digest = cuda_source.of_product(plan).header.splitlines()[1]
     assert text.header == f"{digest}\n{included('cuda/reduce_decls.cuh')}"
@@ -97,7 +97,7 @@ def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
 def test_and_that_of_what_decodes() -> None:
     plan = plan_of(**WHOLE, layout="marlin")
     metal, text = (
-        metal_source.dequantize_source(),
+        metal_source.kernel_source("dequantize"),
         cuda_source.of_dequantize(plan.problem),
     )
 

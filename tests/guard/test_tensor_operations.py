@@ -182,13 +182,13 @@ def test_a_kernel_that_does_not_compile_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where macOS has no tensor operations after all."""
-    right = tensor_probe.source.probe_source
+    right = tensor_probe.source.kernel_source
 
-    def broken(name: str) -> Any:
-        text = right(name)
+    def broken(name: str, atomic: bool = False) -> Any:
+        text = right(name, atomic)
         return replace(text, header=text.header.replace("Primitives.h", "Missing.h"))
 
-    monkeypatch.setattr(tensor_probe.source, "probe_source", broken)
+    monkeypatch.setattr(tensor_probe.source, "kernel_source", broken)
     x, w = operands(16)
 
     y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))

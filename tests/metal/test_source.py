@@ -41,9 +41,7 @@ def test_the_shaders_lie_in_two_folders() -> None:
 
 
 def text_of(kernel: str, fused: bool) -> source.Source:
-    if kernel == "reduce":
-        return metal_source.reduce_source(fused)
-    return metal_source.product_source(kernel, fused)
+    return metal_source.kernel_source(kernel + "_fused" * fused)
 
 
 def is_fused(plan: Plan) -> bool:
@@ -55,6 +53,13 @@ def is_fused(plan: Plan) -> bool:
 def test_every_shader_is_ascii(path: Path) -> None:
     # MLX hands the text to Metal as an ASCII string.
     assert path.read_bytes().isascii()
+
+
+DEPENDENCIES = {
+    "gemm_register": ("fragments",),
+    "gemm_staged": ("fragments", "staging"),
+    "gemm_tensor": ("tensor_fragments",),
+}
 
 
 @pytest.mark.parametrize(("kernel", "fused"), ALL)
@@ -69,7 +74,7 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
     own = (folder / "kernels" / f"{body}.metal").read_text()
     assert text.source == metal_source.stripped(own)
     libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue", "tiling")
-    libraries = (*libraries, *metal_source.DEPENDENCIES.get(kernel, ()), kernel)
+    libraries = (*libraries, *DEPENDENCIES.get(kernel, ()), kernel)
     if kernel == "reduce":
         libraries = ("work", "epilogue", "reduce")
     included = metal_source.TENSOR_HEADER if kernel == "gemm_tensor" else ""
@@ -88,8 +93,8 @@ def test_a_kernel_is_its_body_with_the_libraries_before_it(
 
 def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
     text, product = (
-        metal_source.dequantize_source(),
-        metal_source.product_source("gemv"),
+        metal_source.kernel_source("dequantize"),
+        metal_source.kernel_source("gemv"),
     )
 
     folder = source.shader_folder()
@@ -113,12 +118,12 @@ def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_kernel_that_adds_to_its_output_has_a_name_of_its_own(kernel: str) -> None:
-    text = metal_source.product_source(kernel, atomic=True)
+    text = metal_source.kernel_source(kernel, atomic=True)
 
     # MLX keeps kernels by name and text; the text is the same.
     assert text.name == f"marlin_{kernel}_atomic"
     assert text.atomic
-    assert text.source == metal_source.product_source(kernel).source
+    assert text.source == metal_source.kernel_source(kernel).source
 
 
 @pytest.mark.parametrize(("kernel", "fused"), ALL)
@@ -141,13 +146,13 @@ def assert_all_used(body: str, template: dict[str, arguments.TemplateValue]) -> 
 
 @given(plan=PLANS)
 def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
-    first = metal_source.product_source(plan.kernel, is_fused(plan))
-    last = metal_source.reduce_source(plan.problem.epilogue != PLAIN)
+    first = text_of(plan.kernel, is_fused(plan))
+    last = text_of("reduce", plan.problem.epilogue != PLAIN)
 
     assert_all_used(first.source, metal_arguments.product_template(plan))
     assert_all_used(last.source, metal_arguments.reduce_template(plan))
     weight = arguments.weight_template(plan.problem)
-    assert_all_used(metal_source.dequantize_source().source, weight)
+    assert_all_used(metal_source.kernel_source("dequantize").source, weight)
     assert weight.items() <= metal_arguments.product_template(plan).items()
 
 
@@ -292,7 +297,7 @@ def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
 
 
 def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
-    numbers = numbers_of(metal_source.product_source("gemv").header)
+    numbers = numbers_of(metal_source.kernel_source("gemv").header)
 
     others = {name.upper() for name in (*ACTIVATIONS, *CODES, "global_floating")}
     others |= {*OPERANDS}
@@ -306,7 +311,7 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
 
 @given(plan=PLANS.filter(lambda plan: plan.kernel != "gemm_staged"))
 def test_the_scratch_of_a_body_is_what_the_plan_counts(plan: Plan) -> None:
-    body = metal_source.product_source(plan.kernel, is_fused(plan)).source
+    body = text_of(plan.kernel, is_fused(plan)).source
     size = re.search(r"threadgroup float scratch\[(.*)\];", body)
     assert size is not None
 

@@ -8,7 +8,6 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.backends.metal import source
-from mlx_marlin.weights.formats import LAYOUTS
 from support import matmul2d
 from support.metal_vocabulary import used, used_tensors
 from support.shader_variants import Variant, checked, covering_variants
@@ -54,19 +53,11 @@ REVIEWED_TENSORS = {
 TEXTS = {
     text.name: text.header + text.source
     for text in (
+        *map(source.kernel_source, source.BODIES),
         *(
-            source.product_source(kernel, fused, atomic)
+            source.kernel_source(kernel, atomic=True)
             for kernel in ("gemv", "gemm_register", "gemm_staged", "gemm_tensor")
-            for fused, atomic in ((False, False), (True, False), (False, True))
         ),
-        source.reduce_source(),
-        source.reduce_source(fused=True),
-        source.dequantize_source(),
-        *map(source.gather_source, (False, True)),
-        *map(source.repack_source, LAYOUTS),
-        *map(source.probe_source, ("tensor_probe", "tensor_layout")),
-        *map(source.routing_source, ("route", "combine")),
-        *map(source.block_source, ("rotate_heads", "add_norm")),
     )
 }
 

@@ -7,18 +7,6 @@ import pytest
 from mlx_marlin.backends import launcher, source
 from mlx_marlin.backends.metal import source as metal_source
 
-TEXTS = (
-    metal_source.product_source,
-    metal_source.gated_source,
-    metal_source.normed_source,
-    metal_source.gather_source,
-    metal_source.dequantize_source,
-    metal_source.reduce_source,
-    metal_source.repack_source,
-    metal_source.routing_source,
-    metal_source.block_source,
-)
-
 
 def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `source` read the shaders of a folder; undo with `monkeypatch`."""
@@ -28,6 +16,5 @@ def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_texts() -> None:
     """Drops the texts that were read, and calls of them, before and after planting."""
-    for text in TEXTS:
-        text.cache_clear()
+    metal_source.kernel_source.cache_clear()
     launcher.call.cache_clear()  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def balanced_cuts(part: Numbers, parts: Numbers, total: Numbers) -> list[int]:
     """Returns `balanced_cut` of `lib/work.metal` for each triple."""
     return _called(
         "balanced_cut",
-        source.reduce_source().header,
+        source.kernel_source("reduce").header,
         "out[i] = marlin::balanced_cut(part[i], parts[i], total[i]);",
         {"part": part, "parts": parts, "total": total},
     )[: len(part)]
@@ -36,7 +36,7 @@ def owners(work: Work, positions: Numbers) -> list[tuple[int, int, int]]:
     """Returns `range_owner` for each k tile, and where its range begins and ends."""
     found = _called(
         "range_owner",
-        source.reduce_source().header,
+        source.kernel_source("reduce").header,
         "const marlin::Work work = marlin::read_work(shape, schedule);\n"
         "const uint member = marlin::range_owner(position[i], work);\n"
         "out[3 * i] = member;\n"
@@ -54,7 +54,7 @@ def expert_offsets(expert: Numbers, size: Numbers) -> list[int]:
     """Returns `offset_of_expert` of `lib/gather.metal` for each pair."""
     found = _called(
         "offset_of_expert",
-        source.gather_source().header,
+        source.kernel_source("gather").header,
         "const ulong offset = marlin::offset_of_expert(expert[i], size[i]);\n"
         + _stored("offset", 2, 0),
         {"expert": expert, "size": size},
@@ -78,7 +78,7 @@ def repack_offsets(
     x, y, z = zip(*positions, strict=True)
     found = _called(
         f"block_of_threadgroup_{bits}",
-        source.repack_source("marlin").header,
+        source.kernel_source("pack").header,
         f"typedef marlin::Codes<{', '.join(map(str, template.values()))}> C;\n"
         "const uint3 position = uint3(x[i], y[i], z[i]);\n"
         "const marlin::Block block =\n"

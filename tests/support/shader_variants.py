@@ -123,22 +123,11 @@ class Variant:
 
     @property
     def source(self) -> source.Source:
-        fused, atomic = self.kind == "fused", self.kind == "atomic"
-        if self.kind in NORMED.values():
-            return metal_source.normed_source(self.kind == NORMED["gated"])
-        if self.kind == "gated":
-            return metal_source.gated_source(self.kernel)
-        if self.kernel == "reduce":
-            return metal_source.reduce_source(fused)
-        if self.kernel == "dequantize":
-            return metal_source.dequantize_source()
-        if self.kernel == "gather":
-            return metal_source.gather_source(fused)
-        if self.kernel in ("pack", "unpack"):
-            return metal_source.repack_source(
-                "marlin" if self.kernel == "pack" else "mlx"
-            )
-        return metal_source.product_source(self.kernel, fused, atomic)
+        if self.kind in ("plain", "atomic"):
+            return metal_source.kernel_source(self.kernel, self.kind == "atomic")
+        return metal_source.kernel_source(
+            f"{self.kernel}_{self.kind.replace(' ', '_')}"
+        )
 
     @property
     def pairs(self) -> Iterator["Pair"]:

@@ -120,7 +120,7 @@ def _of_format(
 
 def variant_of(plan: MetalPlan) -> Variant:
     """Returns the instance that a plan uses, without its epilogue."""
-    text = source.product_source(plan.kernel)
+    text = source.kernel_source(plan.kernel)
     template = arguments.product_template(plan)
     return Variant(plan=plan, name=text.name, template=(*template.items(),))
 

@@ -49,12 +49,12 @@ def _of_product(plan: MetalPlan) -> tuple[Launch, ...]:
 
 
 def _of_experts(plan: MetalGatherPlan) -> tuple[Launch]:
-    text = source.gather_source(plan.gather.is_fused)
+    text = source.kernel_source("gather_fused" if plan.gather.is_fused else "gather")
     return (shared_launches.gather(plan, text, arguments.gather_template(plan)),)
 
 
 def _of_heads(plan: HeadsPlan) -> tuple[Launch]:
-    text = source.block_source("rotate_heads")
+    text = source.kernel_source("rotate_heads")
     dtypes = dict.fromkeys(text.input_names, plan.dtype)
     dtypes |= {"positions": "int32", "freqs": "float32"}
     norms = ("q_norm", "k_norm")
@@ -79,7 +79,7 @@ def _of_heads(plan: HeadsPlan) -> tuple[Launch]:
 
 
 def _of_add_norm(plan: AddNormPlan) -> tuple[Launch]:
-    text = source.block_source("add_norm")
+    text = source.kernel_source("add_norm")
     return (
         Launch(
             source=text,
@@ -95,7 +95,7 @@ def _of_add_norm(plan: AddNormPlan) -> tuple[Launch]:
 
 
 def _of_repack(plan: RepackPlan) -> tuple[Launch]:
-    text = source.repack_source(plan.to)
+    text = source.kernel_source("pack" if plan.to == "marlin" else "unpack")
     template = arguments.repack_template(plan.bits, plan.order)
     n_tiles, k_tiles = plan.tiles
     groups = -(-k_tiles // int(template["TILES"]))
@@ -117,13 +117,13 @@ BY_TYPE: dict[type, Callable[[Any], tuple[Launch, ...]]] = {
     MetalPlan: _of_product,
     MetalGatherPlan: _of_experts,
     DequantizePlan: lambda plan: shared_launches.dequantize(
-        plan, source.dequantize_source()
+        plan, source.kernel_source("dequantize")
     ),
     RoutePlan: lambda plan: (
-        shared_launches.route(plan, source.routing_source("route")),
+        shared_launches.route(plan, source.kernel_source("route")),
     ),
     CombinePlan: lambda plan: (
-        shared_launches.combine(plan, source.routing_source("combine")),
+        shared_launches.combine(plan, source.kernel_source("combine")),
     ),
     HeadsPlan: _of_heads,
     AddNormPlan: _of_add_norm,

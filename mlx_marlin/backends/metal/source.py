@@ -7,6 +7,7 @@ files of `lib` that the body uses. Template arguments are its only configuration
 import re
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.source import (
@@ -23,14 +24,73 @@ from mlx_marlin.backends.source import (
 )
 from mlx_marlin.planning.epilogue import PLAIN
 
+
+class Body(NamedTuple):
+    """What the body of a kernel declares.
+
+    Attributes:
+        inputs: Names of the input buffers.
+        files: Files of `lib` that the body uses, in the order of their dependencies.
+        outputs: Names of the output buffers.
+    """
+
+    inputs: tuple[str, ...]
+    files: tuple[str, ...]
+    outputs: tuple[str, ...] = ("out",)
+
+
 WEIGHT = ("work", "decode", "words", "values", "lane", "weight_tile")
 """The files of `lib` that read a weight, in the order of their dependencies."""
-DEPENDENCIES = {
-    "gemm_register": ("fragments",),
-    "gemm_staged": ("fragments", "staging"),
-    "gemm_tensor": ("tensor_fragments",),
+_PRODUCT = (*OPERANDS, *NUMBERS)
+_FILES = {
+    kernel: (*WEIGHT, "epilogue", "tiling", *own, kernel)
+    for kernel, own in {
+        "gemv": (),
+        "gemm_register": ("fragments",),
+        "gemm_staged": ("fragments", "staging"),
+        "gemm_tensor": ("tensor_fragments",),
+    }.items()
 }
-"""Further files of `lib` that a kernel's own file depends on."""
+"""The files of `lib` that a product's kernel uses."""
+_GATED = ("gate", "gated")
+_NORMED = (*_FILES["gemv"], *_GATED, "normed")
+_GATHER = (*_FILES["gemm_register"], "gemv", "gather")
+_PAIRS = ("sources", "experts", "shape")
+_REDUCE = ("work", "epilogue", "reduce")
+_PROBE = Body(("unused",), (*WEIGHT[:-1], "tensor_fragments", "tensor_probe"))
+_REPACK = Body(("w", "shape"), ("work", "repack"))
+BODIES = {
+    **{kernel: Body(_PRODUCT, files) for kernel, files in _FILES.items()},
+    **{
+        f"{kernel}_fused": Body((*_PRODUCT, *EPILOGUE_INPUTS), files)
+        for kernel, files in _FILES.items()
+    },
+    **{
+        f"{kernel}_gated": Body(_PRODUCT, (*_FILES[kernel], *_GATED))
+        for kernel in ("gemv", "gemm_register")
+    },
+    "gemv_normed": Body((*_PRODUCT, *EPILOGUE_INPUTS, *NORM), _NORMED),
+    "gemv_normed_gated": Body((*_PRODUCT, *NORM), _NORMED),
+    "reduce": Body(("partials", *NUMBERS), _REDUCE),
+    "reduce_fused": Body(("partials", *NUMBERS, *EPILOGUE_INPUTS), _REDUCE),
+    "gather": Body((*OPERANDS, *_PAIRS), _GATHER),
+    "gather_fused": Body(
+        (*OPERANDS, *SECOND, *EXPERT_BIASES, *_PAIRS),
+        (*_GATHER, *_GATED, "expert_epilogue"),
+    ),
+    "dequantize": Body((*OPERANDS[1:], "shape"), (*WEIGHT, "dequantize")),
+    "route": Body(("logits",), ("work", "routing"), ("experts", "scores")),
+    "combine": Body(("results", "scores", "residual"), ("work", "routing")),
+    "rotate_heads": Body(
+        ("qkv", *ROTATION, *HEAD_NORMS), ("work", "heads"), ("q", "k")
+    ),
+    "add_norm": Body(("x", "y", "weight"), ("work", "add_norm"), ("sum", "out")),
+    "pack": _REPACK,
+    "unpack": _REPACK,
+    "tensor_probe": _PROBE,
+    "tensor_layout": _PROBE,
+}
+"""All kernels, by the names of their files in `kernels`."""
 SPACE_OF_PUNCTUATION = re.compile(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)")
 """A space that no two tokens need between them."""
 TENSOR_HEADER = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>\n"
@@ -39,151 +99,41 @@ TENSOR_HEADER = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives
 
 def of_product(plan: MetalPlan) -> Source:
     """Returns the source of a plan's first kernel."""
-    gated = plan.problem.epilogue.gated
+    epilogue = plan.problem.epilogue
+    body = plan.kernel
     if plan.problem.norm is not None:
-        return normed_source(gated)
-    if gated:
-        return gated_source(plan.kernel)
-    fused = plan.problem.epilogue != PLAIN and not plan.is_split
-    return product_source(plan.kernel, fused, plan.reduction == "atomic")
+        body += "_normed"
+    if epilogue.gated:
+        body += "_gated"
+    elif epilogue != PLAIN and plan.problem.norm is None and not plan.is_split:
+        body += "_fused"
+    return kernel_source(body, plan.reduction == "atomic")
 
 
 def of_reduce(plan: MetalPlan) -> Source:
     """Returns the source of the reduce kernel of a split plan."""
-    return reduce_source(plan.problem.epilogue != PLAIN)
+    fused = plan.problem.epilogue != PLAIN
+    return kernel_source("reduce_fused" if fused else "reduce")
 
 
 @cache
-def product_source(kernel: str, fused: bool = False, atomic: bool = False) -> Source:
-    """Returns the source of a kernel that computes products.
+def kernel_source(body: str, atomic: bool = False) -> Source:
+    """Returns the source of a kernel.
 
     Args:
-        kernel: Name of the kernel, one of `limits.KERNELS`.
-        fused: Whether the kernel applies an epilogue and has its operands.
+        body: One of `BODIES`.
         atomic: Whether the kernel adds to its output.
     """
-    body = f"{kernel}_fused" if fused else kernel
-    inputs = (*OPERANDS, *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
+    inputs, files, outputs = BODIES[body]
     # `store` is called with arguments of MLX's types, so it must be declared before.
-    files = (("atomic",) if atomic else ()) + _files(kernel)
-    return _of_metal(body, inputs, files, atomic)
-
-
-@cache
-def gated_source(kernel: str) -> Source:
-    """Returns the source of "gemv" or "gemm_register" with a gated epilogue."""
-    files = (*_files(kernel), "gate", "gated")
-    return _of_metal(f"{kernel}_gated", (*OPERANDS, *NUMBERS), files)
-
-
-@cache
-def normed_source(gated: bool) -> Source:
-    """Returns the source of "gemv" with an RMSNorm before it.
-
-    Args:
-        gated: Whether its epilogue is gated.
-    """
-    body = "gemv_normed_gated" if gated else "gemv_normed"
-    inputs = (*OPERANDS, *NUMBERS, *(() if gated else EPILOGUE_INPUTS), *NORM)
-    return _of_metal(body, inputs, (*_files("gemv"), "gate", "gated", "normed"))
-
-
-def _files(kernel: str) -> tuple[str, ...]:
-    """Returns the files of `lib` that a product's kernel uses."""
-    return (*WEIGHT, "epilogue", "tiling", *DEPENDENCIES.get(kernel, ()), kernel)
-
-
-@cache
-def probe_source(name: str) -> Source:
-    """Returns the source of "tensor_probe" or "tensor_layout", which have no inputs."""
-    files = (*WEIGHT[:-1], "tensor_fragments", "tensor_probe")
-    return _of_metal(name, ("unused",), files)
-
-
-@cache
-def gather_source(fused: bool = False) -> Source:
-    """Returns the source of the gather kernel, for products of experts.
-
-    Args:
-        fused: Whether the kernel adds biases or gates, and has operands for both.
-    """
-    operands = (*OPERANDS, *((*SECOND, *EXPERT_BIASES) if fused else ()))
-    inputs = (*operands, "sources", "experts", "shape")
-    files = (*_files("gemm_register"), "gemv", "gather")
-    epilogue = ("gate", "gated", "expert_epilogue") if fused else ()
-    return _of_metal("gather_fused" if fused else "gather", inputs, files + epilogue)
-
-
-@cache
-def routing_source(kernel: str) -> Source:
-    """Returns the source of the kernel "route" or "combine", for experts."""
-    if kernel == "route":
-        outputs = ("experts", "scores")
-        return _of_metal(kernel, ("logits",), ("work", "routing"), outputs=outputs)
-    inputs = ("results", "scores", "residual")
-    return _of_metal(kernel, inputs, ("work", "routing"))
-
-
-@cache
-def block_source(kernel: str) -> Source:
-    """Returns the source of the kernel "rotate_heads" or "add_norm"."""
-    if kernel == "rotate_heads":
-        heads = ("qkv", *ROTATION, *HEAD_NORMS)
-        return _of_metal(kernel, heads, ("work", "heads"), outputs=("q", "k"))
-    rows = ("x", "y", "weight")
-    return _of_metal(kernel, rows, ("work", "add_norm"), outputs=("sum", "out"))
-
-
-@cache
-def dequantize_source() -> Source:
-    """Returns the source of the kernel that decodes a block of a weight."""
-    inputs = (*OPERANDS[1:], "shape")
-    return _of_metal("dequantize", inputs, (*WEIGHT, "dequantize"))
-
-
-@cache
-def repack_source(layout: str) -> Source:
-    """Returns the source of the kernel that converts codes to a layout."""
-    body = "pack" if layout == "marlin" else "unpack"
-    return _of_metal(body, ("w", "shape"), ("work", "repack"))
-
-
-@cache
-def reduce_source(fused: bool = False) -> Source:
-    """Returns the source of the kernel that adds the splits of each tile.
-
-    Args:
-        fused: Whether the kernel applies an epilogue.
-    """
-    body = "reduce_fused" if fused else "reduce"
-    inputs = ("partials", *NUMBERS, *(EPILOGUE_INPUTS if fused else ()))
-    return _of_metal(body, inputs, ("work", "epilogue", "reduce"))
-
-
-def _of_metal(
-    body: str,
-    inputs: tuple[str, ...],
-    files: Sequence[str],
-    atomic: bool = False,
-    outputs: tuple[str, ...] = ("out",),
-) -> Source:
-    """Returns the source of a Metal kernel.
-
-    Args:
-        body: File name of the body.
-        inputs: Names of the input buffers.
-        files: Files of `lib` that the body uses, in the order of their dependencies.
-        atomic: Whether the kernel adds to its output.
-        outputs: Names of the output buffers.
-    """
-    text = read(f"kernels/{body}.metal")
+    files = (("atomic",) if atomic else ()) + files
     included = TENSOR_HEADER if "tensor_fragments" in files else ""
     return Source(
         name=f"marlin_{body}" + "_atomic" * atomic,
         input_names=inputs,
         output_names=outputs,
         header=included + header(files),
-        source=stripped(text),
+        source=stripped(read(f"kernels/{body}.metal")),
         atomic=atomic,
     )
 

@@ -111,7 +111,7 @@ def _launch(
     threadgroups: int,
     output: Output,
 ) -> Launch:
-    text = source.probe_source(name)
+    text = source.kernel_source(name)
     return Launch(
         source=text,
         template=template,
