@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launcher, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
+from mlx_marlin.guard import checks
 from mlx_marlin.lm import warn_once
 from mlx_marlin.lm.tracing import attention
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -36,6 +37,7 @@ settings.load_profile("mlx_marlin")
 os.environ[tuned_results.ENVIRONMENT] = "0"
 # Tests of kernels want a fault to raise; those of the guard switch it on.
 os.environ[guard.ENVIRONMENT] = "0"
+checks.raises_mistakes = True
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker

@@ -1,11 +1,14 @@
 """Answers of checks: values in float64 with error bounds, and the tolerances."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-ROUNDING = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
-"""Relative rounding error of a result: two units in the last place."""
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+"""Relative error of rounding to nearest: half a unit in the last place. Truncation has
+up to twice that."""
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
 """Absolute rounding error of subnormal results."""
 OF_SUM = {"float16": 2.0**-15, "bfloat16": 2.0**-12, "float32": 2.0**-19}
@@ -26,6 +29,19 @@ OF_NORMED_ROWS = 3.0
 """Factor on the error that results from rounding normalized rows. Roundings are
 independent, so the error of a sum of k values is their root mean square times the root
 of k; a few times that is a safe bound."""
+
+
+class KernelError(Exception):
+    """Building, calling or evaluating a kernel has raised the error that caused it."""
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Attributes what is raised inside to the kernel, and not to its check."""
+    try:
+        yield
+    except Exception as error:  # of a compiler, a driver or MLX
+        raise KernelError from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

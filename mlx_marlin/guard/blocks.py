@@ -12,6 +12,7 @@ from mlx_marlin.guard.answers import (
     EpilogueArrays,
     norm_factor,
     rounding,
+    running,
     wide,
 )
 from mlx_marlin.guard.heads import FAR, rotated
@@ -49,7 +50,8 @@ def _rotation_fault(plan: HeadsPlan) -> str | None:
         first = FIRST - 5 * mx.arange(count, dtype=mx.int32)
         first[-1] = FAR
         mx.eval(qkv, freqs, first, *weights)
-    results = launcher.call(plan)(qkv, first, freqs, *weights)
+    with running():
+        results = launcher.call(plan)(qkv, first, freqs, *weights)
     with mx.stream(mx.cpu):
         points = wide(qkv).reshape(streams * tokens, -1)[:, : heads.rotated_columns]
         positions = (first[:, None] + mx.arange(tokens)) + mx.zeros((streams, 1))
@@ -79,12 +81,17 @@ def fault_of_add_norm(plan: AddNormPlan) -> str | None:
         x, y = (mx.random.normal((ROWS, n), key=key).astype(dtype) for key in keys[:2])
         weight = mx.random.uniform(0.5, 2, (n,), key=keys[2]).astype(dtype)
         mx.eval(x, y, weight)
-    total, normed = launcher.call(replace(plan, rows=ROWS))(x, y, weight)
-    mx.eval(total, normed)
+    with running():
+        total, normed = launcher.call(replace(plan, rows=ROWS))(x, y, weight)
+        mx.eval(total, normed)
     with mx.stream(mx.cpu):
         values, name = wide(x) + wide(y), plan.dtype
-        fault = reference.difference(total, Answer(values, rounding(values, name)))
+        answer = Answer(values, rounding(values, name))
+    fault = reference.difference(total, answer)
+    if fault is not None:
+        return fault
+    with mx.stream(mx.cpu):
         rows = wide(total)
         values = rows * norm_factor(rows, epsilon) * wide(weight)
         bound = mx.abs(values) * OF_FUNCTIONS + rounding(values, name)
-    return fault or reference.difference(normed, Answer(values, bound))
+    return reference.difference(normed, Answer(values, bound))

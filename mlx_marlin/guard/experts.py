@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin.backends import launcher
 from mlx_marlin.guard import operands, reference
+from mlx_marlin.guard.answers import running
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer
 from mlx_marlin.planning.gather_plan import GatherPlan
@@ -32,8 +33,10 @@ def fault_of(plan: GatherPlan) -> str | None:
     ][: count * gather.bias]
     second = stored[1][:2] if gather.gate else ()
     indices = (experts,) if plan.pairs_per_row else (experts, sources)
-    product = launcher.gather_product(plan)
-    y = product(x, *stored[0], *second, *biases, *indices)
+    with running():
+        product = launcher.gather_product(plan)
+        y = product(x, *stored[0], *second, *biases, *indices)
+        y = y.reshape(problem.m, problem.n)
     with mx.stream(mx.cpu):
         answers = _sums(problem, x, weight, first_tiles, experts, sources)
         for index, bias in enumerate(biases):
@@ -43,7 +46,7 @@ def fault_of(plan: GatherPlan) -> str | None:
         if gather.gate:
             answer = reference.gated(gather.gate, *answers)
         answer = reference.rounded(problem, answer)
-    return reference.difference(y.reshape(problem.m, problem.n), answer)
+    return reference.difference(y, answer)
 
 
 def _of_all_experts(problem: Problem, experts: int) -> Problem:

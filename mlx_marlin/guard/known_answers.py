@@ -10,6 +10,7 @@ from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.shared_launches import IN_CONSTANT
 from mlx_marlin.guard import blocks, experts, operands, reference, routing
+from mlx_marlin.guard.answers import running
 from mlx_marlin.guard.heads import FAR
 from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.guard.reference import Answer, EpilogueArrays
@@ -67,8 +68,9 @@ def fault_of_probe(probe: Probe) -> str | None:
 
 def output_of_probe(probe: Probe) -> list[float]:
     """Returns the elements of a probe's output."""
-    run = launcher.run_alone(selection.active(), probe.launch)
-    return cast(list[float], run(mx.zeros((IN_CONSTANT,))).tolist())
+    with running():
+        run = launcher.run_alone(selection.active(), probe.launch)
+        return cast(list[float], run(mx.zeros((IN_CONSTANT,))).tolist())
 
 
 @fault_of.register(RepackPlan)
@@ -84,7 +86,10 @@ def _fault_of_repack(plan: RepackPlan) -> str | None:
         mx.eval(rows, tiles)
     given, expected = (rows, tiles) if plan.to == "marlin" else (tiles, rows)
     small = RepackPlan(to=plan.to, batch=(2,), n=n, k=k, **form)
-    if mx.array_equal(launcher.call(small)(given), expected).item():
+    with running():
+        moved = launcher.call(small)(given)
+        mx.eval(moved)
+    if mx.array_equal(moved, expected).item():
         return None
     return "it moved codes to wrong positions"
 
@@ -102,12 +107,14 @@ def _fault_of_products(plan: Plan) -> str | None:
     with mx.stream(mx.cpu):
         answer = reference.product(problem, x, weight, arrays)
     for small in plans:
-        run = launcher.product(small, listed=False)
+        with running():
+            run = launcher.product(small, listed=False)
 
         def result(x: mx.array, run: launcher.Product = run) -> mx.array:
             return _whole(run(x, *weight.stored, *given), problem)
 
-        y = result(x)
+        with running():
+            y = result(x)
         wrong = reference.difference(y, answer)
         if wrong is None and small is plans[0] and small.reduction != "atomic":
             wrong = _fault_of_nan(y, x, result)
@@ -123,8 +130,9 @@ def _fault_of_nan(y: mx.array, x: mx.array, result: launcher.Product) -> str | N
         rows[-1, 0] = mx.nan
         with_nan = rows.reshape(x.shape)
         mx.eval(with_nan)
-    again = result(with_nan)
-    mx.eval(again)
+    with running():
+        again = result(with_nan)
+        mx.eval(again)
     with mx.stream(mx.cpu):
         before, after = (array.reshape(len(rows), -1) for array in (y, again))
         if not mx.isnan(after[-1]).all().item():
@@ -138,8 +146,9 @@ def _fault_of_dequantized(plan: DequantizePlan) -> str | None:
     problem = plan.problem
     weight = operands.draw(problem)
     axis = 0 if plan.transposed else 1
-    parts = launcher.decoded_blocks(plan)(*weight.stored)
-    decoded = mx.concatenate(parts, axis=axis)
+    with running():
+        parts = launcher.decoded_blocks(plan)(*weight.stored)
+        decoded = mx.concatenate(parts, axis=axis)
     with mx.stream(mx.cpu):
         off = reference.rounding(weight.exact, problem.dtype)
         answer = Answer(weight.exact, off + mx.abs(weight.magnitude) * 2.0**-20)

@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.launch import distinct
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -196,8 +196,17 @@ def _small_dequantized(plan: DequantizePlan) -> Iterator[DequantizePlan]:
     problem = plan.problem
     group_size, k = _small_k(problem, 3 * TILE_K)
     n = TILE_N + RAGGED_COLUMNS
-    small = replace(problem, m=1, n=n, k=k, group_size=group_size, batch=1)
-    small = replace(small, epilogue=Epilogue(), norm=None, invariant=False)
+    small = replace(
+        problem,
+        m=1,
+        n=n,
+        k=k,
+        group_size=group_size,
+        batch=1,
+        epilogue=PLAIN,  # the matrix product after it is MLX's
+        norm=None,
+        invariant=False,
+    )
     yield DequantizePlan(problem=small, transposed=True, chunk=TILE_N)
     yield DequantizePlan(problem=small, transposed=False, chunk=TILE_K)
 

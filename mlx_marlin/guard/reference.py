@@ -15,17 +15,26 @@ from mlx_marlin.guard.answers import (
     OF_NORMED_ROWS,
     OF_SUM,
     ROUNDING,
+    SMALLEST,
     STEEPEST,
     Answer,
     EpilogueArrays,
     norm_factor,
     rounding,
+    running,
     wide,
 )
 from mlx_marlin.guard.heads import rotated
 from mlx_marlin.guard.operands import DISTINCT_ROWS, Operands, factors
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
+
+BIASED = ("float16", "bfloat16")
+"""Dtypes to which sums in float32 are rounded."""
+FEWEST = 64
+"""Number of results from which their mean error says something."""
+MOST_BIAS = 0.35
+"""Largest mean error, in errors of rounding: cutting off gives about 0.7."""
 
 
 def product(
@@ -86,22 +95,46 @@ def difference(y: mx.array, answer: Answer) -> str | None:
         y: The result, which is evaluated on its own device.
         answer: The known answer.
     """
-    mx.async_eval(y)  # while the answer is computed on the CPU
-    with mx.stream(mx.cpu):
+    with running():  # errors of y are raised by whatever is evaluated next
+        mx.async_eval(y)  # while the answer is computed on the CPU
         mx.eval(answer.values, answer.bound)
         mx.eval(y)
+    with mx.stream(mx.cpu):
         if y.shape != answer.values.shape:
             return f"the result has shape {y.shape}, not {answer.values.shape}"
         off = mx.abs(wide(y) - answer.values)
         right = off <= answer.bound  # False for NaN
         if right.all().item():
-            return None
+            return _bias(y, answer.values)
         wrong = mx.logical_not(right).sum().item()
         worst = (off / mx.maximum(answer.bound, 1e-30)).max().item()
     return (
         f"{wrong} of {prod(y.shape)} results are wrong, by up to {worst:.3g} times "
         f"the allowed error"
     )
+
+
+def _bias(y: mx.array, values: mx.array) -> str | None:
+    """Returns how results are smaller or larger than their values on average, or None.
+
+    Errors of rounding and of sums have both signs; those of cutting off have one. The
+    bound of a single result, which includes the error of its sum, does not tell them
+    apart. The default device must be the CPU.
+    """
+    dtype = str(y.dtype).rpartition(".")[2]
+    if dtype not in BIASED:
+        return None
+    least = SMALLEST[dtype] / ROUNDING[dtype]  # of subnormal results
+    size = mx.abs(values)
+    normal = size > least
+    count = normal.sum().item()
+    if count < FEWEST:
+        return None
+    errors = (mx.abs(wide(y)) - size) / (mx.maximum(size, least) * ROUNDING[dtype])
+    mean = (mx.where(normal, mx.clip(errors, -2, 2), 0).sum() / count).item()
+    if abs(mean) <= MOST_BIAS:
+        return None
+    return f"results are {mean:+.2f} of a rounding error off on average, as if cut off"
 
 
 def sums(

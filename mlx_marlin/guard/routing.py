@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin.backends import launcher
 from mlx_marlin.guard import reference
+from mlx_marlin.guard.answers import running
 from mlx_marlin.guard.reference import Answer
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.weights import dtypes
@@ -23,8 +24,9 @@ def fault_of_route(plan: RoutePlan) -> str | None:
         drawn = mx.random.randint(-6, 6, (ROWS, experts), key=mx.random.key(0))
         logits = (drawn / 3).astype(dtypes.dtype(plan.dtype))
         mx.eval(logits)
-    chosen, scores = launcher.call(replace(plan, rows=ROWS))(logits)
-    mx.eval(chosen, scores)
+    with running():
+        chosen, scores = launcher.call(replace(plan, rows=ROWS))(logits)
+        mx.eval(chosen, scores)
     with mx.stream(mx.cpu):
         index = mx.arange(experts)
         order = drawn * experts + (index if plan.last else experts - 1 - index)
@@ -54,7 +56,8 @@ def _fault_of_sums(plan: CombinePlan) -> str | None:
         scores = mx.random.uniform(-1, 1, (rows, choices), key=keys[2])
         results = results.astype(dtype)
         mx.eval(results, residual, scores)
-    y = launcher.call(plan)(results, scores, residual)
+    with running():
+        y = launcher.call(plan)(results, scores, residual)
     with mx.stream(mx.cpu):
         terms = reference.wide(results.squeeze(-2)) * reference.wide(scores)[..., None]
         values = reference.wide(residual) + terms.sum(1)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import launcher, planner, registry
 from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import instances
 from mlx_marlin.guard import experts, known_answers, operands, reference
+from mlx_marlin.guard.answers import KernelError
 from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -247,6 +248,112 @@ def test_right_kernels_of_cudas_experts_pass(
     problem = problem_of(pairs, 256, 512, layout="marlin")
     plan = planner.choose_gather(of_experts(problem, 4, gate, bias), h200())
     assert known_answers.fault_of(plan) is None
+
+
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"epilogue": Epilogue(parts=(256, 128, 128))},
+    {"epilogue": Epilogue(bias=True, parts=(256, 256), activation="silu")},
+    {"epilogue": GATED},
+    {"epilogue": Epilogue(rotation=ROTATION)},
+    {"epilogue": Epilogue(rotation=NORMED_HEADS, parts=(128, 64, 64), bias=True)},
+    {"norm": 1e-5},
+    {"epilogue": GATED, "norm": 1e-5},
+    {"batch": 3},
+    {"invariant": True},
+    {"global_scale": True, "mode": "nvfp4", "bits": 4, "group_size": 16},
+)
+
+
+FIELDS = ("invariant", "global_scale", "norm", "epilogue")
+
+
+@pytest.mark.parametrize("chip", ["Apple M3 Max", "Apple M5 Max", "NVIDIA H200"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: "-".join(each) or "plain")
+def test_a_check_of_every_kind_of_plan_can_be_made(
+    change: dict[str, Any], chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check never raises, whatever the plan: kernels give no answer here."""
+
+    class NoKernelError(Exception):
+        pass
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise NoKernelError
+
+    for name in ("product", "gather_product", "decoded_blocks", "call"):
+        monkeypatch.setattr(launcher, name, none)
+    n = ROTATED_N if "rotation=R" in str(change) else 512
+    device = named(chip)
+    backend = registry.of_device(device)
+    tried = 0
+    for m in (1, 3, 8, 64, 512):
+        given = {"layout": "marlin"} | change
+        fields = {name: given.pop(name) for name in FIELDS if name in given}
+        try:
+            problem = replace(problem_of(m, n, 1024, **given), **fields)
+        except ValueError:
+            continue  # such as a norm of many rows
+        if backend.unsupported(problem, device) is not None:
+            continue
+        plans: list[AnyPlan] = [
+            each.plan for each in planner.compare(problem, device=device).candidates
+        ]
+        if problem.batch == 1:
+            plans.append(dequantize_plan(problem))
+        for plan in plans:
+            with pytest.raises(KernelError) as raised:
+                known_answers.fault_of(plan)
+            assert type(raised.value.__cause__) is NoKernelError
+            tried += 1
+    rotates = problem.epilogue.rotation is not None
+    assert tried or (rotates and backend.name == "metal")
+
+
+@pytest.mark.parametrize("chip", ["Apple M3 Max", "NVIDIA H200"])
+@pytest.mark.parametrize("gate", [None, "silu", "swiglu_oai"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_check_of_every_kind_of_experts_can_be_made(
+    gate: str | None, bias: bool, chip: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoKernelError(Exception):
+        pass
+
+    def none(*_: Any, **__: Any) -> Any:
+        raise NoKernelError
+
+    monkeypatch.setattr(launcher, "gather_product", none)
+    for pairs in (2, 12, 200):
+        problem = problem_of(pairs, 512, 1024, layout="marlin")
+        gather = of_experts(problem, 16, gate, bias)
+        plan = planner.choose_gather(gather, named(chip))
+        with pytest.raises(KernelError):
+            known_answers.fault_of(plan)
+
+
+def truncated(y: mx.array) -> mx.array:
+    """Returns float32 results as bfloat16 that are cut off, not rounded."""
+    return (y.view(mx.uint32) >> 16).astype(mx.uint16).view(mx.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_that_are_cut_off_are_told_from_rounded_ones(dtype: str) -> None:
+    problem = problem_of(16, 256, 1024, dtype=dtype)
+    x = operands.activations(problem, (16, 1024))
+    weight = operands.draw(problem)
+    with mx.stream(mx.cpu):
+        answer = reference.product(problem, x, weight, reference.EpilogueArrays())
+        sums = answer.values.astype(mx.float32)
+        if dtype == "bfloat16":
+            cut = truncated(sums)
+        else:
+            nearest = sums.astype(mx.float16)
+            larger = mx.abs(nearest.astype(mx.float32)) > mx.abs(sums)
+            bits = nearest.view(mx.uint16)
+            cut = mx.where(larger, bits - 1, bits).view(mx.float16)
+
+    assert reference.difference(sums.astype(getattr(mx, dtype)), answer) is None
+    assert "as if cut off" in str(reference.difference(cut, answer))
 
 
 def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:

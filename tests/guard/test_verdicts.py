@@ -18,7 +18,7 @@ import mlx_marlin
 from mlx_marlin import cache, emulator, guard, state
 from mlx_marlin.backends import planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
-from mlx_marlin.guard import known_answers, verdicts
+from mlx_marlin.guard import checks, known_answers, verdicts
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES
@@ -115,6 +115,27 @@ def test_a_check_that_cannot_be_made_is_made_again_by_the_next_process(
     assert len(tried) == 2
     assert mlx_marlin.why_not(x, *w) is None
     assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
+
+
+def test_a_mistake_in_a_check_is_no_verdict_on_the_kernel(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(_: Any) -> str:
+        raise ValueError("parts=(4096, 1024) do not add up to n=51")
+
+    monkeypatch.setattr(known_answers, "fault_of", mistaken)
+    x, w = operands(m=1)
+    with pytest.raises(ValueError, match="do not add up"):
+        mlx_marlin.quantized_matmul(x, *w)
+    state.reset()
+    monkeypatch.setattr(checks, "raises_mistakes", False)
+
+    y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+
+    assert mx.array_equal(y, mx.quantized_matmul(x, *w))
+    (message,) = messages
+    assert "could not be checked: the check has a mistake: ValueError" in message
+    assert "failed its check" not in message
 
 
 @pytest.mark.parametrize(
