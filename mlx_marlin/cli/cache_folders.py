@@ -2,8 +2,11 @@
 
 import stat
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_marlin import cache, removal
 
@@ -101,6 +104,25 @@ def _refuses_files(path: Path) -> str | None:
     except OSError as error:
         return f"cannot be written to: {error.strerror}"
     return None
+
+
+def check_writable(folder: Path, prepare: Callable[[Path], Any]) -> None:
+    """Checks before measurements, which take minutes, that results can be kept.
+
+    Args:
+        folder: The folder of the results.
+        prepare: Creates it, and may return a context to write files in.
+
+    Raises:
+        OSError: If the folder cannot be written to, or is not trusted.
+    """
+    try:
+        with prepare(folder) or nullcontext():
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"the results cannot be kept in {folder}: {error.strerror or error}"
+        ) from error
 
 
 def size_text(count: int) -> str:

@@ -262,16 +262,20 @@ def test_text_is_escaped_and_elements_are_not() -> None:
 @pytest.mark.parametrize(
     ("data", "said", "kind"),
     [
-        (result(), "Every time on this page is marked as measured.", "measured"),
-        (result("cost model"), "Predicted: nothing on this page", "predicted"),
+        (result(), "The times on this page are measured.<", "measured"),
+        (
+            result("cost model"),
+            "The times on this page are predicted. Nothing was measured.",
+            "predicted",
+        ),
         (
             profiles(),
-            "Some times on this page are marked as measured, others",
+            "The times on this page are assumed or measured or predicted.<",
             "predicted",
         ),
         (
             {**profiles(), "profiles": profiles()["profiles"][:3]},
-            "Nothing on this page was measured: its times are assumed or predicted",
+            "The times on this page are assumed or predicted. Nothing was measured.",
             "predicted",
         ),
     ],

@@ -17,7 +17,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import selection, tuned_results
-from mlx_marlin.cli import main
+from mlx_marlin.cli import main, models
 from mlx_marlin.lm.model_tuning import environment as values_of_mlx
 from mlx_marlin.lm.model_tuning.comparison import Comparison
 from mlx_marlin.lm.model_tuning.environment import Job, Run, Value
@@ -73,7 +73,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
     monkeypatch.setattr(Generations, "compare", compare)
     monkeypatch.setattr(values_of_mlx, "measure", measure)
     monkeypatch.setattr("mlx_marlin.cli.tune.command._tune", lambda *_: 0)
-    monkeypatch.setattr("mlx_marlin.cli.tune.command._clock", lambda *_: object())
+    monkeypatch.setattr(models, "clock", lambda *_: object())
     return found
 
 

@@ -17,14 +17,6 @@ MARKS = (
     "Measured figures are upright, their markers are filled and their lines solid. "
     "All others are italic, with hollow markers and dashed lines."
 )
-NOTICES = {
-    "measured": "Every time on this page is marked as measured.",
-    "predicted": "Predicted: nothing on this page was measured. Its times are those of "
-    "a model.",
-    "assumed": "Assumed: nothing on this page was measured. Its times were given by "
-    "hand.",
-}
-"""What the page says at the top if all times come from one source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +99,11 @@ def _chart(chart: Chart) -> Markup:
 
 def _notice(found: set[str]) -> Markup:
     """Returns what a reader has to know of the times of the page."""
+    text = f"The times on this page are {' or '.join(sorted(found))}."
     if not found:
         text = "The document has no times."
-    elif len(found) == 1:
-        text = NOTICES[next(iter(found))]
-    elif "measured" in found:
-        text = "Some times on this page are marked as measured, others are not."
-    else:
-        listed = " or ".join(sorted(found))
-        text = f"Nothing on this page was measured: its times are {listed}."
+    elif "measured" not in found:
+        text += " Nothing was measured."
     kind = "measured" if found == {"measured"} else "predicted"
     lines = [element("p", element("strong", text)), element("p", MARKS)]
     return element("div", *lines, class_=f"notice {kind}")

@@ -12,9 +12,9 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import arguments, models, progress
+from mlx_marlin.cli import arguments, cache_folders, models, progress
 from mlx_marlin.cli.arguments import BOTH
-from mlx_marlin.cli.tune import folders, model, report
+from mlx_marlin.cli.tune import model, report
 from mlx_marlin.lm.tuned_models import lookup, results
 from mlx_marlin.measure import layers, operands, tuner
 from mlx_marlin.measure.tuner import Arm, Clock
@@ -89,9 +89,11 @@ def run(args: argparse.Namespace) -> int:
         print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
         return 0
     folder = tuned_results.folder()
-    clock = _clock(args.seconds, folder) if found else None
+    clock = models.clock(args.seconds) if found else None
+    if found:
+        cache_folders.check_writable(folder, tuned_results.locked)
     if names and lookup.why_not_tuned() is None:
-        folders.check_writable(results.folder(), cache.make)
+        cache_folders.check_writable(results.folder(), cache.make)
     if args.clear:
         print(f"files removed from {folder}: {tuned_results.clear(folder)}")
         print(f"files removed from {results.folder()}: {results.clear()}")
@@ -180,18 +182,6 @@ def _why_not(problem: Problem) -> str | None:
     except ValueError as error:
         return str(error)
     return tuner.why_not(problem, eligibility.target())
-
-
-def _clock(seconds: float, folder: Path) -> Clock:
-    """Returns the clock of this machine.
-
-    Raises:
-        ValueError: If this machine cannot measure.
-        OSError: If the folder cannot be written to.
-    """
-    clock = models.clock(seconds)
-    folders.check_writable(folder, tuned_results.locked)
-    return clock
 
 
 def _tune(
