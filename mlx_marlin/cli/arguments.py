@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mlx_marlin.backends import devices
+from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODES
 
@@ -77,6 +79,14 @@ def add_rows(
 def add_streams(group: "argparse._ActionsContainer", default: Iterable[int]) -> None:
     """Adds `--streams`, which is None if it is not given."""
     group.add_argument("--streams", help=f"prompts at once; default: {listed(default)}")
+
+
+def device(name: str | None, cores: int | None = None) -> PlanningDevice:
+    """Returns the device to plan for."""
+    if name is not None:
+        return devices.named(name, cores)
+    here: PlanningDevice = devices.current()
+    return here if cores is None else here.with_cores(cores)
 
 
 def problem(

@@ -2,9 +2,8 @@
 
 import argparse
 
-from mlx_marlin.backends import devices, registry
+from mlx_marlin.backends import registry
 from mlx_marlin.cli import arguments
-from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
@@ -85,17 +84,6 @@ def problem(args: argparse.Namespace) -> Problem:
         invariant=args.invariant,
         batch=args.batch,
     )
-
-
-def device(name: str | None, cores: int | None) -> PlanningDevice:
-    """Returns the device to plan for."""
-    if name is not None:
-        return devices.named(name, cores)
-    here = devices.current()
-    if cores is None:
-        return here
-    changed: PlanningDevice = here.with_cores(cores)
-    return changed
 
 
 def overrides(args: argparse.Namespace) -> PlanOverrides:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.cli import json_output
-from mlx_marlin.cli.arguments import add_chip
+from mlx_marlin.cli.arguments import add_chip, device
 from mlx_marlin.cli.pictures import (
     busy_cores,
     figures,
@@ -75,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
         if path:
             files.check(path, option)  # before planning
     overrides = arguments.overrides(args)
-    device = arguments.device(args.chip, args.cores)
-    choice = planner.compare(arguments.problem(args), device=device, **overrides)
+    choice = planner.compare(
+        arguments.problem(args), device=device(args.chip, args.cores), **overrides
+    )
     # Planning every strategy takes time, so it is done only for the output.
     is_text = not json_output.is_printed(args)
     drawn = args.all and (args.save or is_text)

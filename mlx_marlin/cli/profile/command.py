@@ -1,16 +1,15 @@
 """`mlx-marlin profile`: compares products with the limits of a device."""
 
 import argparse
-import math
+import sys
 from pathlib import Path
 
-from mlx_marlin.backends import devices, registry
+from mlx_marlin.backends import registry
 from mlx_marlin.cli import arguments, json_output
 from mlx_marlin.cli.pictures import figures, files, plots
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
 from mlx_marlin.measure.profiling.document import document
-from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
 
 DESCRIPTION = """
@@ -38,24 +37,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     products = parser.add_argument_group(
         "products", f"default: {subjects.default_set()}"
     )
-    products.add_argument(
+    either = products.add_mutually_exclusive_group()
+    either.add_argument(
         "--single-config",
         metavar="MxNxK",
         help="one product y[M, N] = x[M, K] @ W[N, K]^T, in detail; default format: "
         "symmetric, with groups of 128",
     )
-    products.add_argument(
+    either.add_argument(
         "--model", metavar="NAME", help="the layers of an mlx-lm model, by name or path"
     )
     arguments.add_format(products)
     arguments.add_layout(products)
     kernels = parser.add_argument_group("kernels")
-    kernels.add_argument(
+    which = kernels.add_mutually_exclusive_group()
+    which.add_argument(
         "--kernel",
         choices=registry.kernels(),
         help="default: the one that is predicted to be the fastest",
     )
-    kernels.add_argument(
+    which.add_argument(
         "--all-kernels", action="store_true", help="every kernel that can compute it"
     )
     kernels.add_argument("--compare", choices=("stock",), help="also profile stock MLX")
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the profiles; returns 1 if a time cannot be right."""
     _check_arguments(args)
     is_measured = args.chip is None and args.assume_ms is None and times.on_gpu()
-    device = eligibility.target() if is_measured else _device(args.chip)
+    device = eligibility.target() if is_measured else arguments.device(args.chip)
     why_not = times.why_not_measured if is_measured else None
     found, skipped = subjects.find(args, device, why_not)
     if args.assume_ms is not None:
@@ -105,30 +106,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    _check_exclusive(args, "single_config", "model")
-    _check_exclusive(args, "kernel", "all_kernels")
     if args.assume_ms is not None:
-        _check_assumption(args)
+        arguments.check_range("--assume-ms", args.assume_ms, 1e-9, sys.float_info.max)
+        if not args.single_config or args.all_kernels:
+            raise ValueError(
+                f"--assume-ms {args.assume_ms:g} is the time of one product: expected "
+                f"--single-config, and no --all-kernels"
+            )
     if args.plot:
         files.check(args.plot, "--plot")
         figures.require("--plot")  # before measuring
-
-
-def _check_assumption(args: argparse.Namespace) -> None:
-    if not 0 < args.assume_ms < math.inf:
-        raise ValueError(f"--assume-ms {args.assume_ms:g}, expected a time above 0")
-    if not args.single_config or args.all_kernels:
-        raise ValueError(
-            f"--assume-ms {args.assume_ms:g} is the time of one product: expected "
-            f"--single-config, and no --all-kernels"
-        )
-
-
-def _check_exclusive(args: argparse.Namespace, *names: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other: use one of them")
-
-
-def _device(chip: str | None) -> PlanningDevice:
-    return devices.current() if chip is None else devices.named(chip)
