@@ -40,6 +40,9 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             for `linear`. Default: False.
     """
 
+    stock: type[Any] = nn.QuantizedLinear
+    """MLX's class."""
+
     def __init__(
         self,
         input_dims: int,
@@ -102,10 +105,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
             invariant: Whether a row's bits must not depend on the number of rows.
 
         Raises:
-            TypeError: If the layer is not an `nn.QuantizedLinear`.
+            TypeError: If the layer is of another class than `stock`.
             ValueError: If the layout is unknown or does not support the format.
         """
-        _check_layer("layer", layer, nn.QuantizedLinear)
+        _check_layer("layer", layer, cls.stock, cls)
         is_packed = isinstance(layer, MarlinLinear) and layer.layout == "marlin"
         packed = layer.packed if is_packed and layout == "marlin" else None
         if packed is None:
@@ -119,7 +122,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         result = without_parameters(cls, layer)
         result.invariant = invariant
         for name in NATIVE if packed is None else ():
-            setattr(result, name, getattr(layer, name))
+            setattr(result, name, getattr(layer, name, None))
         if "bias" in layer:
             result["bias"] = layer["bias"]
         if packed is not None:
@@ -171,7 +174,7 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         results are float32.
         """
         if GLOBAL_SCALE not in self:
-            layer = self._in_mlxs_layout(nn.QuantizedLinear)
+            layer: nn.QuantizedLinear | None = self._in_mlxs_layout(self.stock)
             if layer is not None:
                 return layer
         plain = nn.Linear.__new__(nn.Linear)
@@ -234,8 +237,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         return f"{stock}, layout={self.layout}{invariant}"
 
 
-def _check_layer(name: str, layer: object, expected: type[nn.Module]) -> None:
-    if not isinstance(layer, expected):
+def _check_layer(
+    name: str, layer: object, expected: type[nn.Module], *also: type[nn.Module]
+) -> None:
+    if not isinstance(layer, (expected, *also)):
         raise TypeError(
             f"{name} must be an nn.{expected.__name__}, got {type(layer).__name__}"
         )

@@ -1,7 +1,6 @@
 """Joins the layers of a model that have the same input, and separates them."""
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import mlx.nn as nn
@@ -29,7 +28,8 @@ def join_layers(model: nn.Module, changes: Changes) -> None:
             # A layer that two modules share could be joined differently in each.
             unshared = all(uses[id(layer)] == 1 for layer in layers)
             if unshared and can_join(layers):
-                changes.replace(_positions(module, names), join(layers), _separated)
+                positions = [[(module, name)] for name in names]
+                changes.replace(positions, join(layers), _separated)
 
 
 def separate_layers(model: nn.Module, changes: Changes) -> None:
@@ -61,17 +61,9 @@ def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
     layers = separate(parts[0].shared)
     own = [layers[index] for index in indices]
     # If a part is missing from the model, the others cannot be joined again.
-    rebuild: Rebuild = join if len(own) == len(layers) else partial(_return, parts)
+    rebuild: Rebuild = join if len(own) == len(layers) else lambda _: parts
     changes.replace([positions[index] for index in indices], own, rebuild)
-
-
-def _return(parts: list[nn.Module], _: list[Any]) -> list[nn.Module]:
-    return parts
 
 
 def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:
     return separate(parts[0].shared)
-
-
-def _positions(module: nn.Module, names: tuple[str, ...]) -> list[list[Position]]:
-    return [[(module, name)] for name in names]

@@ -233,11 +233,7 @@ def replace_layers(
     """
     for positions in _with_progress(found, progress):
         layer = module_at(positions)
-        changes.replace([positions], [convert(layer)], _rebuilding(inverse(layer)))
-
-
-def _rebuilding(convert_back: Convert) -> Callable[[list[Any]], list[nn.Module]]:
-    return lambda modules: [convert_back(module) for module in modules]
+        changes.replace([positions], [convert(layer)], partial(map, inverse(layer)))
 
 
 def _with_progress(found: Sequence[Positions], progress: bool) -> Iterable[Positions]:

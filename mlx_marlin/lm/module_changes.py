@@ -1,7 +1,7 @@
 """Records changes of a model's modules, so that they can be undone."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Self, TypeVar, cast
@@ -14,7 +14,7 @@ Position = tuple[Any, Any]
 """A module, dictionary or list, and a key of it."""
 Positions = Sequence[Position]
 """All positions of one module, which may be shared."""
-Rebuild = Callable[[list[Any]], Sequence[nn.Module]]
+Rebuild = Callable[[list[Any]], Iterable[nn.Module]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _changing = threading.RLock()

@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
 
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.native import NATIVE, without_parameters
 
 
 class _ShardedLinear(MarlinLinear):
@@ -21,36 +20,21 @@ class _ShardedLinear(MarlinLinear):
         group: The machines that share the layer.
     """
 
-    stock: type[nn.Module]
-    """MLX's class."""
-
     @classmethod
     def from_quantized(
         cls, layer: Any, *, layout: str = "mlx", invariant: bool = False
     ) -> Self:
         """Returns a layer with the parameters of a sharded layer.
 
-        Args:
-            layer: MLX's sharded layer, or one of this class; it is not changed.
-            layout: "mlx" shares the layer's arrays; "marlin" packs them.
-            invariant: Whether a row's bits must not depend on the number of rows.
-
-        Raises:
-            TypeError: If the layer is of another class.
-            ValueError: If the layout is unknown or does not support the format.
+        The arguments and errors are those of `MarlinLinear`.
         """
-        if not isinstance(layer, cls | cls.stock):
-            raise TypeError(
-                f"layer must be an nn.{cls.stock.__name__}, got {type(layer).__name__}"
-            )
-        part = layer if isinstance(layer, cls) else _copied(nn.QuantizedLinear, layer)
-        result = super().from_quantized(part, layout=layout, invariant=invariant)
+        result = super().from_quantized(layer, layout=layout, invariant=invariant)
         result.group = layer.group
         return result
 
     def to_stock(self) -> Any:
         """Returns MLX's own layer with the same parameters, in MLX's layout."""
-        layer = _copied(self.stock, super().to_stock())
+        layer = super().to_stock()
         layer.group = self.group
         return layer
 
@@ -86,13 +70,3 @@ SHARDED = (MarlinAllToShardedLinear, MarlinShardedToAllLinear)
 def class_for(layer: nn.Module) -> type[_ShardedLinear]:
     """Returns the class for one of MLX's sharded layers, or of one of ours."""
     return next(cls for cls in SHARDED if isinstance(layer, cls | cls.stock))
-
-
-def _copied(cls: type[nn.Module], layer: Any) -> Any:
-    """Returns a layer of another class with a layer's parameters, in their order."""
-    result: Any = without_parameters(cls, layer)
-    for name in NATIVE:
-        setattr(result, name, layer.get(name))  # MLX's have None for no biases
-    if "bias" in layer:
-        result["bias"] = layer["bias"]
-    return result

@@ -41,8 +41,8 @@ def _wrong(part: str, expected: str) -> ValueError:
     return ValueError(f"{ENVIRONMENT}={value!r}: {part!r}, expected {expected}")
 
 
-def _layout(value: str) -> str:
-    return LAYOUTS[LAYOUTS.index(value)]
+def _one_of(values: tuple[str, ...]) -> Callable[[str], str]:
+    return lambda value: values[values.index(value)]
 
 
 def _number(value: str) -> int:
@@ -63,21 +63,17 @@ def _fusions(value: str) -> tuple[str, ...]:
     return (*fusions(filter(None, value.split("+"))),)
 
 
-def _compute(value: str) -> str:
-    return COMPUTE[COMPUTE.index(value)]
-
-
 def _rows(value: str) -> tuple[int, ...]:
     return tuple(map(_number, value.split("+")))
 
 
 _FLAG: tuple[Callable[[str], Any], str] = (FLAGS.__getitem__, "true or false")
 _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "layout": (_layout, " or ".join(LAYOUTS)),
+    "layout": (_one_of(LAYOUTS), " or ".join(LAYOUTS)),
     "join": _FLAG,
     "trace": _FLAG,
     "fuse": (_fusions, f"some of {'+'.join(FUSIONS)}, or nothing"),
-    "compute": (_compute, " or ".join(COMPUTE)),
+    "compute": (_one_of(COMPUTE), " or ".join(COMPUTE)),
     "measure": _FLAG,
     "invariant": _FLAG,
     "quantize": _FLAG,

@@ -1,7 +1,7 @@
 """`verify`: compares every quantized layer of a model with float64 and its source."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,12 +86,23 @@ def verify(
     if not quantized:
         raise ValueError(f"model={_shown(model)} has no quantized layer to verify")
     tokens = None if text is None else windows(text, tokenizer)
-    comparer = _Comparer(subject, layers, rows, seed, tokens)
-    reports = (
-        comparer.own_reports()
-        if source is None
-        else comparer.reports_against(source, {*quantized})
-    )
+    capture = Capture(layers, max(rows))
+    if tokens is not None:
+        capture.run(subject, tokens.reshape(1, -1)[:, : max(rows)])
+    dtype = dtype_of_activations(subject)
+
+    def compared(layer: CheckedLayer, of_source: ExactWeight | None) -> LayerReport:
+        weight, captured = layer.weight(), capture.of(layer)
+        if of_source is not None and of_source.shape != weight.shape:
+            raise ValueError(
+                f"shape {of_source.shape} (matrices, n, k), expected {weight.shape} as "
+                f"in the model"
+            )
+        drawn = random_activations(layer, weight, max(rows), dtype, seed)
+        inputs = [drawn] if captured is None else [drawn, captured]
+        return compare(layer, weight, inputs, rows, of_source)
+
+    reports = _reports(layers, source, compared)
     found = [*_with_progress(reports, len(quantized), progress)]
     order = {(each.name, each.operation): i for i, each in enumerate(layers)}
     found.sort(key=lambda report: order[report.name, report.operation])
@@ -107,75 +118,32 @@ def verify(
     return _applied(report, subject, model) if apply else report
 
 
-class _Comparer:
-    """Compares layers with activations of a number of rows.
+def _reports(
+    layers: Sequence[CheckedLayer],
+    source: ModelSource | None,
+    compared: Callable[[CheckedLayer, ExactWeight | None], LayerReport],
+) -> Iterator[LayerReport]:
+    """Yields a report for each layer that was quantized in the model or source.
 
     Args:
-        model: The model.
-        layers: Its layers.
-        rows: Numbers of rows.
-        seed: Seed of random activations.
-        tokens: Windows of a text; None for random activations only.
+        layers: The layers of the model.
+        source: The source, whose weights are read one at a time; None to compare the
+            quantized layers with their own weights.
+        compared: Returns the report of a layer, given the weight of the source.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[CheckedLayer],
-        rows: Sequence[int],
-        seed: int,
-        tokens: mx.array | None,
-    ) -> None:
-        self._layers = layers
-        self._rows = [*rows]
-        self._seed = seed
-        self._dtype = dtype_of_activations(model)
-        self._capture = Capture(layers, max(rows))
-        if tokens is not None:
-            self._capture.run(model, tokens.reshape(1, -1)[:, : max(rows)])
-
-    def own_reports(self) -> Iterator[LayerReport]:
-        """Yields a report for each quantized layer, compared with its own weights."""
-        for layer in self._layers:
-            if layer.is_quantized:
-                yield self._report(layer, None)
-
-    def reports_against(
-        self, source: ModelSource, quantized: set[str]
-    ) -> Iterator[LayerReport]:
-        """Yields a report for each layer that was quantized in the model or source.
-
-        Args:
-            source: The source, whose weights are read one at a time.
-            quantized: Names of the model's quantized layers.
-        """
-        for name, value in source.parameters():
-            path, _, part = name.rpartition(".")
-            if part == "weight":
-                weight = ExactWeight(value)
-                if weight.is_quantized or path in quantized:
-                    with naming(source.path, name):
-                        yield from self._reports_of(path, weight)
-                del weight
-            del value  # before the next one is read
-
-    def _reports_of(self, name: str, source: ExactWeight) -> Iterator[LayerReport]:
-        for layer in self._layers:
-            if layer.name == name:
-                yield self._report(layer, source)
-
-    def _report(self, layer: CheckedLayer, source: ExactWeight | None) -> LayerReport:
-        weight = layer.weight()
-        if source is not None and source.shape != weight.shape:
-            raise ValueError(
-                f"shape {source.shape} (matrices, n, k), expected {weight.shape} as in "
-                f"the model"
-            )
-        rows = max(self._rows)
-        drawn = random_activations(layer, weight, rows, self._dtype, self._seed)
-        captured = self._capture.of(layer)
-        inputs = [drawn] if captured is None else [drawn, captured]
-        return compare(layer, weight, inputs, self._rows, source)
+    if source is None:
+        yield from (compared(each, None) for each in layers if each.is_quantized)
+        return
+    quantized = {each.name for each in layers if each.is_quantized}
+    for name, value in source.parameters():
+        path, _, part = name.rpartition(".")
+        weight = ExactWeight(value) if part == "weight" else None
+        if weight is not None and (weight.is_quantized or path in quantized):
+            with naming(source.path, name):
+                for layer in layers:
+                    if layer.name == path:
+                        yield compared(layer, weight)
+        del weight, value  # before the next one is read
 
 
 def _check(
