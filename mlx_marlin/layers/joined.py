@@ -136,6 +136,11 @@ class MarlinPart(GuardedParameters, nn.QuantizedLinear):
         return f"output_dims={features}, part {self.index} of {len(self.shared.sizes)}"
 
 
+def whole(layer: nn.Module) -> nn.Module:
+    """Returns the layer that computes a layer: the joined one of a part."""
+    return layer.shared.layer if isinstance(layer, MarlinPart) else layer
+
+
 def can_join(layers: Sequence[nn.Module]) -> bool:
     """Returns whether layers differ only in their rows."""
     if not 2 <= len(layers) <= MOST_PARTS:

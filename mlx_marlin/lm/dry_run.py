@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.joined import whole
 from mlx_marlin.lm.float16 import Float16Outcome
 from mlx_marlin.lm.known_layers import is_plain
 from mlx_marlin.lm.layer_conversion import (
@@ -162,7 +162,7 @@ def dry_run(
     # Whether a block can be traced depends on classes. Unpacked layers share arrays.
     unpacked = replace(conversion, layout="mlx")
     stock = tuned.reason if tuned and recipe.is_stock else None
-    layers = ((name, _whole(layer)) for name, layer in named_layers(model))
+    layers = ((name, whole(layer)) for name, layer in named_layers(model))
     return DryRun(
         recipe,
         tuple(
@@ -192,10 +192,6 @@ def _as_converted(entry: Any, conversion: LayerConversion) -> Any:
     entries = {name: _as_converted(each, conversion) for name, each in entry.items()}
     dict.update(twin, entries)
     return twin
-
-
-def _whole(layer: nn.Module) -> nn.Module:
-    return layer.shared.layer if isinstance(layer, MarlinPart) else layer
 
 
 def _outcome(

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.layers.joined import MarlinPart, separate
+from mlx_marlin.layers.joined import MarlinPart, separate, whole
 from mlx_marlin.lm.module_changes import Position
 
 ADAPTED = ("linear", "embedding")
@@ -29,12 +29,8 @@ def find_layers(
 
 def computing_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the distinct layers of a model, with joined layers as one."""
-    found: dict[int, nn.Module] = {}
-    for container, key in _layer_positions(model):
-        layer = container[key]
-        layer = layer.shared.layer if isinstance(layer, MarlinPart) else layer
-        found[id(layer)] = layer
-    return [*found.values()]
+    layers = [whole(container[key]) for container, key in _layer_positions(model)]
+    return [*{id(layer): layer for layer in layers}.values()]
 
 
 def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -43,8 +39,7 @@ def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     leaves = cast("list[tuple[str, nn.Module]]", tree)
     named: dict[int, tuple[list[str], nn.Module]] = {}
     for path, layer in leaves:
-        whole = layer.shared if isinstance(layer, MarlinPart) else layer
-        paths, _ = named.setdefault(id(whole), ([], layer))
+        paths, _ = named.setdefault(id(whole(layer)), ([], layer))
         paths.append(path)
     for paths, layer in named.values():
         is_joined = isinstance(layer, MarlinPart)

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_marlin import state
 from mlx_marlin.backends import kernels, selection
 from mlx_marlin.layers.embedding import MarlinEmbedding
-from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.joined import MarlinPart, whole
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.native import activation_dtype
 from mlx_marlin.lm.known_layers import is_marlin_experts, is_marlin_heads
@@ -117,14 +117,14 @@ def layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
     seen: set[object] = set()
     for layer in model.modules():
         sizes = layer.shared.sizes if isinstance(layer, MarlinPart) else ()
-        whole = layer.shared.layer if isinstance(layer, MarlinPart) else layer
-        if not _is_converted(whole):
+        own = whole(layer)
+        if not _is_converted(own):
             continue
-        dtype = floating(_scales(whole).dtype, activations)
-        key = _kernel_key(whole), sizes, dtype
+        dtype = floating(_scales(own).dtype, activations)
+        key = _kernel_key(own), sizes, dtype
         if key not in seen:
             seen.add(key)
-            yield from _products(whole, m, dtype, sizes)
+            yield from _products(own, m, dtype, sizes)
 
 
 def _is_converted(layer: nn.Module) -> bool:

@@ -16,8 +16,8 @@ import pytest
 from mlx_marlin import emulator
 from mlx_marlin.cli import lm, main
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.auto import hook, settings
-from support import quantized_folder
+from mlx_marlin.lm.auto import settings
+from support import auto_hook, quantized_folder
 
 Choose = Callable[[str | None], None]
 GENERATE = sys.modules["mlx_lm.generate"]  # `mlx_lm.generate` is a function too
@@ -27,7 +27,7 @@ GENERATE = sys.modules["mlx_lm.generate"]  # `mlx_lm.generate` is a function too
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(settings.ENVIRONMENT, raising=False)
     yield
-    hook.remove()
+    auto_hook.remove()
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin.cli import main, models
-from mlx_marlin.lm.auto import hook
+from support import auto_hook, foreign_models, quantized_folder
 from support import foreign_checkpoints as foreign
-from support import foreign_models, quantized_folder
 from support.limits import limited
 
 COMMANDS = [
@@ -147,7 +146,7 @@ def test_a_name_of_the_hub_is_announced_and_its_error_is_a_sentence(
     try:
         assert main(["lm", "generate", "--model", "nobody/nothing"]) == 2
     finally:
-        hook.remove()
+        auto_hook.remove()
 
     first, second = capsys.readouterr().err.strip().splitlines()
     assert first.startswith("loading nobody/nothing from the Hugging Face Hub")

@@ -18,7 +18,7 @@ from mlx_lm import utils
 import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.auto import hook, settings
-from support import quantized_folder
+from support import auto_hook, quantized_folder
 
 Choose = Callable[[str | None], None]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,7 +29,7 @@ def _as_before(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.delenv(settings.ENVIRONMENT, raising=False)
     backend("stock")
     yield
-    hook.remove()
+    auto_hook.remove()
     sys.modules.pop("mlx_marlin.auto", None)
 
 
@@ -62,7 +62,7 @@ def test_importing_and_reloading_wraps_once(folder: Path) -> None:
     importlib.reload(auto)
 
     assert utils.load_model is wrapped is not own
-    hook.remove()
+    auto_hook.remove()
     assert utils.load_model is own
 
 
@@ -259,7 +259,7 @@ def test_models_of_mlx_vlm_are_converted_too(first: str) -> None:
     space: dict[str, Any] = {"__name__": "mlx_vlm.convert", "load": package.load}
     exec("stock = load('anywhere')[0]", space)
     assert not converted(space["stock"])
-    hook.remove()
+    auto_hook.remove()
     assert not converted(package.load("anywhere")[0])
     assert hook._on_import not in sys.meta_path
 

@@ -95,18 +95,6 @@ def install(
     return _wrap(utils)
 
 
-def remove() -> None:
-    """Gives both packages their own functions back; loaded models stay as they are."""
-    if _on_import in sys.meta_path:
-        sys.meta_path.remove(_on_import)
-    for module, names in PARAMETERS.items():
-        for name in names:
-            ours = getattr(sys.modules.get(module), name, None)
-            original = getattr(ours, _ORIGINAL, None)
-            if original is not None:
-                _replace(name, ours, original)
-
-
 class _OnImport(MetaPathFinder):
     """Replaces mlx-vlm's function after the import of its module.
 

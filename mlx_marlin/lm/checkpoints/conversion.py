@@ -154,8 +154,7 @@ def _rows(
                     yield _unchanged(name, value, own), {name: value}
                     continue
                 value, error = own.apply(value)
-            keeps = not matches or not _can_be_packed(value)
-            target = _own_layout(value, layout) if keeps else layout
+            target = _layout_of(value, layout, keep=not matches)
             written = TARGETS[target](value)
         layer = name.removesuffix(".weight")
         getattr(records, target)[layer] = written.record
@@ -170,12 +169,21 @@ def _rows(
         yield row, arrays
 
 
-def _own_layout(value: StoredWeight | PackedLayer, layout: str) -> str:
-    """Returns the layout that keeps a layer as it is, or `layout` if none does."""
+def _layout_of(value: StoredWeight | PackedLayer, layout: str, keep: bool) -> str:
+    """Returns the layout that a layer gets.
+
+    Args:
+        value: The weight.
+        layout: The layout that was asked for.
+        keep: Whether the layer stays as it is if a layout has it so, as experts with
+            global scales always do: the packed layout does not have them.
+    """
     if isinstance(value, PackedLayer):
-        return "marlin"
-    is_linear = len(value.shape) == 2
-    if value.global_scale is not None and is_linear:
+        return "marlin" if keep else layout
+    is_scaled, is_linear = value.global_scale is not None, len(value.shape) == 2
+    if not keep and (is_linear or not is_scaled):
+        return layout
+    if is_scaled and is_linear:
         return "marlin"
     return "mlx" if value.mode in MODE_DEFAULTS else layout
 
@@ -190,13 +198,6 @@ def _unchanged(name: str, array: mx.array, reason: str) -> Row:
         error=0.0,
         plain_because=reason,
     )
-
-
-def _can_be_packed(value: StoredWeight | PackedLayer) -> bool:
-    """Returns whether the packed layout has a weight: no experts with global scales."""
-    if isinstance(value, PackedLayer):
-        return True
-    return value.global_scale is None or len(value.shape) == 2
 
 
 def _quantization(

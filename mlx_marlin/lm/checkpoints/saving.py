@@ -14,7 +14,7 @@ from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.targets import record_of
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
-from mlx_marlin.layers.joined import MarlinPart, separate
+from mlx_marlin.layers.joined import MarlinPart, separate, whole
 from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.conversion import Records, write_config
@@ -88,14 +88,14 @@ def _records(model: nn.Module) -> Records:
                 f"{name} is a layer of MLX with columns in another order than x "
                 f"(act-order), which no checkpoint can hold"
             )
-        whole = layer.shared.layer if isinstance(layer, MarlinPart) else layer
-        packed = whole.packed if isinstance(whole, GuardedParameters) else None
+        own = whole(layer)
+        packed = own.packed if isinstance(own, GuardedParameters) else None
         if packed is not None:
             stored = _stored_name(f"{name}.words", reordered).removesuffix(".words")
             records.marlin[stored] = record_of(packed)
             if isinstance(layer, MarlinPart):
                 records.marlin[stored]["n"] = layer.shared.sizes[layer.index]
-        elif hasattr(layer, "bits") and "scales" in whole:
+        elif hasattr(layer, "bits") and "scales" in own:
             format = {"group_size": layer.group_size, "bits": layer.bits}
             records.mlx[name] = {**format, "mode": layer.mode}
             if GLOBAL_SCALE in layer:
