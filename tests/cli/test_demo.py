@@ -26,10 +26,10 @@ from mlx_marlin.cli.demo.generation import (
     generate,
 )
 from mlx_marlin.lm.verification.perplexity import (
+    ROWS,
     passes,
     perplexity,
     read,
-    rows_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -228,12 +228,14 @@ def test_the_wheel_has_the_model_where_the_demo_looks_for_it() -> None:
     assert ROOT / target == installed
 
 
-def test_rows_are_those_of_the_passes() -> None:
-    for shape in ((1, 150), (4, 33), (5, 13), (80, 2)):
-        tokens, seen = mx.zeros(shape, mx.int32), set()
+def test_a_text_is_read_in_passes_of_few_rows() -> None:
+    for batch, length in ((1, 150), (4, 33), (5, 13), (80, 2)):
+        tokens, seen = mx.zeros((batch, length), mx.int32), []
         for part in read(lambda part, cache: part, tokens, [], lambda: None):
-            seen.add(part.size)
-        assert rows_of(tokens) == seen
+            seen.append(part.size)
+        assert sum(seen) == tokens.size
+        assert max(seen) <= max(batch, ROWS)
+        assert len(seen) == passes(tokens)
 
 
 @pytest.mark.parametrize("options", [[], ["--plans"]])

@@ -50,13 +50,6 @@ def passes(tokens: mx.array) -> int:
     return math.ceil(length / _chunk(batch))
 
 
-def rows_of(tokens: mx.array) -> set[int]:
-    """Returns the numbers of rows of the passes that read tokens `(batch, length)`."""
-    batch, length = tokens.shape
-    chunk = _chunk(batch)
-    return {batch * min(chunk, length - begin) for begin in range(0, length, chunk)}
-
-
 def read(
     model: nn.Module, tokens: mx.array, cache: list[Any], tick: Tick
 ) -> Iterator[mx.array]:
