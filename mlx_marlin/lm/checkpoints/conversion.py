@@ -170,22 +170,17 @@ def _rows(
 
 
 def _layout_of(value: StoredWeight | PackedLayer, layout: str, keep: bool) -> str:
-    """Returns the layout that a layer gets.
+    """Returns the layout that a layer gets: its own, if it has one, to keep it.
 
-    Args:
-        value: The weight.
-        layout: The layout that was asked for.
-        keep: Whether the layer stays as it is if a layout has it so, as experts with
-            global scales always do: the packed layout does not have them.
+    Experts with global scales are always kept: the packed layout does not have them.
     """
     if isinstance(value, PackedLayer):
         return "marlin" if keep else layout
     is_scaled, is_linear = value.global_scale is not None, len(value.shape) == 2
     if not keep and (is_linear or not is_scaled):
         return layout
-    if is_scaled and is_linear:
-        return "marlin"
-    return "mlx" if value.mode in MODE_DEFAULTS else layout
+    is_of_mlx = value.mode in MODE_DEFAULTS and not (is_scaled and is_linear)
+    return "mlx" if is_of_mlx else "marlin" if is_scaled else layout
 
 
 def _unchanged(name: str, array: mx.array, reason: str) -> Row:
