@@ -15,14 +15,15 @@ MAX_EXPERTS = 1024
 """Limit of the experts of a row: a lane keeps every 32nd logit in a register."""
 MAX_COMBINE_THREADS = 128
 """Limit of the threads of a block: a few short rows then fill many multiprocessors."""
-NORM_THREADGROUP = 1024
-"""Limit of the threads that add and normalize a row, as in MLX's RMSNorm."""
+NORM_THREADGROUP = 256
+"""Threads that add and normalize a row, twice as many if it has more than they take. A
+GPU may refuse more of a kernel with many registers, which MLX reports by an error."""
 NORM_SIDE = 4
 """Consecutive values of such a thread."""
-NORM_TURNS = 4
+NORM_TURNS = 8
 """Limit of the times that a thread takes `NORM_SIDE` values, which it keeps in
-registers."""
-MOST_NORMED = NORM_THREADGROUP * NORM_SIDE * NORM_TURNS
+registers: 72 of 32 bits with bfloat16 (counted), and with 16 times they would spill."""
+MOST_NORMED = 2 * NORM_THREADGROUP * NORM_SIDE * NORM_TURNS
 """Limit of the values of a row that is added and normalized."""
 REPACK_THREADS = 256
 """Threads of a threadgroup, which moves some tiles of a weight."""
@@ -149,7 +150,8 @@ class AddNormPlan:
     def threadgroup(self) -> int:
         """Threads that add and normalize a row."""
         simdgroups = -(-self.n // (NORM_SIDE * SIMD_WIDTH))
-        return min(simdgroups * SIMD_WIDTH, NORM_THREADGROUP)
+        doubled = self.n > NORM_THREADGROUP * NORM_SIDE * NORM_TURNS
+        return min(simdgroups * SIMD_WIDTH, NORM_THREADGROUP * (1 + doubled))
 
     def explain(self) -> str:
         """Returns a description of the plan."""

@@ -15,6 +15,9 @@ from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.shared_launches import IN_CONSTANT
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.block_plans import (
+    MOST_NORMED,
+    NORM_SIDE,
+    NORM_TURNS,
     AddNormPlan,
     CombinePlan,
     HeadsPlan,
@@ -79,6 +82,21 @@ def test_heads_are_rotated(
 @drawn(6, 60, rows=st.integers(1, 9), n=st.integers(8, 3000), dtype=DTYPES)
 def test_rows_are_added_and_normalized(rows: int, n: int, dtype: str) -> None:
     assert Added(rows=rows, n=n, dtype=dtype).wrong_result() is None
+
+
+@pytest.mark.parametrize(
+    ("n", "threads"),
+    [(100, 32), (1024, 256), (1025, 256), (8192, 256), (8193, 512), (16384, 512)],
+)
+def test_long_rows_have_more_values_per_thread_instead_of_more_threads(
+    n: int, threads: int
+) -> None:
+    plan = AddNormPlan(1, "bfloat16", n, 1e-5)
+
+    assert plan.threadgroup == threads
+    assert n <= plan.threadgroup * NORM_SIDE * NORM_TURNS
+    assert n <= MOST_NORMED
+    assert Added(rows=1, n=n, dtype="bfloat16").wrong_result() is None
 
 
 def test_the_norm_is_that_of_the_rounded_sum() -> None:
