@@ -6,6 +6,7 @@ need a C++ compiler.
 
 import math
 from math import prod
+from typing import cast
 
 import mlx.core as mx
 
@@ -127,7 +128,7 @@ def _bias(y: mx.array, values: mx.array) -> str | None:
     least = SMALLEST[dtype] / ROUNDING[dtype]  # of subnormal results
     size = mx.abs(values)
     normal = size > least
-    count = normal.sum().item()
+    count = cast(int, normal.sum().item())
     if count < FEWEST:
         return None
     errors = (mx.abs(wide(y)) - size) / (mx.maximum(size, least) * ROUNDING[dtype])
