@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,20 +23,17 @@ def facts(device: PlanningDevice) -> MachineFacts:
     """
     backend = selection.backend()
     machine = tuned_results.machine(device, backend)
+    is_on_gpu = backend in selection.ON_GPU
+    memory = int(mx.device_info().get("memory_size", 0)) if is_on_gpu else 0
     return MachineFacts(
-        chip=machine.chip,
-        architecture=machine.architecture,
-        cores=machine.cores,
-        memory_gb=_memory_gb() if backend in selection.ON_GPU else 0,
-        system=machine.system,
+        **asdict(machine),
+        memory_gb=round(memory / 2**30),
         build=selection.active().system_build(),
         backend=backend,
         python=platform.python_version(),
-        mlx=machine.mlx,
         mlx_lm=versions.installed("mlx-lm") or "",
         mlx_marlin=versions.installed("mlx-marlin") or "",
         commit=commit(),
-        kernels=machine.kernels,
     )
 
 
@@ -56,7 +54,3 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _memory_gb() -> int:
-    return round(int(mx.device_info().get("memory_size", 0)) / 2**30)
