@@ -66,6 +66,21 @@ def read(path: str | Path, most_bytes: int = LARGEST_JSON) -> bytes:
         return file.read(status.st_size)  # no more, if the file grows meanwhile
 
 
+def read_text(path: str | Path) -> str:
+    """Returns the content of a file in UTF-8.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: As for `read`, or if it is not UTF-8.
+    """
+    try:
+        return read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: byte {error.start} is not UTF-8, expected a text in UTF-8"
+        ) from None
+
+
 def check(path: str | Path, most_bytes: int | None = None) -> None:
     """Checks a file that a library will open by its name.
 

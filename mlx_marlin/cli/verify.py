@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for name in filter(None, (args.model, args.against)):
         check_location(Path(name))
     terminal.print_note(f"loading {args.model}")
-    text = None if args.text is None else _text(args.text)
+    text = None if args.text is None else regular_files.read_text(args.text)
     report = _verify()(
         args.model,
         args.against,
@@ -98,10 +98,3 @@ def _finite(value: Any) -> Any:
         return [_finite(item) for item in value]
     is_number = not isinstance(value, float) or math.isfinite(value)
     return value if is_number else None
-
-
-def _text(file: Path) -> str:
-    try:
-        return regular_files.read(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text {file} is not UTF-8: {error}") from None

@@ -211,7 +211,7 @@ def test_the_c_locale_is_enough() -> None:
         ("--grid 4 --input x=zip.npy", "--input 'zip.npy', expected a .npy file"),
         ("--grid 4 --input x=npz.npy", "--input 'npz.npy', expected a .npy file"),
         ("--grid 4 --input x=head.npy", "--input 'head.npy', expected a .npy file"),
-        ("--grid 4 --header odd.npy", "odd.npy: byte 1 is not UTF-8, expected Metal"),
+        ("--grid 4 --header odd.npy", "odd.npy: byte 1 is not UTF-8, expected a text"),
     ],
 )
 def test_what_emulate_cannot_do_is_one_line(

@@ -140,7 +140,7 @@ def test_a_text_has_to_be_utf_8(
 ) -> None:
     (tmp_path / "text.txt").write_bytes(b"\xff")
     assert main(["verify", str(model), "--text", str(tmp_path / "text.txt")]) == 2
-    assert "text.txt is not UTF-8" in capsys.readouterr().err
+    assert "text.txt: byte 0 is not UTF-8" in capsys.readouterr().err
 
 
 def test_a_gguf_file_has_no_place_for_the_decision(

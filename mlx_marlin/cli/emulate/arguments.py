@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -22,20 +21,6 @@ MAX_THREADS = 2**32
 """Threads of a grid, which Metal counts in 32 bits; they take minutes to emulate."""
 MAX_ELEMENTS = 2**28
 """Elements of an array: 1 GiB of float32."""
-
-
-def read_source(path: Path) -> str:
-    """Reads a Metal file.
-
-    Raises:
-        ValueError: If the file is not UTF-8, or not a regular one.
-    """
-    try:
-        return regular_files.read(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: byte {error.start} is not UTF-8, expected Metal source in UTF-8"
-        ) from None
 
 
 def named(text: str, option: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from mlx_marlin import regular_files
 from mlx_marlin.cli import json_output
 from mlx_marlin.cli.emulate.arguments import (
     all_named,
@@ -20,7 +21,6 @@ from mlx_marlin.cli.emulate.arguments import (
     byte_count,
     grid,
     input_array,
-    read_source,
     template,
     triple,
 )
@@ -165,8 +165,8 @@ def _request(args: argparse.Namespace) -> Request:
         "name": args.file.stem,
         "input_names": list(inputs),
         "output_names": list(outputs),
-        "header": "\n".join(map(read_source, args.header)),
-        "source": read_source(args.file),
+        "header": "\n".join(map(regular_files.read_text, args.header)),
+        "source": regular_files.read_text(args.file),
         "atomic_outputs": args.atomic_outputs,
     }
     types = [array_type(text, "--output") for text in outputs.values()]
