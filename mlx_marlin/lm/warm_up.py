@@ -12,12 +12,10 @@ import mlx.nn as nn
 
 from mlx_marlin import state
 from mlx_marlin.backends import kernels, selection
-from mlx_marlin.layers.embedding import MarlinEmbedding
-from mlx_marlin.layers.joined import MarlinPart, whole
-from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.native import activation_dtype
-from mlx_marlin.lm.known_layers import is_marlin_experts, is_marlin_heads
-from mlx_marlin.weights.dtypes import floating
+from mlx_marlin.layers.joined import whole
+from mlx_marlin.lm.report.layer_groups import described
+from mlx_marlin.lm.report.layer_product import LayerProduct, Weight
+from mlx_marlin.lm.report.target import Target
 
 Step = Callable[[], Any]
 
@@ -112,65 +110,29 @@ def cache_factory(model: nn.Module) -> Callable[[], Any] | None:
 
 
 def layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
-    """Yields calls of converted layers, once for each shape, format and dtype."""
-    activations = activation_dtype(model)
-    seen: set[object] = set()
-    for layer in model.modules():
-        sizes = layer.shared.sizes if isinstance(layer, MarlinPart) else ()
-        own = whole(layer)
-        if not _is_converted(own):
-            continue
-        dtype = floating(_scales(own).dtype, activations)
-        key = _kernel_key(own), sizes, dtype
-        if key not in seen:
-            seen.add(key)
-            yield from _products(own, m, dtype, sizes)
+    """Yields the call of each distinct product of the converted layers."""
+    seen: set[LayerProduct] = set()
+    for _, layer, product in described(model, Target.of(None)):
+        if product.is_converted and product.weight is not None and product not in seen:
+            seen.add(product)
+            yield partial(_call, whole(layer), product, product.weight, m)
 
 
-def _is_converted(layer: nn.Module) -> bool:
-    known = isinstance(layer, MarlinLinear | MarlinEmbedding)
-    return known or is_marlin_experts(layer) or is_marlin_heads(layer)
-
-
-def _kernel_key(layer: nn.Module) -> tuple[object, ...]:
-    """Returns the properties of a layer that determine its kernels."""
-    arrays = [(name, array.shape, array.dtype) for name, array in layer.items()]
-    format = layer.group_size, layer.bits, layer.mode
-    invariant = getattr(layer, "invariant", False)
-    return type(layer), *format, invariant, *arrays
-
-
-def _products(
-    layer: Any, m: int, dtype: mx.Dtype, sizes: tuple[int, ...]
-) -> Iterator[Step]:
-    """Yields the calls of a layer with m rows.
+def _call(layer: Any, product: LayerProduct, weight: Weight, m: int) -> Any:
+    """Calls a layer with m rows.
 
     A layer of experts does not know how many experts a row chooses; this uses one.
-
-    Args:
-        layer: The layer.
-        m: Number of rows.
-        dtype: Dtype of the activations.
-        sizes: Rows of the parts of a joined layer; empty for others.
     """
-    packed = getattr(layer, "packed", None)
-    k = _scales(layer).shape[-1] * layer.group_size if packed is None else packed.k
-    x = mx.zeros((m, k), dtype)
-    if sizes:
-        yield partial(layer.parts, x, sizes)
-    elif isinstance(layer, MarlinEmbedding):
-        yield partial(layer.as_linear, x)
-    elif is_marlin_experts(layer):
-        yield partial(layer, x[:, None, None], mx.zeros((m, 1), mx.uint32))
-    elif is_marlin_heads(layer):
-        heads = _scales(layer).shape[0]
-        n = _scales(layer).shape[-2] if packed is None else packed.n
-        yield partial(layer, mx.zeros((heads, m, k), dtype))
-        yield partial(layer, mx.zeros((heads, m, n), dtype), transpose=False)
-    else:
-        yield partial(layer, x)
-
-
-def _scales(layer: nn.Module) -> mx.array:
-    scales: mx.array = layer["scales" if "scales" in layer else "packed_scales"]
-    return scales
+    is_transposed = "not transposed" not in product.operation
+    x = mx.zeros(
+        (m, weight.k if is_transposed else weight.n), getattr(mx, product.dtype)
+    )
+    match product.operation:
+        case "experts":
+            return layer(x[:, None, None], mx.zeros((m, 1), mx.uint32))
+        case "as_linear":
+            return layer.as_linear(x)
+        case "linear":
+            return layer.parts(x, product.parts) if product.parts else layer(x)
+        case _:
+            return layer(mx.broadcast_to(x, (*weight.batch, *x.shape)), is_transposed)

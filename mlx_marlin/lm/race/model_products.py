@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.joined import MarlinPart
+from mlx_marlin.layers.joined import MarlinPart, whole
 from mlx_marlin.layers.native import native_weight
 from mlx_marlin.lm.report.layer_groups import described
 from mlx_marlin.lm.report.layer_product import LayerProduct
@@ -116,7 +116,7 @@ def products_of(model: nn.Module, target: Target) -> list[ModelProduct]:
             continue
         problem = one.problem(1, one.layout)
         if problem is not None and in_stock_mlx(product_of(problem)) is not None:
-            found.setdefault(problem, []).append((product, _whole(layer)))
+            found.setdefault(problem, []).append((product, whole(layer)))
     products = [
         ModelProduct(product=pairs[0][0], layers=tuple(layer for _, layer in pairs))
         for pairs in found.values()
@@ -134,10 +134,6 @@ def _bytes(product: ModelProduct) -> int:
     problem = product.problem(1, product.layout)
     assert problem is not None
     return product_of(problem).weight_bytes * len(product.layers)
-
-
-def _whole(layer: Any) -> Any:
-    return layer.shared.layer if isinstance(layer, MarlinPart) else layer
 
 
 def _arrays(layer: Any, layout: str) -> tuple[mx.array, ...]:
