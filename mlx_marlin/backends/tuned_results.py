@@ -32,7 +32,8 @@ from mlx_marlin.planning.measurement import (
     Result,
 )
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Tile, Work
+from mlx_marlin.planning.work import Work
+from mlx_marlin.planning.work.tiles import Tile
 
 ENVIRONMENT = "MLX_MARLIN_TUNED"
 """If it is 0, no results are read."""

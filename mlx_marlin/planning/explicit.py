@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
-from mlx_marlin.planning.work import STRATEGIES, Partition, Strategy, Work
+from mlx_marlin.planning.work import Work
 from mlx_marlin.planning.work import decompositions as divide
 from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
+from mlx_marlin.planning.work.division import STRATEGIES, Partition, Strategy
 from mlx_marlin.planning.work.tiles import Kernel, Reduction
 
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))

@@ -20,14 +20,16 @@ from typing import ClassVar
 
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.planning.work import Tile, Work, tile_position
+from mlx_marlin.planning.work import Work
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     REDUCTIONS,
     SIMD_WIDTH,
     Kernel,
     Reduction,
+    Tile,
     k_tile,
+    tile_position,
 )
 
 

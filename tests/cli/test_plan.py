@@ -15,7 +15,7 @@ from mlx_marlin.planning.choice import WIDTH
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import STRATEGIES
+from mlx_marlin.planning.work.division import STRATEGIES
 from support.processes import run_python
 
 KEYS = (

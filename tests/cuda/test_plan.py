@@ -15,7 +15,8 @@ from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.tiles import Tile
 from support.cuda_strategies import PLANS, covered, mma_plans, staged_plans
 from support.grids import drawn
 

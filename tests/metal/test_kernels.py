@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import planner, selection
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import STRATEGIES
+from mlx_marlin.planning.work.division import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
 from support import drawn_arrays, launches, oracles, strategies
 from support.drawn_arrays import run, stock

@@ -22,7 +22,8 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Tile, data_parallel
+from mlx_marlin.planning.work import data_parallel
+from mlx_marlin.planning.work.tiles import Tile
 from support import strategies
 
 M3_MAX = Device.named("Apple M3 Max")

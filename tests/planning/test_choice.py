@@ -21,7 +21,7 @@ from mlx_marlin.planning.choice import WIDTH, aligned
 from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import PARTITIONS, STRATEGIES, Strategy
+from mlx_marlin.planning.work.division import PARTITIONS, STRATEGIES, Strategy
 from support.processes import run_python
 from support.strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
 

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mlx_marlin.planning.work import (
-    MOST_GROUPS,
-    Split,
-    Work,
-    balanced_cut,
-    ceil_cut,
-    locality_groups,
-    tile_position,
-)
+from mlx_marlin.planning.work import Work, balanced_cut, ceil_cut
+from mlx_marlin.planning.work.division import MOST_GROUPS, locality_groups
+from mlx_marlin.planning.work.tiles import Split, tile_position
 from support.grids import drawn
 from support.strategies import works
 

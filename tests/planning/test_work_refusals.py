@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.tiles import Tile
 
 
 def work_of(base: str, **fields: object) -> Work:

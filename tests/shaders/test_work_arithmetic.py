@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin import emulator
-from mlx_marlin.planning.work import MOST_THREADGROUPS, MOST_UNEVEN, Work
+from mlx_marlin.planning.work import Work
+from mlx_marlin.planning.work.division import MOST_THREADGROUPS, MOST_UNEVEN
 from support import shader_functions
 
 needs_emulator = pytest.mark.skipif(

@@ -1,7 +1,7 @@
 """Which part of a product a split computes."""
 
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.work import Split
+from mlx_marlin.planning.work.tiles import Split
 
 
 def product_of(plan: Plan, tile: int) -> int:

@@ -31,9 +31,9 @@ from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.decompositions import WIDTHS
-from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, k_tile
+from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

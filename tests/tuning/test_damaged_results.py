@@ -12,7 +12,7 @@ import pytest
 from mlx_marlin.backends import planner, tuned_results
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import MOST_THREADGROUPS
+from mlx_marlin.planning.work.division import MOST_THREADGROUPS
 from support.results import HERE, PROBLEM, by_problem, measured, warned
 
 

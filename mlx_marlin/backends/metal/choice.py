@@ -13,7 +13,7 @@ from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Candidate
-from mlx_marlin.planning.work import STRATEGIES
+from mlx_marlin.planning.work.division import STRATEGIES
 
 TENSOR_MARGIN = 1 + search.MODEL_ERROR
 """Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such

@@ -29,9 +29,9 @@ from mlx_marlin.backends.metal.limits import (
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.planning.explicit import STAGED
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Tile, Work, data_parallel
+from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.decompositions import WIDTHS
-from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, k_tile
+from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Tile, k_tile
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

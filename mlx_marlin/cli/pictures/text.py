@@ -7,7 +7,7 @@ from itertools import accumulate, groupby, takewhile
 from mlx_marlin.planning.choice import WIDTH as TABLE_WIDTH
 from mlx_marlin.planning.choice import Choice, aligned
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.work import Split
+from mlx_marlin.planning.work.tiles import Split
 
 SHOWN = 12
 """Maximum rows, columns and threadgroups of a diagram; of more, the middle is

@@ -7,7 +7,7 @@ from mlx_marlin.cli import arguments
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import PARTITIONS, STRATEGIES
+from mlx_marlin.planning.work.division import PARTITIONS, STRATEGIES
 from mlx_marlin.planning.work.tiles import REDUCTIONS
 
 

@@ -21,35 +21,12 @@ from itertools import pairwise
 from math import gcd
 
 from mlx_marlin.planning.work.division import (
-    MOST_GROUPS,
-    MOST_THREADGROUPS,
     MOST_UNEVEN,
-    PARTITIONS,
-    STRATEGIES,
     Partition,
     Strategy,
     check,
-    locality_groups,
 )
-from mlx_marlin.planning.work.tiles import Split, Tile, tile_position
-
-__all__ = [
-    "MOST_GROUPS",
-    "MOST_THREADGROUPS",
-    "MOST_UNEVEN",
-    "PARTITIONS",
-    "STRATEGIES",
-    "Partition",
-    "Split",
-    "Strategy",
-    "Tile",
-    "Work",
-    "balanced_cut",
-    "ceil_cut",
-    "data_parallel",
-    "locality_groups",
-    "tile_position",
-]
+from mlx_marlin.planning.work.tiles import Split
 
 
 def balanced_cut(part: int, parts: int, total: int) -> int:

@@ -6,8 +6,9 @@ from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Partition, Tile, Work, data_parallel
-from mlx_marlin.planning.work.tiles import Reduction, k_tile
+from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.division import Partition
+from mlx_marlin.planning.work.tiles import Reduction, Tile, k_tile
 from mlx_marlin.weights.formats import TILE_N, format_of
 
 
