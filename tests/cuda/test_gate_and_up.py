@@ -122,8 +122,11 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
     )
-    monkeypatch.setattr(tuned_results, "_found", cache(lambda *_: {plain: result}))
-    assert tuned_results.find(plain, H200, "cuda") == result
+    stored = tuned_results.Stored(results={plain: result})
+    monkeypatch.setattr(tuned_results, "_found", cache(lambda *_: stored))
+    found = tuned_results.find(plain, H200, "cuda")
+    assert found is not None
+    assert found.plan == plan
     layer, x = layer_of("marlin"), mx.random.normal((1, 128)).astype(mx.float16)
 
     layer.gated(x)
