@@ -75,6 +75,7 @@ class SimulatedMac:
     def sample(
         self, model: nn.Module, rows: Sequence[int], samples: int, is_over: Any
     ) -> forward_race.Samples:
+        assert forward_race.can_run(model)
         ours = any(map(is_marlin_layer, computing_layers(model)))
         self.passes += [(m, ours) for m in rows]
         return {m: [self.forward(m, ours) * 1e-3] * samples for m in rows}

@@ -186,6 +186,8 @@ class Race:
         Packed weights would have to be unpacked, so there are no turns with them.
         """
         rows = [m for m in rows if self._stock and m in self._stock[0]]
+        if not rows:
+            return
         in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
         self._ours.append(self._sample(rows, 1 if in_place else rounds))
         for _ in range(rounds - 1):
