@@ -47,11 +47,9 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
 
     if selection.traits().compiles_ahead:
         compile_steps(step for m in rows for step in _steps(model, m))
-    with tqdm(total=len(rows), desc="warm up", unit="row count") as bar:
-        for m in rows:
-            for step in _steps(model, m):
-                mx.eval(step())
-            bar.update()
+    for m in tqdm(rows, "warm up", unit="row count"):
+        for step in _steps(model, m):
+            mx.eval(step())
 
 
 def compile_steps(steps: Iterable[Step]) -> None:
@@ -69,13 +67,11 @@ def compile_steps(steps: Iterable[Step]) -> None:
     from tqdm import tqdm
 
     workers = min(len(compilations), os.cpu_count() or 1, COMPILED_AT_A_TIME)
-    with (
-        ThreadPoolExecutor(workers) as pool,
-        tqdm(total=len(compilations), desc="compile", unit="kernel") as bar,
-    ):
-        for done in as_completed([pool.submit(task) for task in compilations.values()]):
+    with ThreadPoolExecutor(workers) as pool:
+        running = [pool.submit(task) for task in compilations.values()]
+        finished = as_completed(running)
+        for done in tqdm(finished, "compile", total=len(running), unit="kernel"):
             done.result()
-            bar.update()
 
 
 def _steps(model: nn.Module, m: int) -> Iterator[Step]:

@@ -148,20 +148,18 @@ def _changed(utils: ModuleType, name: str) -> str | None:
         return f"{utils.__name__} has no function {name}"
     function = getattr(function, _ORIGINAL, function)
     try:
-        found = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return f"{utils.__name__}.{name} has no signature"
     expected = PARAMETERS[utils.__name__][name]
-    first = [p for p in found if p.kind is p.POSITIONAL_OR_KEYWORD][: len(expected)]
-    others = [p for p in found if p not in first]
-    if tuple(p.name for p in first) == expected and not any(map(_is_required, others)):
-        return None
-    return f"{utils.__name__}.{name} has other parameters"
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variadic = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and parameter.kind not in variadic
+    first = (*signature.parameters,)[: len(expected)]
+    try:
+        signature.bind(*expected)  # no other parameter is required
+    except TypeError:
+        first = ()
+    return (
+        None if first == expected else f"{utils.__name__}.{name} has other parameters"
+    )
 
 
 def _replace(name: str, old: Any, new: Any) -> None:

@@ -165,11 +165,7 @@ def _projected(
 
 
 def _normed(
-    spec: BlockSpec,
-    layer: MarlinLinear,
-    x: mx.array,
-    norm: Any,
-    parts: Shape = (),
+    spec: BlockSpec, layer: MarlinLinear, x: mx.array, norm: Any, parts: Shape = ()
 ) -> Any:
     """Returns the product of a joined layer with normalized x, in parts if there are.
 
@@ -276,15 +272,10 @@ def _gated(spec: BlockSpec, modules: dict[str, Any], x: mx.array) -> mx.array:
     norm, gating = modules["norm"], spec.gating
     if "joined" not in modules:
         x = norm(x)
-        gate_and_up = modules["gate_proj"](x), modules["up_proj"](x)
-        return swiglu(*gate_and_up) if gating is None else gating(*gate_and_up)
+        return (gating or swiglu)(modules["gate_proj"](x), modules["up_proj"](x))
     layer: MarlinLinear = modules["joined"]
-    if gating is not None:
-        return gating(*layer.halves(norm(x)))
-    if "gate" not in spec.fuse:
-        gate, up = layer.halves(norm(x))
-        plain: mx.array = swiglu(gate, up)
-        return plain
+    if gating is not None or "gate" not in spec.fuse:
+        return (gating or swiglu)(*layer.halves(norm(x)))
     if "norm" not in spec.fuse:
         return layer.gated(norm(x))
     y: mx.array = layer.normed(x, norm, gated=True)
@@ -300,11 +291,7 @@ def _is_one_row(x: mx.array, layer: MarlinLinear) -> bool:
 
 
 def _added(
-    spec: BlockSpec,
-    modules: dict[str, Any],
-    name: str,
-    x: mx.array,
-    residual: mx.array,
+    spec: BlockSpec, modules: dict[str, Any], name: str, x: mx.array, residual: mx.array
 ) -> mx.array:
     """Returns the residual plus the product of a layer and its norm, if any.
 

@@ -63,10 +63,6 @@ EXPERT_PARTS = (
     nn.Softmax,
 )
 """Classes of the modules in a mixture of experts, except the shared expert."""
-GRAPH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    switch_layers.SwitchGLU: GatedExperts
-}
-"""Classes that graphs use instead of mlx-lm's."""
 MOST_SPECS = 1024
 """Capacity of the table of block specs of a process. Entries are never removed, and
 each changed setting adds one."""
@@ -257,7 +253,8 @@ def _structure(module: nn.Module, *also: type[nn.Module] | None) -> Structure:
     children = children_of(module)
     for child in children.values():
         _checked(child, *EXPERT_PARTS, *also)
-    return GRAPH_CLASSES.get(type(module), type(module)), children
+    cls = type(module)
+    return GatedExperts if cls is switch_layers.SwitchGLU else cls, children
 
 
 def _attention_layers(

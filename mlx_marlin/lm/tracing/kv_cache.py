@@ -83,11 +83,9 @@ def _is_zero(padding: mx.array) -> bool:
 def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
     """Does what `cache.update_and_fetch` does, except that the capacity may differ."""
     is_plain: bool = type(cache) is KVCache
-    if not is_plain:
-        return cache.update_and_fetch(keys, values)
-    if keys.shape[0] == keys.shape[2] == 1:
+    if is_plain and keys.shape[0] == keys.shape[2] == 1:
         _choose_kernel(cache, cache.offset + 1)
-    if not _write(cache, cache.offset, keys, values):
+    if not is_plain or not _write(cache, cache.offset, keys, values):
         return cache.update_and_fetch(keys, values)
     cache.offset = end = cache.offset + keys.shape[2]
     return cache.keys[:, :, :end], cache.values[:, :, :end]
