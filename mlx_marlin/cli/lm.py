@@ -4,34 +4,13 @@ import argparse
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from importlib import import_module
+from types import CodeType
+from typing import Any
 
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm.compute import COMPUTE
 from mlx_marlin.lm.tuned_models import environment
 
-_NAMES = (
-    "benchmark",
-    "cache_prompt",
-    "chat",
-    "convert",
-    "evaluate",
-    "fuse",
-    "generate",
-    "lora",
-    "manage",
-    "perplexity",
-    "awq",
-    "dwq",
-    "dynamic_quant",
-    "gptq",
-    "server",
-    "upload",
-    "share",
-)
-_PACKAGES = dict.fromkeys(("awq", "dwq", "dynamic_quant", "gptq"), "mlx_lm.quant")
-COMMANDS = {name: f"{_PACKAGES.get(name, 'mlx_lm')}.{name}" for name in _NAMES}
-"""mlx-lm's commands -> the modules whose `main` they call, as in `mlx_lm.cli`."""
 LOADING = {"load_model", "load_tokenizer"}
 """mlx-lm's functions that read a model's files."""
 OPTIONS = ("layout", "join", "trace", "compute")
@@ -39,12 +18,13 @@ FAILED = 1
 """Exit status of Python for an error that mlx-lm does not catch."""
 
 DESCRIPTION = "Run a command of mlx-lm on our kernels."
-EPILOG = f"""
-COMMAND is one of mlx-lm's: {", ".join(_NAMES[:9])},
-{", ".join(_NAMES[9:])}. What follows it are its own arguments,
-unchanged; the options above come before it. Its exit status is returned. MODEL may
-also be what mlx_marlin.load reads, such as a GGUF file. Commands that write weights
-get MLX's layers. MLX_MARLIN_OPTIONS sets further options of mlx_marlin.optimize.
+EPILOG = """
+COMMAND is one of mlx-lm's, such as generate, chat, server, benchmark or evaluate; one
+that it does not know is answered with all of them. What follows it are its own
+arguments, unchanged; the options above come before it. Its exit status is returned.
+MODEL may also be what mlx_marlin.load reads, such as a GGUF file. Commands that write
+weights get MLX's layers. MLX_MARLIN_OPTIONS sets further options of
+mlx_marlin.optimize.
 Without any options, a model that `mlx-marlin tune` has measured gets the settings that
 were fastest, and MLX_MAX_OPS_PER_BUFFER.
 
@@ -87,11 +67,6 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If mlx-lm has no such command, `MLX_MARLIN_OPTIONS` is malformed, or
             the model cannot be loaded.
     """
-    module = COMMANDS.get(args.lm_command)
-    if module is None:
-        given = "no command" if args.lm_command is None else repr(args.lm_command)
-        raise ValueError(f"lm: {given}, expected one of {', '.join(COMMANDS)}")
-
     model = environment.model_of(args.arguments)
     if model is not None:
         models.check(model)
@@ -103,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_marlin.lm.auto import hook  # here, because it takes seconds
 
     hook.install(options, _tell)
-    return _called(module, args.arguments, model)
+    return _called(args.lm_command, args.arguments, model)
 
 
 def _tell(line: str) -> None:
@@ -111,27 +86,36 @@ def _tell(line: str) -> None:
     print(f"mlx-marlin: {line}", file=sys.stderr)
 
 
-def _functions(error: Exception) -> Iterator[str]:
-    """Yields the names of the functions that an exception has left."""
+def _functions(error: Exception) -> Iterator[CodeType]:
+    """Yields the functions that an exception has left."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        yield frame.f_code.co_name
+        yield frame.f_code
 
 
-def _called(module: str, arguments: Sequence[str], model: str | None) -> int:
-    """Calls the `main` of a module as `python -m` does, and returns the exit status.
+def _called(command: str | None, arguments: Sequence[str], model: str | None) -> int:
+    """Calls mlx-lm's command line, and returns the exit status.
 
     Raises:
-        ValueError: If the model that the arguments name cannot be loaded.
+        ValueError: If mlx-lm has no such command, or the model that the arguments name
+            cannot be loaded.
     """
-    before, sys.argv = sys.argv, [module, *arguments]
+    from mlx_lm import cli
+
+    main: Any = cli.main  # which has no annotations
+    before = sys.argv
+    words = [] if command is None else [command, *arguments]
+    sys.argv = [f"mlx_lm.{command}", *words]  # as the command is called by itself
     try:
-        import_module(module).main()
+        main()
     except BrokenPipeError:
         raise
     except Exception as error:
+        functions = [*_functions(error)]
+        if functions[-1] is main.__code__:
+            raise ValueError(f"lm: {error}") from error
         if type(error).__module__.startswith("huggingface_hub"):
             raise ValueError(f"the Hugging Face Hub did not answer: {error}") from error
-        if model is not None and LOADING & {*_functions(error)}:
+        if model is not None and LOADING & {code.co_name for code in functions}:
             raise ValueError(f"cannot load the model {model!r}: {error}") from error
         # It is mlx-lm's; our caller would take it for wrong input.
         traceback.print_exc()

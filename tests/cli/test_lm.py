@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ import mlx_lm.utils
 import pytest
 
 from mlx_marlin import emulator
-from mlx_marlin.cli import lm, main
+from mlx_marlin.cli import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.auto import settings
 from support import auto_hook, quantized_folder
@@ -43,12 +42,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
     monkeypatch.setattr(GENERATE, "main", lambda: found.append(sys.argv))
     return found
-
-
-def test_the_commands_are_those_of_mlx_lm() -> None:
-    code: CodeType = mlx_lm.cli.main.__code__
-
-    assert tuple(lm.COMMANDS) in code.co_consts
 
 
 def test_the_text_is_that_of_mlx_lm(
@@ -125,7 +118,7 @@ def test_compute_converts_what_is_loaded(
     assert model.layers[0].self_attn.q_proj.scales.dtype == mx.float16
 
 
-@pytest.mark.parametrize("words", [["compile", "--model", "x"], []], ids=str)
+@pytest.mark.parametrize("words", [["compile", "--port", "1"], []], ids=str)
 def test_an_unknown_command_is_one_line_with_the_commands(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +126,8 @@ def test_an_unknown_command_is_one_line_with_the_commands(
 
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert all(name in said for name in lm.COMMANDS)
+    assert said.startswith("mlx-marlin: error: lm: CLI requires a subcommand in (")
+    assert "'generate'" in said
 
 
 @pytest.mark.parametrize("status", [0, 2, 7])
