@@ -201,13 +201,6 @@ class Plan(ABC):
         passes = work.pieces / work.tiles + (self.reduction == "atomic")
         return round(2 * passes * problem.batch * problem.m * problem.n * 4)
 
-    def corner(self, tile: int) -> tuple[int, int]:
-        """Returns the first row and the first column of a tile in its product."""
-        row, column = tile_position(tile, self.m_tiles)
-        column %= self.n_tiles
-        wide = min(column, self.wide_columns)
-        return row * self.tile.m, wide * self.wide_n + (column - wide) * self.tile.n
-
     def columns_of(self, tile: int) -> int:
         """Returns the columns of a tile, including padding past column n."""
         _, column = tile_position(tile, self.m_tiles)

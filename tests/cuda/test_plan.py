@@ -18,6 +18,7 @@ from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.tiles import Tile
 from support.cuda_strategies import PLANS, covered, mma_plans, staged_plans
 from support.grids import drawn
+from support.parts_of_plans import corner
 
 
 @drawn(30, 100, plan=PLANS)
@@ -44,7 +45,7 @@ def test_the_splits_of_a_tile_have_slots_in_ascending_k(plan: Plan) -> None:
 def test_tiles_stand_side_by_side_and_are_of_one_width(plan: Plan) -> None:
     at = 0
     for tile in range(0, plan.m_tiles * plan.n_tiles, plan.m_tiles):
-        assert plan.corner(tile) == (0, at)
+        assert corner(plan, tile) == (0, at)
         assert plan.columns_of(tile) == plan.tile.n == 32 * plan.simdgroups_n
         at += plan.tile.n
 

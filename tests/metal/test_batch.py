@@ -28,7 +28,7 @@ from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, epilogues, format_cases, launches, oracles, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
-from support.parts_of_plans import product_of
+from support.parts_of_plans import corner, product_of
 from support.trace_mode import emulator_only
 
 needs_kernels = pytest.mark.skipif(
@@ -227,7 +227,7 @@ def test_a_reduce_reads_the_slots_that_were_written_and_no_other(
         draw = np.random.default_rng(5)
         for threadgroup in range(plan.num_threadgroups):
             for split in plan.work.splits(threadgroup):
-                row, col = plan.corner(split.tile)
+                row, col = corner(plan, split.tile)
                 first = product_of(plan, split.tile) * problem.m
                 rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
                 part = rows, slice(col, col + plan.tile.n)
@@ -249,7 +249,7 @@ def test_every_k_tile_of_every_product_is_visited_once(plan: Plan) -> None:
     seen: Counter[tuple[int, int, int, int]] = Counter()
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            place = product_of(plan, split.tile), *plan.corner(split.tile)
+            place = product_of(plan, split.tile), *corner(plan, split.tile)
             ks = range(split.k_idx, split.k_idx + split.k_tile_count)
             seen.update((*place, k) for k in ks)
 

@@ -16,6 +16,7 @@ from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 from support import drawn_arrays, format_cases, strategies
 from support.grids import drawn
+from support.parts_of_plans import corner
 
 pytestmark = pytest.mark.skipif(
     selection.backend() != "emulator", reason="the emulator does not run here"
@@ -243,7 +244,7 @@ def traffic_of_results(plan: Plan) -> int:
     elements = 0
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            row, col = plan.corner(split.tile)
+            row, col = corner(plan, split.tile)
             rows = min(plan.tile.m, problem.m - row)
             elements += rows * min(plan.columns_of(split.tile), problem.n - col)
     return elements * (4 if plan.is_split else 2)

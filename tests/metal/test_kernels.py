@@ -15,6 +15,7 @@ from mlx_marlin.planning.work.tiles import Reduction
 from support import drawn_arrays, launches, oracles, strategies
 from support.drawn_arrays import run, stock
 from support.grids import drawn
+from support.parts_of_plans import corner
 from support.ragged_problems import RAGGED, in_float32
 
 pytestmark = pytest.mark.skipif(
@@ -224,7 +225,7 @@ def test_a_reduce_reads_the_slots_that_were_written_and_no_other(
         draw = np.random.default_rng(5)
         for threadgroup in range(plan.num_threadgroups):
             for split in plan.work.splits(threadgroup):
-                row, col = plan.corner(split.tile)
+                row, col = corner(plan, split.tile)
                 part = np.s_[row : row + plan.tile.m, col : col + plan.tile.n]
                 # Integers: in which order they are added does not matter here.
                 own = draw.integers(-99, 100, expected[part].shape)

@@ -20,7 +20,7 @@ from mlx_marlin.planning.plan import Plan, Tile
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.weights.formats import DTYPE_BYTES
-from support.parts_of_plans import k_range
+from support.parts_of_plans import corner, k_range
 from support.strategies import ANY_FORMAT, plans, problems
 
 SMALL = problems(max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT)
@@ -48,7 +48,7 @@ def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
         for split in plan.work.splits(threadgroup):
             k_start, k_stop = k_range(plan, split)
             assert k_start % step == k_stop % step == 0
-            row, col = plan.corner(split.tile)
+            row, col = corner(plan, split.tile)
             last = col + plan.columns_of(split.tile)
             seen.update(
                 product(
@@ -76,10 +76,10 @@ def test_splits_begin_where_a_trip_and_a_group_begin(plan: Plan) -> None:
 
 @given(plans())
 def test_tiles_are_wide_first_and_cover_the_columns(plan: Plan) -> None:
-    first_row = [tile for tile in range(plan.work.tiles) if plan.corner(tile)[0] == 0]
+    first_row = [tile for tile in range(plan.work.tiles) if corner(plan, tile)[0] == 0]
     at = 0
     for tile in first_row:
-        assert plan.corner(tile)[1] == at
+        assert corner(plan, tile)[1] == at
         at += plan.columns_of(tile)
 
     assert plan.problem.n <= at < plan.problem.n + 32 * plan.simdgroups_n
@@ -215,9 +215,9 @@ def test_the_line_says_what_is_wide() -> None:
 
     assert "hytis over 68 threadgroups (60 tiles 64 wide, at most" in plan.explain()
     assert (plan.wide_columns, plan.wide_n, plan.n_tiles) == (60, 64, 68)
-    assert plan.corner(59) == (0, 59 * 64)
-    assert plan.corner(60) == (0, 60 * 64)
-    assert plan.corner(61) == (0, 60 * 64 + 32)
+    assert corner(plan, 59) == (0, 59 * 64)
+    assert corner(plan, 60) == (0, 60 * 64)
+    assert corner(plan, 61) == (0, 60 * 64 + 32)
 
 
 def test_slices_are_whole_groups_where_equal_division_is_not() -> None:

@@ -12,7 +12,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import STRATEGIES, Strategy
 from mlx_marlin.planning.work.tiles import Kernel, Tile, k_tile
-from support.parts_of_plans import k_range
+from support.parts_of_plans import corner, k_range
 from support.strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -115,7 +115,7 @@ def covered(plan: Plan) -> Counter[tuple[int, int, int]]:
     seen: Counter[tuple[int, int, int]] = Counter()
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
-            row, col = plan.corner(split.tile)
+            row, col = corner(plan, split.tile)
             last = min(col + plan.columns_of(split.tile), problem.n)
             seen.update(
                 product(

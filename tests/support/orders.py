@@ -13,7 +13,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import step_k
 from support.drawn_arrays import Native
 from support.oracles import exact
-from support.parts_of_plans import k_range, product_of
+from support.parts_of_plans import corner, k_range, product_of
 
 Vector = NDArray[np.float32]
 TRIP = 64
@@ -93,7 +93,7 @@ def promised(plan: Plan) -> Vector:
     out = np.full((problem.batch * problem.m, problem.n), np.nan, np.float32)
     for tile, splits in sums.items():
         total = ascending(splits[k_idx] for k_idx in sorted(splits))
-        row, col = plan.corner(tile)
+        row, col = corner(plan, tile)
         first = product_of(plan, tile) * problem.m
         rows = slice(first + row, first + min(row + plan.tile.m, problem.m))
         out[rows, col : col + plan.columns_of(tile)] = total[rows, None]
