@@ -1,5 +1,7 @@
 """Layers take packed weights of formats that MLX does not have."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -140,6 +142,16 @@ def test_stock_layers_compute_with_biases_for_zero_points(mode: str) -> None:
         assert (
             oracles.error(y[i].reshape(-1), exact(x[i], weights[expert])) < 5e-3
         )  # biases are rounded
+
+
+@pytest.mark.parametrize("cls", [MarlinLinear, MarlinSwitchLinear])
+def test_a_packed_layer_and_its_stock_layer_are_frozen(cls: Any) -> None:
+    batch = (EXPERTS,) if cls is MarlinSwitchLinear else ()
+    layer = cls.from_packed(packed_of("symmetric", *batch))
+
+    for own in (layer, layer.to_stock()):
+        assert own.parameters()
+        assert not own.trainable_parameters()
 
 
 def test_experts_in_groups_that_mlx_lacks_have_no_stock_layer() -> None:

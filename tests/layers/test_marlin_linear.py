@@ -153,6 +153,14 @@ def test_made_from_scratch_it_is_frozen_and_has_mlxs_defaults(layout: str) -> No
     assert "bias" not in MarlinLinear(K, N, False, 32, 4, layout=layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_layer_knows_its_features(layout: str, bits: int) -> None:
+    ours = MarlinLinear(K, N, bits=bits, layout=layout)
+
+    assert (ours.input_dims, ours.output_dims) == (K, N)
+
+
 @pytest.mark.parametrize("options", [{}, {"group_size": 32}, {"bits": 4}])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_from_linear_quantizes_as_mlx_does(
