@@ -9,6 +9,7 @@ from mlx_marlin.argument_types import check_activation
 from mlx_marlin.products.matmul import (
     Options,
     Stream,
+    on_stream,
     prepared_call,
     refuse_types,
 )
@@ -17,6 +18,7 @@ from mlx_marlin.products.request import epilogue_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
+@on_stream
 def linear(
     x: mx.array,
     w: mx.array | PackedWeight,
@@ -65,22 +67,6 @@ def linear(
         ValueError: If the arguments do not belong together, or only stock MLX can serve
             a call with `invariant=True`.
     """
-    if stream is not None:
-        with mx.stream(stream):
-            return linear(
-                x,
-                w,
-                scales,
-                biases,
-                bias=bias,
-                activation=activation,
-                multiply=multiply,
-                residual=residual,
-                invariant=invariant,
-                group_size=group_size,
-                bits=bits,
-                mode=mode,
-            )
     has = bias is not None, activation, multiply is not None, residual is not None
     options: Options = True, group_size, bits, mode, (*has, ()), invariant, None
     try:
@@ -95,6 +81,7 @@ def linear(
     return prepared.run(x, w, scales, biases, *operands)
 
 
+@on_stream
 def linears(
     x: mx.array,
     w: mx.array | PackedWeight,
@@ -136,20 +123,6 @@ def linears(
         TypeError: If `scales` is missing for a weight that is not packed.
         ValueError: If the arguments do not belong together.
     """
-    if stream is not None:
-        with mx.stream(stream):
-            return linears(
-                x,
-                w,
-                scales,
-                biases,
-                parts=parts,
-                bias=bias,
-                invariant=invariant,
-                group_size=group_size,
-                bits=bits,
-                mode=mode,
-            )
     try:
         epilogue = bias is not None, None, False, False, tuple(parts)
     except TypeError:

@@ -4,7 +4,9 @@ The shapes, dtypes and options of a call decide who serves it. The decision is m
 and kept (`dispatch`); a warm call is a look-up and a kernel call.
 """
 
-from typing import NoReturn
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast
 
 import mlx.core as mx
 
@@ -37,6 +39,22 @@ Options = tuple[
 whether the product is invariant, and the epsilon of an RMSNorm before it."""
 DEFAULT_FORMAT = (None, None, "affine")
 """group_size, bits and mode of a call that leaves them to a packed weight."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_stream(function: F) -> F:
+    """Makes a product run on the stream or device that its argument `stream` names."""
+
+    @wraps(function)
+    def call(*arguments: Any, stream: Stream = None, **options: Any) -> Any:
+        if stream is None:
+            return function(*arguments, **options)
+        with mx.stream(stream):
+            return function(*arguments, **options)
+
+    return cast(F, call)
 
 
 def quantized_matmul(
@@ -91,6 +109,7 @@ def quantized_matmul(
     return prepared.run(x, w, scales, biases)
 
 
+@on_stream
 def why_not(
     x: mx.array,
     w: mx.array | PackedWeight,
@@ -108,9 +127,6 @@ def why_not(
 
     It takes the arguments of `quantized_matmul` and raises the same errors.
     """
-    if stream is not None:
-        with mx.stream(stream):
-            return why_not(x, w, scales, biases, transpose, group_size, bits, mode)
     options = transpose, group_size, bits, mode, NO_EPILOGUE, False, None
     return prepared_call(x, w, scales, biases, options).reason
 

@@ -14,13 +14,14 @@ from mlx_marlin.products.eligibility import refuse_variance
 from mlx_marlin.products.experts.dispatch import prepare
 from mlx_marlin.products.experts.packed import gather_packed
 from mlx_marlin.products.experts.request import GatherRequest
-from mlx_marlin.products.matmul import Stream, check_packed
+from mlx_marlin.products.matmul import Stream, check_packed, on_stream
 from mlx_marlin.products.reference.weight import NativeWeight
 from mlx_marlin.products.request import CPU
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 
+@on_stream
 def gather_qmm(
     x: mx.array,
     w: mx.array | PackedWeight,
@@ -72,23 +73,6 @@ def gather_qmm(
         ValueError: If the arguments do not belong together, in MLX's words, or only
             stock MLX can serve a call with `invariant=True`.
     """
-    if stream is not None:
-        with mx.stream(stream):
-            return gather_qmm(
-                x,
-                w,
-                scales,
-                biases,
-                lhs_indices,
-                rhs_indices,
-                transpose,
-                group_size,
-                bits,
-                mode,
-                global_scale,
-                sorted_indices=sorted_indices,
-                invariant=invariant,
-            )
     if isinstance(w, PackedWeight):
         check_packed(w, scales, biases, group_size, bits, mode)
         _check_experts(w, global_scale)
