@@ -342,7 +342,8 @@ def test_make_mac_checks_the_tensor_operations_of_an_m5(
 
     passed = {each["kernel"] for each in facts["verdicts"]["kernels"] if each["passed"]}
     assert passed >= {"marlin_gemm_tensor", "marlin_tensor_layout"}
-    assert "marlin_gemm_register" in passed  # `gemv` serves few rows there, or none
+    # `gemv` serves few rows there, or none.
+    assert any(kernel.startswith("marlin_gemm_register") for kernel in passed)
 
 
 @pytest.fixture
