@@ -6,6 +6,7 @@ the tables of docs/stock_model.md.
 
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -122,22 +123,19 @@ class Row:
     def error(self) -> float:
         return self.predicted() / self.value - 1
 
-    def cells(self) -> str:
-        """The row of the table."""
+    def __str__(self) -> str:
         series = self.series
-        apart = self.why or ("out of sample" if self.is_out else "")
-        unit, places = (f"x of m={series.per}", 2) if series.per else ("ms", 3)
-        cells = [
-            series.chip,
-            series.source,
-            f"{self.m} x {series.described}",
-            f"{series.bits}, {series.group_size}",
-            f"{self.value:.{places}f} {unit}",
-            f"{self.predicted():.{places}f}",
-            f"{self.error():+.0%}",
-            "reference" if self.is_reference else apart,
-        ]
-        return "| " + " | ".join(cells) + " |"
+        return f"{series.clock}, {series.chip}: {self.m} x {series.described}"
+
+    def cell(self) -> str:
+        """The row's part of the table: rows, the figure, the error and the note."""
+        if self.is_reference:
+            apart = ["reference"]
+        else:
+            marks = (self.why, "out" * self.is_out)
+            apart = [f"{self.error():+.0%}", *filter(None, marks)]
+        value = f"{self.value:.{2 if self.series.per else 3}f}"
+        return f"{self.m}: {value} ({', '.join(apart)})"
 
 
 def _rows(entry: dict[str, Any]) -> list[Row]:
@@ -171,10 +169,20 @@ ROWS: list[Row] = [row for entry in _CONTENT["series"] for row in _rows(entry)]
 
 
 def table(clock: str) -> str:
-    """Returns the table of a clock."""
-    head = ["chip, cores", "source", "rows x k→n", "bits, group", "published"]
-    lines = [f"| {' | '.join([*head, 'model', 'error', 'note'])} |", "|---" * 8 + "|"]
-    lines += [row.cells() for row in ROWS if row.series.clock == clock]
+    """Returns the table of a clock: a line for each series."""
+    head = ["chip, cores", "source", "k→n", "bits, group", "unit", "rows: published"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    of_clock = [row for row in ROWS if row.series.clock == clock]
+    for series, rows in groupby(of_clock, lambda row: row.series):
+        cells = (
+            series.chip,
+            series.source,
+            series.described,
+            f"{series.bits}, {series.group_size}",
+            f"x of m={series.per}" if series.per else "ms",
+            "; ".join(row.cell() for row in rows),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

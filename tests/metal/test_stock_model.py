@@ -59,7 +59,7 @@ def chip(name: str, arch: str = "") -> Device:
     return replace(device, arch=arch) if arch else device
 
 
-@pytest.mark.parametrize("row", HELD, ids=Row.cells)
+@pytest.mark.parametrize("row", HELD, ids=str)
 def test_a_published_time_is_met(row: Row) -> None:
     first_fitted = row.series.clock == "independent" and row.series.device.name in (
         "Apple M3 Max",

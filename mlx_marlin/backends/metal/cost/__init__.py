@@ -13,7 +13,6 @@ Nothing was measured on the kernels of this package.
 
 from mlx_marlin.backends.metal.cost.main_loop import (
     WEIGHTS_PER_TRIP,
-    MainLoop,
     loop_of,
     loop_slots,
 )
@@ -40,10 +39,8 @@ __all__ = [
     "WHOLE_SLOTS",
     "busy",
     "lane_bytes_per_second",
-    "least_seconds",
     "level_seconds",
     "loop_of",
-    "loop_of_plan",
     "loop_slots",
     "memory_seconds",
     "predict",
@@ -71,7 +68,10 @@ REDUCE_SLOTS = 2.3
 
 def predict(plan: MetalPlan, device: Device) -> Prediction:
     """Returns the predicted times of a plan on a device."""
-    loop = loop_of_plan(plan, device)
+    if plan.has_tensor_operations:
+        loop = tensor_loop(plan.problem, device)
+    else:
+        loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
     slots, lane_bytes = loop.slots, loop.lane_bytes
     if plan.buffers:
         from mlx_marlin.backends.metal.experiments.staged_cost import (
@@ -89,25 +89,6 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
         matrix=loop.matrix,
         launch=level_seconds(device),
     )
-
-
-def loop_of_plan(plan: MetalPlan, device: Device) -> MainLoop:
-    """Returns the cost of a plan's main loop, without the stages of `gemm_staged`."""
-    if plan.has_tensor_operations:
-        return tensor_loop(plan.problem, device)
-    return loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
-
-
-def least_seconds(plan: MetalPlan, device: Device, is_split: bool) -> float:
-    """Returns a lower bound of the time, for any division of a plan's work.
-
-    Args:
-        plan: A plan whose work is ignored.
-        device: The chip to plan for.
-        is_split: Whether the work splits tiles.
-    """
-    loop = loop_of_plan(plan, device)
-    return loop.seconds + level_seconds(device) * (1 + is_split)
 
 
 def busy(plan: MetalPlan, device: Device) -> float:

@@ -5,10 +5,7 @@ from functools import lru_cache
 
 from mlx_marlin.backends.metal.cost.counts import LoopCost, loop_cost
 from mlx_marlin.backends.metal.cost.rates import (
-    lane_bytes_per_second,
-    memory_seconds,
     rates_of,
-    slots_per_second,
 )
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.problem import Problem
@@ -36,14 +33,12 @@ class MainLoop:
         slots: Issue slots of all simdgroups.
         lane_bytes: Bytes that loads return to lanes.
         matrix: Seconds of the tensor units; 0 if they are not used.
-        seconds: Time of the main loop alone if all cores are equally loaded.
     """
 
     bytes: float
     slots: float
     lane_bytes: float
     matrix: float = 0.0
-    seconds: float
 
 
 @lru_cache(maxsize=1024)
@@ -71,16 +66,7 @@ def loop_of(
         x_bytes += DTYPE_BYTES[problem.dtype] / 4  # its weight, as a row of x
     slots *= weights / WEIGHTS_PER_TRIP
     lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
-    return MainLoop(
-        bytes=traffic,
-        slots=slots,
-        lane_bytes=lane_bytes,
-        seconds=max(
-            memory_seconds(traffic, device),
-            slots / slots_per_second(device),
-            lane_bytes / lane_bytes_per_second(device),
-        ),
-    )
+    return MainLoop(bytes=traffic, slots=slots, lane_bytes=lane_bytes)
 
 
 def loop_slots(

@@ -14,11 +14,6 @@ from mlx_marlin.backends.metal.cost.main_loop import (
     MainLoop,
     padded_weights,
 )
-from mlx_marlin.backends.metal.cost.rates import (
-    lane_bytes_per_second,
-    memory_seconds,
-    slots_per_second,
-)
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import TENSOR_FRAGMENTS_M
 from mlx_marlin.planning.problem import Problem
@@ -60,10 +55,4 @@ def tensor_loop(problem: Problem, device: Device) -> MainLoop:
         slots=slots,
         lane_bytes=lane_bytes,
         matrix=matrix,
-        seconds=max(
-            memory_seconds(problem.bytes, device),
-            slots / slots_per_second(device),
-            lane_bytes / lane_bytes_per_second(device),
-            matrix,
-        ),
     )
