@@ -131,7 +131,7 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
         yield _body(problem, "gemv", 0, 1, count, rows)
     sides = range(1, MAX_SIMDGROUPS_M + 1)
     groups = [(1, 1), *((2, side) for side in sides)]
-    if product_registers(problem, 2, True) > FEWEST_REGISTERS:
+    if product_registers(problem, 2) > FEWEST_REGISTERS:
         groups += [(1, side) for side in sides if side > 1]
     for (fragments_m, simdgroups_m), count in product(groups, SIMDGROUPS_K):
         rows = FRAGMENT * fragments_m * simdgroups_m

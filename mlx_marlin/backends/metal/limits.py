@@ -10,7 +10,7 @@ FRAGMENTS_M = (1, 2)
 """Row fragments of x that a simdgroup may hold; with three, group sums would spill."""
 TENSOR_FRAGMENTS_M = 2
 """The same of `gemm_tensor`, whose operations have 16 rows of x. A lane has 82
-registers of 32 bits by a hand count (`cost.tensor`); with more rows it would have 110.
+registers of 32 bits by a hand count (`cost.residency`); with 32 rows it would have 110.
 """
 TENSOR_ROUND_ROWS = 8
 """Rows of a simdgroup of `gemm_tensor` whose sums are in scratch at a time."""
