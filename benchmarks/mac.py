@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 from benchmarks import stages
 from mlx_marlin.backends import selection
-from mlx_marlin.measure import machine, result_file, tuned_rows
+from mlx_marlin.measure import machine, result_file
 from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.products import eligibility
 
@@ -88,7 +88,7 @@ LIMITS = {
     "staged": 150.0,
 }
 """Seconds of each stage."""
-BENCHES = ("bench", "formats", "staged")
+MEASURING = ("tune", "bench", "formats", "staged")
 """Stages that write a result file."""
 
 
@@ -147,11 +147,14 @@ def commands(work: Work, scratch: Path) -> Iterator[tuple[str, list[str]]]:
             *(str(ROOT / name) for name in work.tests),
         ],
     )
-    yield "tune", [*ours, "tune", *work.tuned]
-    arguments = (work.timed, work.formats, (*work.staged, "--staged"))
-    for name, given in zip(BENCHES, arguments, strict=True):
-        json_file = str(scratch / f"{name}.json")
-        yield name, [*ours, "bench", *given, "--json", json_file]
+    arguments = (
+        ("tune", *work.tuned),
+        ("bench", *work.timed),
+        ("bench", *work.formats),
+        ("bench", *work.staged, "--staged"),
+    )
+    for name, given in zip(MEASURING, arguments, strict=True):
+        yield name, [*ours, *given, "--json", str(scratch / f"{name}.json")]
 
 
 def _add_findings(stage: Stage, scratch: Path, result: ResultFile) -> Stage:
@@ -162,9 +165,7 @@ def _add_findings(stage: Stage, scratch: Path, result: ResultFile) -> Stage:
         if stage.name == "tensor":
             text = (scratch / "tensor.txt").read_text("utf-8")
             result.notes.extend(text.splitlines())
-        if stage.name == "tune":
-            result.products.extend(tuned_rows.rows(eligibility.target(), result.date))
-        if stage.name in BENCHES:
+        if stage.name in MEASURING:
             found = result_file.read(scratch / f"{stage.name}.json")
             known = {(row.problem, row.arm, row.clock) for row in result.products}
             result.products.extend(

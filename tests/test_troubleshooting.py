@@ -14,31 +14,48 @@ TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SOURCES = sorted((ROOT / "mlx_marlin").rglob("*.py"))
 
 
-def warnings() -> Iterator[str]:
-    """Yields how each warning of the package begins, up to its first value."""
-    texts = [path.read_text(encoding="utf-8") for path in SOURCES]
-    for text in texts:
-        if "warnings.warn" not in text:  # parsing all of them takes a second
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-                yield _beginning(node.args[0])
+TELLING = {"warnings.warn", "warn_once", "_warn"}
+"""Functions that warn. Some pass a message on that another one was given."""
 
 
-def _beginning(text: ast.expr) -> str:
-    if isinstance(text, ast.JoinedStr):
-        text = text.values[0]
-    assert isinstance(text, ast.Constant), ast.dump(text)
-    return str(text.value).removeprefix("mlx_marlin: ").strip()
+def messages() -> Iterator[str]:
+    """Yields how each message begins; of one that begins with a value, what follows."""
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        calls = TELLING | ({"_print"} if "race" in path.parts else set())
+        if not any(f"{name}(" in text for name in calls):
+            continue  # parsing all of them takes a second
+        tree = ast.parse(text)
+        constants = {
+            ast.unparse(node.targets[0]): node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
+                is_first = ast.unparse(node.func) == "warnings.warn"
+                message = node.args[0 if is_first else -1]
+                message = constants.get(ast.unparse(message), message)
+                if isinstance(message, ast.JoinedStr | ast.Constant):
+                    yield from _beginning(message)
 
 
-def test_there_are_warnings() -> None:
-    assert len([*warnings()]) >= 2
+def _beginning(message: ast.JoinedStr | ast.Constant) -> Iterator[str]:
+    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+    texts = [str(each.value) for each in parts if isinstance(each, ast.Constant)]
+    texts = [each.removeprefix("mlx_marlin: ") for each in texts]
+    if first := next(filter(None, texts), None):
+        begins = isinstance(parts[0], ast.Constant) and first == texts[0]
+        yield f"`{first.strip()}" if begins else first.strip(" .(")
 
 
-@pytest.mark.parametrize("beginning", [*warnings()])
-def test_every_warning_is_explained(beginning: str) -> None:
-    assert f"`{beginning}" in TEXT
+def test_there_are_messages() -> None:
+    assert len({*messages()}) >= 15
+
+
+@pytest.mark.parametrize("beginning", [*messages()])
+def test_every_message_is_explained(beginning: str) -> None:
+    assert beginning in TEXT
 
 
 def test_every_variable_is_explained() -> None:

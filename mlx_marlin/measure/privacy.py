@@ -11,7 +11,7 @@ PATH = re.compile(r"(?<![\w.])[~.]*/[^\s'\"`,;:()<>|]+")
 """Paths, absolute or from the home folder."""
 UNPRINTABLE = re.compile(r"[^ -~→]|[<>|`]")
 LONGEST_NAME = 120
-NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9 ._,()+:/#~-]")
+NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9 ._,()+:/#~=-]")
 SHORTEST_NAME = 3
 """Shorter names of users and hosts are parts of ordinary words."""
 

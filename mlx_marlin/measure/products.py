@@ -20,7 +20,6 @@ from mlx_marlin.measure.rows import (
     ProductRow,
     Timing,
 )
-from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Clock
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
@@ -127,7 +126,7 @@ def measure(
     rows = []
     for name, measured in clocks:
         spreads = measured(products, inputs) if products else {}
-        rows += [_row(arm, name, _timing(spreads[_key(arm)], clock)) for arm in timed]
+        rows += [_row(arm, name, clock.timing(spreads[_key(arm)])) for arm in timed]
         if not clock.times_stock:
             rows += [_row(arm, name, _predicted(arm, device, name)) for arm in stock]
     return Measured(rows=rows, faults=faults, notes=_drifts(rows))
@@ -240,16 +239,6 @@ def _row(arm: Arm, clock: str, timing: Timing) -> ProductRow:
         timing=timing,
         plan=arm.plan,
         handover=arm.handover,
-    )
-
-
-def _timing(spread: Spread, clock: Clock) -> Timing:
-    return Timing(
-        seconds=spread.median,
-        method=clock.name,
-        range=spread.range,
-        samples=spread.samples,
-        drift=spread.drift,
     )
 
 

@@ -18,8 +18,8 @@ METHODS = {
 OURS = "ours"
 STOCK = "mx.quantized_matmul"
 DEQUANTIZED = "dequantize + matmul"
-CANDIDATE = "candidate plan"
-"""A plan that tuning compared with others."""
+CANDIDATE = "candidate"
+"""What the arm of a plan that tuning compared begins with, before its name."""
 STOCK_MODEL = "stock MLX"
 """The model without our kernels, in rows of generation."""
 
@@ -91,8 +91,9 @@ class ProductRow:
 
     Attributes:
         problem: The product, with the layout of the arm's weight.
-        arm: "ours", "mx.quantized_matmul", "dequantize + matmul", "candidate plan", or
-            the kernel of a plan that was asked for, such as "gemm_staged, 2 buffers".
+        arm: "ours", "mx.quantized_matmul", "dequantize + matmul", the kernel of a
+            plan that was asked for, such as "gemm_staged, 2 buffers", or "candidate: "
+            and the name of a plan that was tuned.
         clock: One of `CLOCKS`.
         timing: The time.
         plan: The plan of an arm of ours; None for the others, and if the weight is

@@ -14,8 +14,9 @@ from mlx_marlin import guard
 from mlx_marlin.backends import launcher, planner, registry, selection
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure import counting, operands, timing
+from mlx_marlin.measure import counting, operands, rows, timing
 from mlx_marlin.measure.operands import Operands
+from mlx_marlin.measure.rows import CANDIDATE, CHAIN, ProductRow, Timing
 from mlx_marlin.measure.timing import Spread, Weight
 from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.device import PlanningDevice
@@ -62,6 +63,16 @@ class Clock:
     weights: Callable[[Problem], int]
     times_stock: bool
 
+    def timing(self, spread: Spread) -> Timing:
+        """Returns a spread as a row of a result file has it."""
+        return Timing(
+            seconds=spread.median,
+            method=self.name,
+            range=spread.range,
+            samples=spread.samples,
+            drift=spread.drift,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -80,6 +91,26 @@ class Outcome:
     wrong: tuple[Plan, ...]
     result: Result | None
     failed: tuple[Plan, ...] = ()
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether nothing is kept although a plan was right: the times are noise."""
+        is_right = any(arm is not None and arm not in self.wrong for arm in self.arms)
+        return is_right and self.result is None
+
+    def rows(self, problem: Problem, clock: Clock) -> list[ProductRow]:
+        """Returns the times of stock MLX and of the right plans for a result file."""
+        return [
+            ProductRow(
+                problem=problem,
+                arm=rows.STOCK if arm is None else f"{CANDIDATE}: {label(arm)}",
+                clock=CHAIN,
+                timing=clock.timing(spread),
+                plan=arm,
+            )
+            for arm, spread in self.arms.items()
+            if arm not in self.wrong
+        ]
 
 
 def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:

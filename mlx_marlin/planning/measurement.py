@@ -185,6 +185,11 @@ class Forwards:
         """The numbers of rows with which the model was slower with our kernels."""
         return tuple(m for m, (stock, ours) in self.seconds.items() if ours > stock)
 
+    @property
+    def stock_rows(self) -> tuple[int, ...]:
+        """The rows that stock MLX serves, as it was faster and can read the weights."""
+        return self.slower if self.layout == "mlx" else ()
+
     def best(self, rows: int) -> float | None:
         """Returns the seconds of a forward pass as it is served, or None."""
         pair = self.seconds.get(rows)

@@ -19,7 +19,7 @@ from mlx_marlin.cli import COMMANDS, cache_folders, main
 from mlx_marlin.cli.doctor import installation, kernel_checks
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
-from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.measurement import STOCK, Forwards, Result, label
 from mlx_marlin.planning.problem import Problem, problem_of
 from support.models import tiny_llama
 
@@ -357,6 +357,46 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     plans: list[Any] = []
     monkeypatch.setattr(known_answers, "fault_of", plans.append)
     return plans
+
+
+@pytest.mark.usefixtures("runs")
+def test_what_was_measured_here_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "no product measured on this machine" in said
+    assert "no model measured on this machine" in said
+
+    results = []
+    for m, stock, day in ((2, True, "24"), (8, False, "26"), (16, False, "25")):
+        plan = planner.choose(problem_of(m, 64, 256), devices.current())
+        times = {label(plan): 2.0, STOCK: 1.0}
+        date = f"2026-11-{day}"
+        results.append(
+            Result(plan=plan, stock=stock, medians_us=times, clock="", date=date)
+        )
+    forwards = [
+        Forwards(key=key, layout=layout, seconds={2: (1.0, ours)}, date="2026-11-26")
+        for key, layout, ours in (
+            ("a", "mlx", 0.5),
+            ("b", "mlx", 2.0),
+            ("c", "marlin", 2.0),  # stock MLX cannot read packed weights
+        )
+    ]
+    here = tuned_results.machine(devices.current(), "emulator")
+    tuned_results.write(tuned_results.folder(), here, results, forwards)
+
+    status, facts = found(capsys)
+
+    assert status == 0
+    tuned = facts["tuned"]
+    assert [*tuned["products"].values()] == [3, 1, "2026-11-24", "2026-11-26"]
+    assert [*tuned["models"].values()] == [3, 1, "2026-11-26", "2026-11-26"]
+    main(["doctor"])
+    said = capsys.readouterr().out
+    days = "2026-11-24 to 2026-11-26"
+    assert f"3 products measured here, {days}: stock MLX serves 1 of them" in said
+    day = "2026-11-26"
+    assert f"3 models measured here, {day}: stock MLX serves some rows of 1" in said
 
 
 def test_check_runs_the_kernels_that_serve(

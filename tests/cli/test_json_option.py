@@ -23,6 +23,7 @@ GIVES_JSON = {
     "profile": ["profile", "--single-config", "8x64x128", "--chip", "M3 Max"],
     "verify": ["verify", "model", "--rows", "1"],
     "bench": ["bench", "1x64x64", "--seconds", "0.01"],
+    "tune": ["tune", "1x64x64"],
     "emulate": ["emulate", "kernel.metal", "--grid", "4", "--output", "y=4:float32"],
 }
 """Commands with a result that is no text, and arguments."""

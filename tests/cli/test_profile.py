@@ -242,6 +242,23 @@ def test_the_emulator_counts_what_the_plan_does(
     assert row["traffic"]["total"] <= counted <= 1.5 * row["traffic"]["total"]
 
 
+@pytest.mark.parametrize("table", [[], ["--compare", "stock"], ["--kernel", "gemv"]])
+def test_nothing_is_counted_that_is_not_shown(
+    table: list[str], profile: Profile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(times, "_counts", lambda plan: counted.append(plan.problem.m))
+
+    profile(*table, *M4_MAX)
+    assert counted == []
+
+    profile(*table, *M4_MAX, "--json", str(tmp_path / "profile.json"))
+    assert counted
+    counted.clear()
+    profile("--single-config", "8,4096,4096", *M4_MAX)
+    assert counted == [8]
+
+
 @needs_emulator
 def test_a_device_is_measured(
     kept: Path,

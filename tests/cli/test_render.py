@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,11 +20,17 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.cli import main, tables
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.render import command, html_tables, profile_document
+from mlx_marlin.cli.render import (
+    command,
+    html_tables,
+    profile_document,
+    result_document,
+)
 from mlx_marlin.cli.render.html import element
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling.document import Skipped, document
 from mlx_marlin.measure.profiling.profile import of_plan, of_stock
+from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning.measurement import encoded
 from mlx_marlin.planning.problem import Problem
 from support.pictures import svg_texts
@@ -333,6 +340,38 @@ def test_the_subtitle_names_what_made_the_file(stages: Any, said: str) -> None:
         data["stages"] = []
 
     assert f'<p class="subtitle">{said}, 2026-11-24</p>' in page_of(data)
+
+
+def test_stages_come_first_and_candidates_are_told_apart() -> None:
+    data = result()
+    row = next(each for each in data["products"] if each["arm"] == "ours")
+    names = ["stripe slices=4, gemv 4 rows", "split_k slices=2, gemv 4 rows"]
+    added = [row | {"arm": f"{CANDIDATE}: {name}"} for name in names]
+    added.append(added[0] | {"problem": row["problem"] | {"m": 2}})
+    data["products"] += added
+
+    text = page_of(data)
+    titles = re.findall("<h2>([^<]*)", text)
+    assert titles.index("Stages") < titles.index("Products")
+    assert all(f"{CANDIDATE}: {name}" in text for name in names)
+    # The chart has the fastest of them, as one line.
+    drawn = [
+        series
+        for chart in result_document.charts(read(data))
+        for series in chart.series
+        if series.name.startswith(CANDIDATE)
+    ]
+    assert [len(each.marks) for each in drawn] == [2]
+
+    data["stages"] = []
+    assert '<p class="subtitle">mlx-marlin tune, ' in page_of(data)
+
+
+def read(data: dict[str, Any]) -> result_file.ResultFile:
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "a.json")
+        path.write_text(json.dumps(data))
+        return result_file.read(path)
 
 
 def test_rows_name_their_plans() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import mlx_marlin
 from mlx_marlin import emulator, guard, state
 from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
 from mlx_marlin.cli import main
-from mlx_marlin.measure import counting, operands, timing, tuner
+from mlx_marlin.measure import counting, operands, result_file, timing, tuner
+from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning import choice
 from support.arguments import activations, weight
 from support.processes import run_python
@@ -94,11 +96,68 @@ def test_counters_give_the_same_file_every_time(kept: Path) -> None:
     assert first["machine"]["chip"].startswith("emulator for")
 
 
+def test_a_file_has_the_times_of_one_run_each_with_its_plan(
+    kept: Path, tmp_path: Path
+) -> None:
+    main(["tune", "8x96x512"])  # on the same day
+    path = tmp_path / "run.json"
+
+    assert main(["tune", "4x64x256", "--json", str(path)]) == 0
+
+    written = result_file.read(path)
+    arms = tuner.arms(PROBLEM, devices.current(), times_stock=False)
+    assert [row.plan for row in written.products] == arms
+    assert [row.arm for row in written.products] == [
+        f"{CANDIDATE}: {tuner.name(arm)}" for arm in arms
+    ]
+    assert {row.problem for row in written.products} == {PROBLEM}
+    assert not written.is_measured
+    assert not written.notes
+
+
+@pytest.mark.parametrize("words", [["--clear"], ["4x64x256", "--dry-run"]])
+def test_a_file_without_times_is_refused(
+    kept: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", *words, "--json"]) == 2
+
+    assert "--json writes times of products" in capsys.readouterr().err
+
+
+def test_noise_is_not_called_a_failure(
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    steady = tuner.emulator_counters
+
+    def noisy(*given: Any, **options: Any) -> dict[Any, timing.Spread]:
+        found = steady(*given, **options)
+        return {
+            arm: replace(each, range=each.median * (2 * timing.NOISE))
+            for arm, each in found.items()
+        }
+
+    monkeypatch.setattr(tuner, "emulator_counters", noisy)
+    path = tmp_path / "run.json"
+
+    assert main(["tune", "4x64x256", "--json", str(path)]) == 0
+
+    assert results(kept) == {}
+    said = capsys.readouterr().out
+    assert "1 of 1 problems: too noisy: nothing was kept, measure again" in said
+    assert "failed" not in said
+    (note,) = result_file.read(path).notes
+    assert note.endswith("too noisy: nothing was kept, measure again")
+
+
 def test_a_wrong_plan_is_told_and_not_kept(
     kept: Path,
     longest_first: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     right = launcher.product
 
@@ -108,11 +167,17 @@ def test_a_wrong_plan_is_told_and_not_kept(
 
     monkeypatch.setattr(launcher, "product", product)
 
-    assert main(["tune", "4x64x256"]) == 1
+    path = tmp_path / "run.json"
+    assert main(["tune", "4x64x256", "--json", str(path)]) == 1
 
     (result,) = results(kept).values()
     assert not result.plan.is_split
     assert "WRONG product, never used" in capsys.readouterr().out
+    written = result_file.read(path)
+    assert result.plan in [row.plan for row in written.products]
+    assert all(": WRONG product" in note for note in written.notes)
+    arms = tuner.arms(PROBLEM, devices.current(), times_stock=False)
+    assert len(written.notes) == len(arms) - len(written.products) > 0
 
 
 def test_without_a_right_plan_nothing_is_kept(
@@ -138,10 +203,14 @@ def test_plans_that_were_wrong_are_not_served_either(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    right = launcher.product  # which the guard's check does not call
-    monkeypatch.setattr(
-        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
-    )
+    right = launcher.product
+
+    def product(plan: Any, *, listed: bool = True) -> launcher.Product:
+        run = right(plan, listed=listed)
+        # The guard's check lists no plan: its answers stay right.
+        return (lambda *given: run(*given) + 1) if listed else run
+
+    monkeypatch.setattr(launcher, "product", product)
 
     with pytest.warns(RuntimeWarning, match="wrong in tuning"):
         assert main(["tune", "4x64x256"]) == 1

@@ -120,7 +120,9 @@ def _folder(facts: Facts) -> str:
 
 
 def _tuned(facts: Facts) -> list[str]:
-    lines = [f"{facts['folder']}: {facts['usable']} for this machine"]
+    lines = [facts["folder"]]
+    lines += _measured(facts["products"], "product", "{} of them")
+    lines += _measured(facts["models"], "model", "some rows of {}")
     lines += [
         f"{file['name']}: {file['results']} results"
         + (", this machine" if file["this_machine"] else "")
@@ -128,6 +130,16 @@ def _tuned(facts: Facts) -> list[str]:
     ]
     lines += facts["ignored"]
     return lines if facts["on"] else [*lines, OFF]
+
+
+def _measured(facts: Facts, name: str, of: str) -> list[str]:
+    """Returns how many were measured on this machine, when, and who serves them."""
+    count, stock = facts["count"], facts["served_by_stock"]
+    if not count:
+        return [f"no {name} measured on this machine"]
+    days = " to ".join(dict.fromkeys([facts["first"], facts["last"]]))
+    served = f"stock MLX serves {of.format(stock)}" if stock else "our kernels serve"
+    return [f"{count} {name}{'s' * (count > 1)} measured here, {days}: {served}"]
 
 
 def _models(facts: Facts) -> list[str]:

@@ -7,7 +7,7 @@ in one section does not hide the others.
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def cache_facts() -> Facts:
 
 
 def tuned_results() -> Facts:
-    """Returns the files of tuned results, and the results for this machine."""
+    """Returns the files of measured results, and what was measured on this machine."""
     from mlx_marlin.backends import selection
     from mlx_marlin.backends import tuned_results as tuned
     from mlx_marlin.products import eligibility
@@ -98,11 +98,13 @@ def tuned_results() -> Facts:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        usable = len(tuned.read(folder, machine).results) if files else 0
+        stored = tuned.read(folder, machine) if files else tuned.Stored()
+    products, models = stored.results.values(), stored.forwards.values()
     return {
         "folder": str(folder),
         "on": _is_on(tuned.ENVIRONMENT),
-        "usable": usable,
+        "products": _measured(products, lambda each: each.stock),
+        "models": _measured(models, lambda each: bool(each.stock_rows)),
         "ignored": [str(warning.message) for warning in caught],
         "files": [
             {
@@ -112,6 +114,17 @@ def tuned_results() -> Facts:
             }
             for file in files
         ],
+    }
+
+
+def _measured(found: Collection[Any], has_stock: Callable[[Any], bool]) -> Facts:
+    """Returns how much was measured, how much stock MLX serves of it, and when."""
+    dates = [each.date for each in found]
+    return {
+        "count": len(found),
+        "served_by_stock": sum(map(has_stock, found)),
+        "first": min(dates, default=None),
+        "last": max(dates, default=None),
     }
 
 

@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     elif is_measured:
         profiles = times.measured(found, device)
     else:
-        profiles = times.predicted(found, device)
+        # The table has no counts; a document and the details of a product have.
+        shows_counts = bool(args.single_config) or args.json is not None
+        profiles = times.predicted(found, device, shows_counts)
     exported = document(device, profiles, skipped)
     json_output.write(args, exported)
     if args.plot:

@@ -48,12 +48,18 @@ def assumed(
     ]
 
 
-def predicted(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profile]:
-    """Returns profiles with times of the cost model, and what the emulator counts."""
-    return [
-        _predicted(subject, device, with_counts=True)
-        for subject in _with_progress(subjects)
-    ]
+def predicted(
+    subjects: Sequence[Subject], device: PlanningDevice, with_counts: bool
+) -> list[Profile]:
+    """Returns profiles with times of the cost model.
+
+    Args:
+        subjects: What to profile.
+        device: The device.
+        with_counts: Whether the emulator counts too, which takes seconds for a product.
+    """
+    shown = _with_progress(subjects) if with_counts else subjects
+    return [_predicted(subject, device, with_counts) for subject in shown]
 
 
 def why_not_measured(subject: Subject) -> str | None:

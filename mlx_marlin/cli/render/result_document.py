@@ -10,6 +10,7 @@ from mlx_marlin.cli.render.profile_document import format_name, problem_cells, s
 from mlx_marlin.cli.tables import SOURCE, Table, Value
 from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.measure.rows import (
+    CANDIDATE,
     CHAIN,
     STOCK,
     FirstTokenRow,
@@ -55,18 +56,19 @@ def page(result: ResultFile, origin: str) -> Page:
         result: The result.
         origin: What it was read from.
     """
-    command = "make mac" if result.stages else "mlx-marlin bench"
+    tuned = any(row.arm.startswith(CANDIDATE) for row in result.products)
+    command = "mlx-marlin tune" if tuned else "mlx-marlin bench"
     facts = asdict(result.machine).items()
     return Page(
         title=f"Results on {result.machine.chip or 'an unnamed device'}",
-        subtitle=f"{command}, {result.date}",
+        subtitle=f"{'make mac' if result.stages else command}, {result.date}",
         facts=[(FACTS.get(name, name), str(value)) for name, value in facts],
         charts=charts(result),
         tables=[
+            Table(title="Stages", rows=[*map(_stage, result.stages)]),
             products(result.products),
             generation(result.generation),
             first_tokens(result.first_tokens),
-            Table(title="Stages", rows=[*map(_stage, result.stages)]),
         ],
         notes=result.notes,
         origin=origin,
@@ -77,7 +79,7 @@ def _sample(row: ProductRow) -> staircase.Sample:
     return staircase.Sample(
         rows=row.problem.m,
         seconds=row.timing.seconds,
-        name=f"{row.arm}, {row.problem.layout} layout",
+        name=f"{row.arm.partition(':')[0]}, {row.problem.layout} layout",
         source=row.timing.source,
     )
 

@@ -2,8 +2,8 @@
 
 import argparse
 from dataclasses import replace
+from datetime import date
 from functools import partial
-from pathlib import Path
 
 from mlx_marlin import cache, state
 from mlx_marlin.backends import (
@@ -12,12 +12,13 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import arguments, cache_folders, models, progress
+from mlx_marlin.cli import arguments, cache_folders, json_output, models, progress
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.tune import model, report
 from mlx_marlin.lm.tuned_models import lookup, results
-from mlx_marlin.measure import layers, operands, tuner
-from mlx_marlin.measure.tuner import Arm, Clock
+from mlx_marlin.measure import layers, machine, operands, result_file, tuner
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.tuner import Arm, Clock, Outcome
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
@@ -76,6 +77,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clear", action="store_true", help="remove all stored results first"
     )
+    json_output.add_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     streams = model.streams(args)
     names = [] if args.no_model else _model_names(args)
     found = _tunable(problems(args))
+    if args.json is not None and (args.dry_run or not found):
+        raise ValueError("--json writes times of products, and none is measured")
     if args.dry_run:
         texts = [listing(problem, eligibility.target()) for problem in found]
         print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
@@ -97,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.clear:
         print(f"files removed from {folder}: {tuned_results.clear(folder)}")
         print(f"files removed from {results.folder()}: {results.clear()}")
-    status = _tune(found, eligibility.target(), clock, folder) if clock else 0
+    status = _tune(found, clock, args) if clock else 0
     for name in names:
         model.tune(name, streams, args.max_minutes)
     return status
@@ -184,22 +188,24 @@ def _why_not(problem: Problem) -> str | None:
     return tuner.why_not(problem, eligibility.target())
 
 
-def _tune(
-    found: list[Problem], target: PlanningDevice, clock: Clock, folder: Path
-) -> int:
+def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
     """Measures the problems, and stores every result immediately."""
-    machine = tuned_results.machine(target, selection.backend())
-    wrong = kept = 0
+    target, folder = eligibility.target(), tuned_results.folder()
+    here = tuned_results.machine(target, selection.backend())
+    written = ResultFile(machine=machine.facts(target), date=date.today().isoformat())
+    outcomes: list[Outcome] = []
     for problem in progress.shown(found, "tune", "problem"):
         outcome = tuner.tune(problem, target, clock)
         progress.print_above(report.measurements(problem, outcome, clock))
         if outcome.result:
-            tuned_results.write(folder, machine, [outcome.result])
-            kept += 1
-        wrong += len(outcome.wrong) + len(outcome.failed)
+            tuned_results.write(folder, here, [outcome.result])
+        outcomes.append(outcome)
+        written.products.extend(outcome.rows(problem, clock))
+        written.notes.extend(report.notes(problem, outcome))
+        json_output.write_text(args, result_file.text(written))
     state.reset()
-    print(report.conclusion(kept, len(found), folder / machine.file_name))
-    return 1 if wrong else 0
+    print(report.conclusion(outcomes, folder / here.file_name))
+    return 1 if any(each.wrong or each.failed for each in outcomes) else 0
 
 
 def _shape_problems(n: int, k: int, args: argparse.Namespace) -> list[Problem]:
