@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mlx_marlin.layers.linear import MarlinLinear
     from mlx_marlin.lm.checkpoints.loading import load
     from mlx_marlin.lm.checkpoints.saving import save
+    from mlx_marlin.lm.drafts.stream import stream_generate
     from mlx_marlin.lm.optimize import optimize, restore
     from mlx_marlin.lm.report.model_report import report
     from mlx_marlin.lm.verification.gate import verify
@@ -42,6 +43,7 @@ __all__ = [
     "report",
     "restore",
     "save",
+    "stream_generate",
     "unpack",
     "variants",
     "verify",
@@ -66,6 +68,7 @@ _MODULES = {
     "report": "lm.report.model_report",
     "restore": "lm.optimize",
     "save": "lm.checkpoints.saving",
+    "stream_generate": "lm.drafts.stream",
     "unpack": "products.packing",
     "variants": "backends.metal.instances",
     "verify": "lm.verification.gate",

@@ -14,6 +14,8 @@ from mlx_marlin.lm.tuned_models import environment
 LOADING = {"load_model", "load_tokenizer"}
 """mlx-lm's functions that read a model's files."""
 OPTIONS = ("layout", "join", "trace", "compute")
+GENERATE = ("generate", "chat", "server")
+"""mlx-lm's commands that decode with its `stream_generate`."""
 FAILED = 1
 """Exit status of Python for an error that mlx-lm does not catch."""
 
@@ -30,6 +32,7 @@ were fastest, and MLX_MAX_OPS_PER_BUFFER.
 
 examples:
   mlx-marlin lm generate --model mlx-community/Qwen3-4B-4bit --prompt hello
+  mlx-marlin lm --lookup chat --model mlx-community/Qwen3-4B-4bit
   mlx-marlin lm --layout marlin --join server --model qwen3.gguf --port 8080
 """
 
@@ -52,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compute",
         choices=COMPUTE,
         help="compute models in bfloat16 in float16, for GPUs that emulate bfloat16",
+    )
+    parser.add_argument(
+        "--lookup",
+        action="store_true",
+        help="draft what followed the last tokens earlier in the text, where it pays",
     )
     parser.add_argument("lm_command", metavar="COMMAND", nargs="?")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
@@ -78,7 +86,27 @@ def run(args: argparse.Namespace) -> int:
     from mlx_marlin.lm.auto import hook  # here, because it takes seconds
 
     hook.install(options, _tell)
+    if args.lookup:
+        _look_up(args.lm_command)
     return _called(args.lm_command, args.arguments, model)
+
+
+def _look_up(command: str | None) -> None:
+    """Lets a command of mlx-lm draft tokens.
+
+    Raises:
+        ValueError: If it generates no text.
+    """
+    if command not in GENERATE:
+        raise ValueError(
+            f"lm: --lookup {command}, expected one of {', '.join(GENERATE)}, because "
+            f"other commands have no drafts"
+        )
+    from mlx_marlin.lm.drafts import install
+
+    install.install()
+    if command == "server":
+        install.serve_one_at_a_time()
 
 
 def _tell(line: str) -> None:

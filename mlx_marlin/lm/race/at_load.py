@@ -220,6 +220,7 @@ class Race:
             for product in products_of(self.model, self.target):
                 results += [self._live(product, m) for m in slower]
         self._write([each for each in results if each], [kept])
+        object.__setattr__(self.model, forward_race.FORWARDS, kept)
         if slower:
             _print(_told(slower, self.recipe.layout))
 

@@ -14,6 +14,8 @@ ROWS = (*range(1, 9), 12, 16)
 """Numbers of rows of a forward pass that is timed."""
 PREFIX = 4
 """Tokens in the cache before."""
+FORWARDS = "_mlx_marlin_forwards"
+"""Attribute of a model with its `Forwards`."""
 ROUNDS = 3
 """Times that stock MLX and our kernels take turns."""
 

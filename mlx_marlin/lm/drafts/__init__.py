@@ -1,0 +1,1 @@
+"""Drafts of the next tokens, verified by the model in one pass of several rows."""

@@ -1,0 +1,97 @@
+"""The seconds of a forward pass by its rows: measured, predicted or assumed."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import mlx.nn as nn
+
+from mlx_marlin.lm.race.forward_race import FORWARDS
+from mlx_marlin.lm.report.model_report import report
+from mlx_marlin.planning.measurement import Forwards
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+ASSUMED = 0.1
+"""Cost of a further row relative to a pass of one row, where nothing is known."""
+PREDICTED = "_mlx_marlin_predicted_seconds"
+"""Attribute of a model with what the cost model says: asking takes a while."""
+SMOOTHING = 0.1
+"""Weight of the latest observed pass."""
+
+
+class PassCost:
+    """The seconds of forward passes.
+
+    Attributes:
+        source: "measured" with the whole model on this machine, "predicted" by the cost
+            model, or "assumed".
+        most_rows: The largest number of rows whose cost is known.
+    """
+
+    def __init__(self, seconds: Mapping[int, float], source: str) -> None:
+        """Keeps the seconds by rows.
+
+        Args:
+            seconds: Rows -> seconds of a pass; has 1 row.
+            source: Where they are from.
+        """
+        self._rows = sorted(seconds)
+        self._seconds = [seconds[m] for m in self._rows]
+        self._observed: float | None = None
+        self.source = source
+        self.most_rows = self._rows[-1]
+
+    def seconds(self, rows: int) -> float:
+        """Returns the seconds of a pass, between known rows on a straight line.
+
+        What a pass of one row takes longer than it was measured to, because of a long
+        context or the host, is added for any number of rows.
+        """
+        extra = 0.0
+        if self._observed is not None:
+            extra = max(self._observed - self._seconds[0], 0.0)
+        return self._known(rows) + extra
+
+    def observe(self, seconds: float) -> None:
+        """Takes note of the seconds that one token took with plain decoding."""
+        before = seconds if self._observed is None else self._observed
+        self._observed = (1 - SMOOTHING) * before + SMOOTHING * seconds
+
+    def _known(self, rows: int) -> float:
+        index = bisect_left(self._rows, rows)
+        if index < len(self._rows) and self._rows[index] == rows:
+            return self._seconds[index]
+        index = min(max(index, 1), len(self._rows) - 1)
+        low, high = self._rows[index - 1 : index + 1]
+        first, second = self._seconds[index - 1 : index + 1]
+        return first + (second - first) * (rows - low) / (high - low)
+
+
+def cost_of(model: nn.Module) -> PassCost:
+    """Returns the cost of a model's forward passes.
+
+    Args:
+        model: A model, converted or not.
+    """
+    measured: Forwards | None = getattr(model, FORWARDS, None)
+    if measured is not None and {1, 2} <= measured.seconds.keys():
+        return PassCost(
+            {m: min(pair) for m, pair in measured.seconds.items()}, "measured"
+        )
+    predicted = getattr(model, PREDICTED, None)
+    if predicted is None:
+        predicted = _predicted(model)
+        object.__setattr__(model, PREDICTED, predicted)  # no parameter
+    if predicted:
+        return PassCost(predicted, "predicted")
+    return PassCost({m: 1 + ASSUMED * (m - 1) for m in ROWS}, "assumed")
+
+
+def _predicted(model: nn.Module) -> dict[int, float]:
+    """Returns the predicted seconds of a model's products; empty if one has none."""
+    seconds = dict.fromkeys(ROWS, 0.0)
+    for layer in report(model, ROWS).layers:
+        for decision in layer.decisions:
+            if decision.time is None:
+                return {}
+            seconds[decision.rows] += layer.group.count * decision.time.us * 1e-6
+    return seconds if all(seconds.values()) else {}

@@ -1,0 +1,234 @@
+"""`stream_generate`: mlx-lm's function of this name, with drafts that pay."""
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import (
+    DEFAULT_QUANTIZED_KV_START,
+    GenerationResponse,
+    generation_stream,
+    maybe_quantize_kv_cache,
+    wired_limit,
+)
+from mlx_lm.generate import stream_generate as without_drafts
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Processor, Sampler, Token
+from mlx_marlin.lm.drafts.drafters import Drafter, LookupDrafter, ModelDrafter
+from mlx_marlin.lm.drafts.pass_cost import PassCost, cost_of
+from mlx_marlin.lm.drafts.passes import Passes
+
+IGNORED = ("num_draft_tokens", "lookup", "input_embeddings")
+"""Arguments of mlx-lm's function that the length that pays replaces, or that are not
+for this loop."""
+
+
+@dataclass
+class DraftedResponse(GenerationResponse):
+    """mlx-lm's response, and what drafts did.
+
+    Attributes:
+        drafted: Tokens drafted so far.
+        accepted: Drafted tokens accepted so far.
+        rows: Rows of the pass that this token is from.
+        plain_tps: Tokens a second that plain decoding would have had.
+        cost: Where `plain_tps` and the draft lengths are from: "measured", "predicted",
+            or "assumed".
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rows: int = 1
+    plain_tps: float = 0.0
+    cost: str = "assumed"
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | list[int],
+    max_tokens: int = 256,
+    draft_model: nn.Module | None = None,
+    stream: Any = None,
+    *,
+    lookup: bool = False,
+    **options: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """Generates text as `mlx_lm.stream_generate` does, and drafts tokens where it pays.
+
+    Greedy text is that of plain decoding, up to ties of the model's logits: products of
+    several rows are rounded otherwise, unless the model is `invariant`. With a sampler,
+    each token is sampled as without drafts, so the distribution is the same.
+
+    Args:
+        model: An mlx-lm model; after `optimize` on a GPU, the cost of its passes is
+            measured.
+        tokenizer: Its tokenizer.
+        prompt: The text, or its tokens.
+        max_tokens: Most tokens to generate; -1 for no limit.
+        draft_model: A smaller model with the same tokenizer, which drafts.
+        stream: MLX's stream or device. Default: mlx-lm's.
+        lookup: Draft what followed the last few tokens earlier in the text.
+        **options: As for `mlx_lm.stream_generate`: `sampler`, `logits_processors`,
+            `prompt_cache`, `max_kv_size`, `prefill_step_size`, `kv_bits`,
+            `kv_group_size`, `quantized_kv_start`, `prompt_progress_callback`.
+            `num_draft_tokens` has no effect: the length follows from the cost of a pass
+            and from how many tokens were accepted. With `input_embeddings`, nothing is
+            drafted.
+
+    Yields:
+        `DraftedResponse`; without drafts, and with embeddings, mlx-lm's.
+
+    Raises:
+        ValueError: If both drafters are asked for, `max_tokens` is 0, or the prompt is
+            empty.
+        TypeError: If an option is not one of mlx-lm's.
+    """
+    stream = generation_stream if stream is None else stream
+    if lookup and draft_model is not None:
+        raise ValueError("lookup=True and draft_model exclude each other: use one")
+    embeds = options.get("input_embeddings") is not None
+    if embeds or not (lookup or draft_model is not None):
+        given = {name: each for name, each in options.items() if name != "lookup"}
+        yield from without_drafts(
+            model, tokenizer, prompt, max_tokens, None, stream, **given
+        )
+        return
+    if max_tokens == 0:
+        raise ValueError("max_tokens=0, expected a positive number, or -1 for no limit")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    tokens = _tokens(tokenizer, prompt)
+    cost = cost_of(model)
+    given = {name: each for name, each in options.items() if name not in IGNORED}
+    decoding = _Decoding(model, draft_model, cost, stream, **given)
+    yield from _responses(decoding, tokenizer, tokens, max_tokens)
+
+
+class _Decoding:
+    """A decoder with the options of mlx-lm."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        draft_model: nn.Module | None,
+        cost: PassCost,
+        stream: Any,
+        *,
+        sampler: Sampler | None = None,
+        logits_processors: Sequence[Processor] | None = None,
+        max_kv_size: int | None = None,
+        prompt_cache: list[Any] | None = None,
+        prefill_step_size: int = 2048,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+        prompt_progress_callback: Callable[[int, int], None] | None = None,
+    ) -> None:
+        quantize = partial(
+            maybe_quantize_kv_cache,
+            quantized_kv_start=quantized_kv_start,
+            kv_group_size=kv_group_size,
+            kv_bits=kv_bits,
+        )
+        own, others = _split(prompt_cache, model, draft_model, max_kv_size)
+        passes = partial(Passes, quantize=quantize, step=prefill_step_size)
+        drafter: Drafter = (
+            LookupDrafter()
+            if draft_model is None
+            else ModelDrafter(passes(draft_model, others))
+        )
+        picker = Picker(sampler=sampler, processors=logits_processors or ())
+        self.model, self.cost, self.stream = model, cost, stream
+        self.progress = prompt_progress_callback or (lambda *_: None)
+        self.decoder = Decoder(passes(model, own), drafter, cost, picker, stream)
+
+
+def _split(
+    prompt_cache: list[Any] | None,
+    model: nn.Module,
+    draft_model: nn.Module | None,
+    max_kv_size: int | None,
+) -> tuple[list[Any], list[Any]]:
+    """Returns the caches of the model and of the draft model.
+
+    mlx-lm's callers give both in one list, the model's first.
+    """
+    own = make_prompt_cache(model, max_kv_size)
+    others = [] if draft_model is None else make_prompt_cache(draft_model)
+    if prompt_cache is None:
+        return own, others
+    if draft_model is None:
+        return prompt_cache, []
+    return prompt_cache[: len(own)], prompt_cache[len(own) :] or others
+
+
+def _tokens(tokenizer: Any, prompt: str | mx.array | list[int]) -> list[int]:
+    """Returns the tokens of a prompt, with special ones unless it begins with them."""
+    if isinstance(prompt, str):
+        begun = tokenizer.bos_token is not None and prompt.startswith(
+            tokenizer.bos_token
+        )
+        prompt = tokenizer.encode(prompt, add_special_tokens=not begun)
+    given: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+    tokens: list[int] = [*given]
+    if not tokens:
+        raise ValueError("prompt has no tokens, expected at least one")
+    return tokens
+
+
+def _responses(
+    decoding: _Decoding, tokenizer: Any, prompt: list[int], most: int
+) -> Generator[GenerationResponse, None, None]:
+    detokenizer = tokenizer.detokenizer
+    started = time.perf_counter()
+    prompt_seconds = 0.0
+    decoding.progress(0, len(prompt))
+
+    def told(count: int) -> None:
+        decoding.progress(count, len(prompt))
+
+    def response(token: Token, number: int, reason: str | None) -> DraftedResponse:
+        decoder = decoding.decoder
+        return DraftedResponse(
+            text=detokenizer.last_segment,
+            token=token.token,
+            logprobs=token.logprobs,
+            from_draft=token.from_draft,
+            prompt_tokens=len(prompt),
+            prompt_tps=len(prompt) / prompt_seconds,
+            generation_tokens=number,
+            generation_tps=number / (time.perf_counter() - started),
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=reason,
+            drafted=decoder.drafted,
+            accepted=decoder.accepted,
+            rows=token.rows,
+            plain_tps=1 / decoding.cost.seconds(1),
+            cost=decoding.cost.source,
+        )
+
+    with (
+        wired_limit(decoding.model, [decoding.stream]),
+        closing(decoding.decoder.tokens(prompt, most, told)) as tokens,
+    ):
+        for number, token in enumerate(tokens, 1):
+            if number == 1:
+                now = time.perf_counter()
+                prompt_seconds, started = now - started, now
+                decoding.progress(len(prompt), len(prompt))
+            is_end = token.token in tokenizer.eos_token_ids
+            if not is_end:
+                detokenizer.add_token(token.token)
+            if is_end or number == most:
+                detokenizer.finalize()
+                yield response(token, number, "stop" if is_end else "length")
+                break
+            yield response(token, number, None)

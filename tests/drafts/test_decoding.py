@@ -1,0 +1,214 @@
+"""Texts with drafts are those of plain decoding, whatever is drafted and rejected."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from drafts.scripted import (
+    ScriptedDrafter,
+    assert_same_text,
+    decoder,
+    plain,
+)
+from mlx_marlin.lm.drafts.decoder import Decoder, Picker
+from mlx_marlin.lm.drafts.draft_length import best_length
+from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
+from mlx_marlin.lm.drafts.pass_cost import PassCost
+from mlx_marlin.lm.drafts.passes import Passes, can_trim
+from support.architectures import ARCHITECTURES, WINDOW
+from support.decoder_models import tiny
+from support.models import tiny_llama
+
+PROMPT = [5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 3]
+COUNT = 40
+
+
+def model_of(name: str) -> Any:
+    architecture = ARCHITECTURES[name]
+    return architecture.model(*architecture.formats[0])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rejections_at_every_position_leave_the_text_as_it_is(name: str) -> None:
+    model = model_of(name)
+    text, logprobs = plain(model, PROMPT, COUNT)
+    length = 4
+    drafter = ScriptedDrafter(PROMPT + text, length, lambda nth: nth % (length + 1))
+    decoding = decoder(model, drafter)
+
+    found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
+
+    assert_same_text(found, text, logprobs)
+    assert {accepted for _, accepted in drafter.lengths} == {0, 1, 2, 3, 4}
+    assert decoding.drafted == sum(length for length, _ in drafter.lengths)
+    assert decoding.accepted == sum(accepted for _, accepted in drafter.lengths)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_lookup_and_a_draft_model_leave_the_text_as_it_is(name: str) -> None:
+    model = model_of(name)
+    text, logprobs = plain(model, PROMPT, COUNT)
+    for drafter in (
+        LookupDrafter(),
+        ModelDrafter(Passes(model, make_prompt_cache(model))),
+    ):
+        decoding = decoder(model, drafter)
+        found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
+        assert_same_text(found, text, logprobs)
+        if isinstance(drafter, ModelDrafter):  # it drafts what it verifies
+            assert decoding.accepted > 0.8 * decoding.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 13])
+def test_a_cache_has_what_was_yielded_when_decoding_is_closed(
+    name: str, stop: int
+) -> None:
+    model = model_of(name)
+    text, _ = plain(model, PROMPT, COUNT)
+    cache = make_prompt_cache(model)
+    drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: 4 - nth % 3)
+    tokens = decoder(model, drafter, cache=cache).tokens(PROMPT, COUNT)
+    found = [next(tokens).token for _ in range(stop)]
+
+    tokens.close()
+
+    assert found == text[:stop]
+    expected = make_prompt_cache(model)
+    model(mx.array([PROMPT + text[:stop]]), cache=expected)
+    following = mx.array([[text[stop]]])
+    actual = model(following, cache=cache)[0, -1]
+    wanted = model(following, cache=expected)[0, -1]
+    assert mx.allclose(actual, wanted, rtol=1e-3, atol=1e-3).item()
+
+
+def test_a_full_window_and_a_recurrent_state_cannot_be_trimmed() -> None:
+    window = RotatingKVCache(WINDOW)
+    keys = mx.zeros((1, 1, 4, 8))
+    window.update_and_fetch(keys, keys)
+
+    assert can_trim([window], WINDOW - 5)
+    assert not can_trim([window], WINDOW - 4)
+    assert not can_trim(make_prompt_cache(model_of("mamba2")), 1)
+    assert can_trim(make_prompt_cache(model_of("llama")), 1000)
+
+
+@pytest.mark.parametrize("start", [0, 14])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_caches(bits: int, start: int) -> None:
+    """A pass in which quantizing begins has rows that read exact keys."""
+    model = tiny("qwen3")
+    options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
+    text, logprobs = plain(model, PROMPT, COUNT, **options)
+    drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: nth % 5)
+    passes = Passes(
+        model,
+        make_prompt_cache(model),
+        partial(maybe_quantize_kv_cache, **options),
+    )
+    picker = Picker(sampler=None, processors=())
+    cost = PassCost({1: 1.0, 16: 1.01}, "test")
+    decoding = Decoder(passes, drafter, cost, picker, generation_stream)
+
+    found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
+
+    assert len(found) == COUNT
+    if start == 0:
+        assert_same_text(found, text, logprobs)
+
+
+def test_logits_processors_see_the_text_before_each_position() -> None:
+    model = model_of("llama")
+    seen: list[list[int]] = []
+
+    def penalty(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits.at[:, tokens].add(-3.0)
+
+    text, logprobs = plain(model, PROMPT, COUNT, logits_processors=[penalty])
+    expected = [*seen]
+    seen.clear()
+    drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: nth % 5)
+    decoding = decoder(model, drafter, processors=(penalty,))
+
+    found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
+
+    assert_same_text(found, text, logprobs)
+    asked = {tuple(each) for each in seen}
+    assert {tuple(each) for each in expected[:COUNT]} <= asked
+
+
+def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read() -> None:
+    model = tiny_llama(quantized=False)
+    events: list[str] = []
+
+    class Watched(Passes):
+        def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
+            events.append("pass")
+            return super().run(tokens, positions)
+
+    class Watching(Decoder):
+        def _read(self, token: mx.array) -> int:
+            events.append("read")
+            return super()._read(token)
+
+    class Nothing(LookupDrafter):
+        def probabilities(self, most: int) -> list[float]:
+            return []
+
+    passes = Watched(model, make_prompt_cache(model))
+    cost = PassCost({1: 1.0, 16: 2.0}, "test")
+    picker = Picker(sampler=None, processors=())
+    decoding = Watching(passes, Nothing(), cost, picker, generation_stream)
+
+    assert len([*decoding.tokens([1], 10)]) == 10
+    steps = ["pass", *["pass", "read"] * 9, "read"]
+    assert events == [*steps, "pass"]  # the last one makes the cache complete
+
+
+def lookup_text(text: Sequence[int], cost: dict[int, float]) -> tuple[int, int]:
+    """Returns the drafts of a lookup drafter that is told a text token by token."""
+    drafter, passes = LookupDrafter(), PassCost(cost, "test")
+    drafted = wrong = 0
+    for position, token in enumerate(text):
+        drafter.add(token)
+        probabilities = drafter.probabilities(15)
+        if not probabilities:
+            continue
+        length = best_length(probabilities, passes).length
+        if not length:
+            drafter.decline()
+            continue
+        draft = drafter.draft(length)
+        following = text[position + 1 : position + 1 + length]
+        pairs = zip(draft, following, strict=False)
+        accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), length)
+        drafter.observe(length, accepted)
+        drafted, wrong = drafted + length, wrong + length - accepted
+    return drafted, wrong
+
+
+def test_drafts_that_are_always_wrong_are_no_longer_offered() -> None:
+    # Pairs that come again, each time followed by something new.
+    text = [each for i in range(2000) for each in (1, 2, 100 + i)]
+    cost = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.2, 16: 3.5}
+
+    drafted, wrong = lookup_text(text, cost)
+
+    assert wrong == drafted
+    assert drafted < 60  # of 2000 matches
+
+
+def test_a_text_that_repeats_is_drafted() -> None:
+    sentence = [*range(30)]
+    cost = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.2, 16: 3.5}
+
+    drafted, wrong = lookup_text(sentence * 20, cost)
+
+    assert drafted > 2000
+    assert wrong < 0.02 * drafted

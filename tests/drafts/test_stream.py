@@ -1,0 +1,216 @@
+"""`stream_generate` has mlx-lm's arguments and responses."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+
+import mlx_marlin
+from mlx_marlin.lm.drafts import install, stream
+from mlx_marlin.lm.drafts.stream import DraftedResponse
+from support import quantized_folder
+
+GENERATE = sys.modules["mlx_lm.generate"]
+TEXT = "a rose is a rose is a rose is a rose. " * 3
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Any]:
+    folder = tmp_path_factory.mktemp("models") / "quantized"
+    model, tokenizer, *_ = mlx_lm.load(str(quantized_folder.write(folder, mx.float32)))
+    return model, tokenizer
+
+
+def text_of(responses: Iterator[Any]) -> str:
+    return "".join(each.text for each in responses)
+
+
+@pytest.mark.parametrize("by", ["lookup", "model"])
+def test_the_text_is_that_of_mlx_lm(loaded: tuple[nn.Module, Any], by: str) -> None:
+    model, tokenizer = loaded
+    given = {"lookup": True} if by == "lookup" else {"draft_model": model}
+    expected = [*mlx_lm.stream_generate(model, tokenizer, TEXT, 40)]
+
+    found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 40, **given)]
+
+    assert [each.token for each in found] == [each.token for each in expected]
+    assert "".join(each.text for each in found) == "".join(
+        each.text for each in expected
+    )
+    last, own = found[-1], expected[-1]
+    assert isinstance(last, DraftedResponse)
+    assert last.finish_reason == own.finish_reason
+    assert last.prompt_tokens == own.prompt_tokens
+    assert last.generation_tokens == own.generation_tokens
+    assert last.accepted == sum(each.from_draft for each in found)
+    assert last.drafted >= last.accepted
+    assert last.plain_tps > 0
+    assert last.cost == "predicted"
+    assert max(each.rows for each in found) > 1 or not last.drafted
+
+
+def test_without_a_drafter_it_is_mlx_lms(loaded: tuple[nn.Module, Any]) -> None:
+    model, tokenizer = loaded
+
+    found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 5)]
+
+    assert not any(isinstance(each, DraftedResponse) for each in found)
+    assert len(found) == 5
+
+
+def test_a_prompt_cache_goes_on(loaded: tuple[nn.Module, Any]) -> None:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    model, tokenizer = loaded
+    texts = []
+    for generate in (
+        mlx_lm.stream_generate,
+        lambda *a, **k: mlx_marlin.stream_generate(*a, lookup=True, **k),
+    ):
+        cache = make_prompt_cache(model)
+        first = text_of(generate(model, tokenizer, TEXT, 12, prompt_cache=cache))
+        second = text_of(generate(model, tokenizer, "So", 12, prompt_cache=cache))
+        texts.append((first, second))
+    assert texts[0] == texts[1]
+
+
+def test_progress_of_the_prompt_is_told(loaded: tuple[nn.Module, Any]) -> None:
+    model, tokenizer = loaded
+    told: list[tuple[int, int]] = []
+    prompt = [*range(20)]
+
+    for _ in mlx_marlin.stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        3,
+        lookup=True,
+        prefill_step_size=8,
+        prompt_progress_callback=lambda *each: told.append(each),
+    ):
+        pass
+
+    assert told == [(0, 20), (8, 20), (16, 20), (19, 20), (20, 20)]
+
+
+def test_an_end_token_ends_the_text(loaded: tuple[nn.Module, Any]) -> None:
+    model, tokenizer = loaded
+    plain = [*mlx_lm.stream_generate(model, tokenizer, TEXT, 30)]
+    end = plain[10].token
+    first = next(i for i, each in enumerate(plain) if each.token == end)
+    before = {*tokenizer.eos_token_ids}
+    tokenizer.eos_token_ids.add(end)
+    try:
+        found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 30, lookup=True)]
+    finally:
+        tokenizer.eos_token_ids.clear()
+        tokenizer.eos_token_ids.update(before)
+
+    assert len(found) == first + 1
+    assert found[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"lookup": True, "max_tokens": 0}, ValueError, "max_tokens=0"),
+        ({"lookup": True, "prompt": []}, ValueError, "prompt has no tokens"),
+        ({"lookup": True, "temp": 1}, TypeError, "temp"),
+    ],
+)
+def test_bad_arguments_are_named(
+    loaded: tuple[nn.Module, Any],
+    given: dict[str, Any],
+    error: type[Exception],
+    said: str,
+) -> None:
+    model, tokenizer = loaded
+    with pytest.raises(error, match=said):
+        next(mlx_marlin.stream_generate(model, tokenizer, **{"prompt": "a"} | given))
+
+
+def test_both_drafters_exclude_each_other(loaded: tuple[nn.Module, Any]) -> None:
+    model, tokenizer = loaded
+    with pytest.raises(ValueError, match="exclude each other"):
+        next(
+            mlx_marlin.stream_generate(
+                model, tokenizer, "a", draft_model=model, lookup=True
+            )
+        )
+
+
+def test_all_options_of_mlx_lm_are_taken() -> None:
+    own = inspect.signature(GENERATE.generate_step).parameters
+    ours = inspect.signature(stream._Decoding.__init__).parameters
+    elsewhere = {"prompt", "model", "stream", "max_tokens", "input_embeddings"}
+    assert {*own} - elsewhere <= {*ours}
+
+
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {
+        name: vars(module)["stream_generate"]
+        for name, module in sys.modules.items()
+        if name.split(".")[0] == "mlx_lm" and "stream_generate" in vars(module)
+    }
+    yield
+    for name, function in before.items():
+        vars(sys.modules[name])["stream_generate"] = function
+
+
+@pytest.mark.usefixtures("_installed")
+def test_mlx_lms_own_functions_look_up(
+    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    expected = mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20)
+    asked: list[dict[str, Any]] = []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        asked.append(options)
+        return stream.stream_generate(*given, **options)
+
+    monkeypatch.setattr(install, "stream_generate", noted)
+    install.install()
+
+    assert mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20) == expected
+    mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20, draft_model=model)
+    assert [each["lookup"] for each in asked] == [True, False]
+
+
+def test_the_server_answers_one_request_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mlx_lm import server
+
+    own = server.ResponseGenerator._is_batchable
+    monkeypatch.setattr(server.ResponseGenerator, "_is_batchable", own)
+    install.serve_one_at_a_time()
+    assert not server.ResponseGenerator._is_batchable(None, None)
+
+    monkeypatch.delattr(server, "ResponseGenerator")
+    with pytest.warns(RuntimeWarning, match="decodes without drafts"):
+        install.serve_one_at_a_time()
+
+
+def test_a_flag_of_the_command_line(
+    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from mlx_marlin.cli import lm
+
+    called: list[str] = []
+    monkeypatch.setattr(install, "install", lambda: called.append("install"))
+    monkeypatch.setattr(
+        install, "serve_one_at_a_time", lambda: called.append("one at a time")
+    )
+    lm._look_up("chat")
+    lm._look_up("server")
+    assert called == ["install", "install", "one at a time"]
+    with pytest.raises(ValueError, match="--lookup evaluate, expected one of generate"):
+        lm._look_up("evaluate")
