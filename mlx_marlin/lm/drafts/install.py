@@ -1,6 +1,5 @@
 """Makes mlx-lm's own commands draft tokens: generate, chat and server."""
 
-import logging
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
@@ -36,7 +35,8 @@ def serve_one_at_a_time() -> None:
         )
         return
     answerer._is_batchable = _never
-    logging.info(ONE_AT_A_TIME)
+    if sys.stderr is not None:
+        print(f"mlx_marlin: {ONE_AT_A_TIME}", file=sys.stderr, flush=True)
 
 
 def _never(*_: Any) -> bool:
