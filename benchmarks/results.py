@@ -32,11 +32,14 @@ def read_all(folder: Path) -> list[ResultFile]:
     """Returns the results of a folder, by the names of their files.
 
     Raises:
-        ValueError: If a file is not a result file, or has predicted times.
+        ValueError: If a file is not a result file, has predicted times, or those of a
+            paravirtual device.
     """
     results = []
     for path in sorted(folder.glob("*.json")):
         result = result_file.read(path)
+        if result.is_paravirtual:
+            raise ValueError(f"{path.name} has times of a paravirtual device")
         if not result.is_measured:
             raise ValueError(f"{path.name} has predicted times, or none")
         results.append(result)

@@ -21,6 +21,7 @@ from mlx_marlin.measure.rows import (
     MachineFacts,
     ProductRow,
 )
+from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.measurement import DECODE_ERRORS
 
 SCHEMA = "mlx-marlin result"
@@ -76,6 +77,11 @@ class ResultFile:
         timings += [row.step for row in self.generation]
         timings += [row.warm for row in self.first_tokens]
         return bool(timings) and {t.source for t in timings} == {"measured"}
+
+    @property
+    def is_paravirtual(self) -> bool:
+        """Whether a virtual machine's GPU ran it: no time of it says anything."""
+        return self.machine.chip == PARAVIRTUAL
 
     @property
     def file_name(self) -> str:

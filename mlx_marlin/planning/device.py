@@ -4,6 +4,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+PARAVIRTUAL = "Apple Paravirtual device"
+"""Metal's name of the GPU of a virtual machine, whose times say nothing."""
+
 
 class UnknownDeviceError(ValueError):
     """No device of a back end has a name; another back end may know it."""

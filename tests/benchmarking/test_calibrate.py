@@ -19,6 +19,7 @@ from mlx_marlin.backends.metal.stock import prediction
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import OURS, STOCK, ProductRow, Timing
+from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, M3_MAX, mac_file, row
 
@@ -188,6 +189,10 @@ GUESS = Timing(seconds=1e-3, method="cost model")
     ("result", "message"),
     [
         (replace(mac_file(), machine=replace(FACTS, chip="H200")), "not an Apple chip"),
+        (
+            replace(mac_file(), machine=replace(FACTS, chip=PARAVIRTUAL)),
+            "not an Apple chip",
+        ),
         (replace(mac_file(), products=[]), "expected at least 8"),
         (
             ResultFile(

@@ -17,11 +17,12 @@ import pytest
 from benchmarks import mac, stages
 from mlx_marlin import cache, emulator
 from mlx_marlin.backends import devices, planner, selection, tuned_results
-from mlx_marlin.measure import result_file
+from mlx_marlin.measure import machine, result_file
 from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.measure.rows import CANDIDATE, OURS, STOCK
+from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.problem import problem_of
-from support.benchmark_rows import mac_file
+from support.benchmark_rows import FACTS, mac_file
 from support.marked_times import unmarked_times
 from support.processes import HANG_SECONDS
 
@@ -179,6 +180,20 @@ def test_a_stage_that_fails_does_not_lose_the_others(
     assert bench.detail.startswith("exit status -6")
     assert len(result.products) == len(found.products)
     assert "drifted" in result.notes
+
+
+def test_a_paravirtual_device_is_not_timed(
+    given: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    virtual = replace(FACTS, chip=PARAVIRTUAL)
+    monkeypatch.setattr(machine, "facts", lambda _: virtual)
+
+    path = mac.run(mac.QUICK, tmp_path, tmp_path)
+
+    result = result_file.read(path)
+    assert path.name.startswith("mlx-marlin-apple-paravirtual-device-")
+    assert [stage.name for stage in result.stages] == ["doctor", "tensor", "tests"]
+    assert "paravirtual device: nothing was timed" in result.notes
 
 
 def test_a_stage_that_takes_too_long_is_killed_with_its_children(

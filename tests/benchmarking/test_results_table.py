@@ -8,6 +8,7 @@ import pytest
 from benchmarks import results
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.rows import OURS, STOCK
+from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, mac_file, row
 
@@ -19,6 +20,14 @@ def test_the_readme_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_kept_file_is_a_measured_one() -> None:
     results.read_all(results.FOLDER)
+
+
+def test_times_of_a_paravirtual_device_are_in_no_table(tmp_path: Path) -> None:
+    virtual = replace(mac_file(), machine=replace(FACTS, chip=PARAVIRTUAL))
+    result_file.write(tmp_path / "virtual.json", virtual)
+
+    with pytest.raises(ValueError, match=r"virtual\.json has times of a paravirtual"):
+        results.read_all(tmp_path)
 
 
 def test_without_files_the_readme_says_that_nothing_was_measured() -> None:

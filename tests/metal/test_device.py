@@ -11,6 +11,7 @@ import pytest
 from mlx_marlin.backends import devices
 from mlx_marlin.backends.metal import detection, device
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT, DEFAULT, Device
+from mlx_marlin.planning.device import PARAVIRTUAL
 from support.processes import HANG_SECONDS
 
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
@@ -329,13 +330,41 @@ def test_the_architecture_that_metal_states_is_kept(mac: Tools) -> None:
     assert devices.current() == replace(Device.named("M5 Pro"), arch="applegpu_g17g")
 
 
-@pytest.mark.parametrize("metal", ["Apple Paravirtual device", ""])
-def test_the_system_s_name_stands_in_for_one_that_no_chip_has(
-    mac: Tools, metal: str
-) -> None:
-    mac(metal, "", sysctl=sysctl("Apple M4 (Virtual)"))
+def test_the_system_s_name_stands_in_for_one_that_no_chip_has(mac: Tools) -> None:
+    mac("", "", sysctl=sysctl("Apple M4 (Virtual)"))
 
     assert devices.current() == Device.named("M4")
+
+
+@pytest.mark.parametrize(
+    ("arch", "wish", "generation", "in_mlx"),
+    [
+        ("air64_v27", None, "M1", (2, "7")),
+        ("air64_v131", None, "M1", (13, "1")),
+        ("", None, "M1", (13, "g")),
+        ("air64_v27", "applegpu_g13g", "M1", (13, "g")),
+        ("air64_v27", "applegpu_g16s", "M4", (16, "s")),
+        ("air64_v27", "applegpu_g99g", "M1", (99, "g")),
+    ],
+)
+def test_a_paravirtual_device_has_a_generation_and_what_mlx_takes_it_for(
+    mac: Tools,
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    wish: str | None,
+    generation: str,
+    in_mlx: tuple[int, str],
+) -> None:
+    mac(PARAVIRTUAL, arch, sysctl=sysctl("Apple M4 (Virtual)"))
+    if wish:
+        monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, wish)
+    chip = devices.current()
+
+    assert isinstance(chip, Device)
+    assert chip.name == PARAVIRTUAL
+    assert chip.generation == generation
+    assert (chip.arch_gen, chip.size_letter) == in_mlx
+    assert not chip.has_tensor_units
 
 
 def test_a_newer_chip_is_planned_as_the_default_of_its_generation(mac: Tools) -> None:
@@ -349,7 +378,7 @@ def test_a_newer_chip_is_planned_as_the_default_of_its_generation(mac: Tools) ->
 
 @pytest.mark.parametrize("brand", ["exit 1", "echo Intel"])
 def test_a_gpu_of_no_known_name_is_of_no_generation(mac: Tools, brand: str) -> None:
-    mac("Apple Paravirtual device", "virtual", sysctl=brand)
+    mac("Apple Quartz", "virtual", sysctl=brand)
 
     assert devices.current().generation == "unknown"
 

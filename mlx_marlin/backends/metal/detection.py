@@ -18,6 +18,7 @@ from mlx_marlin.backends.metal.device import (
     chips,
     key,
 )
+from mlx_marlin.planning.device import PARAVIRTUAL
 
 SYSTEM_NAME = ("sysctl", "-n", "machdep.cpu.brand_string")
 SYSTEM_BUILD = ("sysctl", "-n", "kern.osversion")
@@ -39,14 +40,20 @@ SLOW = 5.0
 def detect_device() -> Device:
     """Returns this machine's chip, or the default device if it is unknown."""
     name, arch = _metal()
-    if key(name) not in chips():  # the GPU of a virtual machine has another name
+    if name == PARAVIRTUAL:
+        device = Device.paravirtual()
+    else:
+        device = replace(_physical(name), has_tensor_system=has_tensor_system())
+    return replace(device, arch=arch) if ARCHITECTURE.fullmatch(arch) else device
+
+
+def _physical(name: str) -> Device:
+    """Returns the chip with a name in Metal, or what stands in for it."""
+    if key(name) not in chips():
         name = chip_name() or name
     if key(name) in chips():
-        device = Device.named(name, gpu_cores())
-    else:
-        device = _newer(name) if name else DEFAULT
-    device = replace(device, has_tensor_system=has_tensor_system())
-    return replace(device, arch=arch) if ARCHITECTURE.fullmatch(arch) else device
+        return Device.named(name, gpu_cores())
+    return _newer(name) if name else DEFAULT
 
 
 def has_tensor_system() -> bool:

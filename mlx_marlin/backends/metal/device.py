@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from mlx_marlin.planning.device import UnknownDeviceError
+from mlx_marlin.planning.device import PARAVIRTUAL, UnknownDeviceError
 
 SIZE_LETTERS = {"base": "g", "pro": "s", "max": "s", "ultra": "d"}
 """Last letter of an architecture's name, by tier; Pro and Max share one."""
@@ -21,8 +21,9 @@ FIRST_GENERATION = 13
 ALU_FLOPS = 256
 """Operations of a core per clock without tensor units, in float16 and in float32: 128
 fused multiply-adds."""
-ARCHITECTURE = re.compile(r".*\d\d[a-z]")
-"""Architecture names, of which MLX reads the last two digits and the last letter."""
+ARCHITECTURE = re.compile(r".*\d\d[a-z]|air64_v\d+")
+"""Architecture names. A paravirtual device states the version of its intermediate
+language instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,8 @@ class Device:
         bandwidth_gbs: Stated memory bandwidth in 10^9 bytes per second.
         clock_ghz: GPU clock in GHz.
         arch: Architecture by which MLX chooses kernels, such as "applegpu_g15s"; empty
-            if only generation and tier are known.
+            if only generation and tier are known. That of a paravirtual device
+            ("air64_v27") does not tell the generation.
         has_tensor_system: Whether macOS has Metal's tensor operations, as from 26.2 on.
     """
 
@@ -132,9 +134,13 @@ class Device:
 
     @property
     def arch_gen(self) -> int:
-        """The generation in MLX's dispatch: 13 for M1 to 17 for M5."""
+        """The generation in MLX's dispatch: 13 for M1 to 17 for M5.
+
+        MLX reads the two characters before the last; one that is no digit counts as 0
+        (its device.cpp), so "air64_v27" is 2.
+        """
         if self.arch:
-            return int(self.arch[-3:-1])
+            return int("".join(c if c.isdigit() else "0" for c in self.arch[-3:-1]))
         number = self.generation.removeprefix("M")
         return FIRST_GENERATION + (int(number) - 1 if number.isdecimal() else 0)
 
@@ -188,6 +194,18 @@ class Device:
             return table[self.generation]
         oldest, *_, newest = table.values()
         return newest if self.has_tensor_units else oldest
+
+    @staticmethod
+    def paravirtual() -> "Device":
+        """Returns a virtual machine's GPU, planned as a small chip.
+
+        It is one of the architecture that MLX_METAL_GPU_ARCH names, else an M1. Tensor
+        operations give finite wrong values there (github.com/sonos/tract/issues/2548).
+        """
+        wish = os.environ.get(ARCHITECTURE_ENVIRONMENT, "")
+        chip = (_of_architecture(wish) or chips()[key("M1")])[0]
+        variant = f"{PARAVIRTUAL}, planned as {chip.variant}"
+        return replace(chip, name=PARAVIRTUAL, variant=variant, has_tensor_system=False)
 
     @staticmethod
     def named(name: str, cores: int | None = None) -> "Device":

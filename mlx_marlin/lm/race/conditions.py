@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.lm.recipe import Recipe
+from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.products import eligibility
 
 
@@ -34,7 +35,7 @@ def why_not(model: nn.Module, recipe: Recipe) -> str | None:
     device = eligibility.target()
     if device.unsupported is not None:
         return device.unsupported
-    if "paravirtual" in device.name.lower():
+    if device.name == PARAVIRTUAL:
         return "a paravirtual device's times say nothing about another one's"
     if not recipe.key:
         return "the model's layers or settings cannot be read"
