@@ -26,6 +26,7 @@ NAMES = [
     "report",
     "restore",
     "save",
+    "stream_generate",
     "unpack",
     "variants",
     "verify",
