@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import selection, tuned_results
-from mlx_marlin.lm.race import at_load, conditions, forward_race, product_race
+from mlx_marlin.lm.race import (
+    at_load,
+    conditions,
+    forward_race,
+    model_products,
+    product_race,
+)
 from mlx_marlin.lm.race.product_race import BETWEEN, ROWS
 from mlx_marlin.lm.warn_once import forget
 from mlx_marlin.planning.measurement import STOCK
@@ -354,6 +360,23 @@ def test_weights_are_packed_only_if_that_gains(
     again = mac.optimize(Layers(layer()))
     assert again.layers[0].layout == layout
     assert not mac.raced
+
+
+def test_weights_are_packed_once_for_all_rows(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[int] = []
+    own = model_products.pack
+
+    def counted(*given: Any, **options: Any) -> Any:
+        packed.append(1)
+        return own(*given, **options)
+
+    monkeypatch.setattr(model_products, "pack", counted)
+    mac.optimize(Layers(layer(), layer(2048)))
+
+    assert len(mac.raced) > 10
+    assert len(packed) == 2
 
 
 def test_packed_weights_that_lose_live_are_given_back(mac: SimulatedMac) -> None:

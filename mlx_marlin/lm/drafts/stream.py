@@ -76,9 +76,10 @@ def stream_generate(
         draft_model: A smaller model with the same tokenizer, which drafts.
         stream: MLX's stream or device. Default: mlx-lm's.
         lookup: Draft what followed the last few tokens earlier in the text.
-        **options: The options of `mlx_lm.stream_generate`: `sampler`, `logits_processors`,
-            `prompt_cache`, `max_kv_size`, `prefill_step_size`, `kv_bits`,
-            `kv_group_size`, `quantized_kv_start`, `prompt_progress_callback`.
+        **options: The options of `mlx_lm.stream_generate`: `sampler`,
+            `logits_processors`, `prompt_cache`, `max_kv_size`, `prefill_step_size`,
+            `kv_bits`, `kv_group_size`, `quantized_kv_start` and
+            `prompt_progress_callback`.
             `num_draft_tokens` has no effect: the length follows from the cost of a pass
             and from how many tokens were accepted. With `input_embeddings`, nothing is
             drafted.

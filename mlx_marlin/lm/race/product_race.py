@@ -13,7 +13,7 @@ from mlx_marlin.backends.launcher import Product
 from mlx_marlin.lm.race.model_products import ModelProduct, stock_parts
 from mlx_marlin.measure import operands, timing, tuner
 from mlx_marlin.measure.operands import Operands
-from mlx_marlin.measure.timing import Spread
+from mlx_marlin.measure.timing import Spread, Weight
 from mlx_marlin.measure.tuner import Clock
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
@@ -76,6 +76,8 @@ class ProductRace:
     store: Store
     is_over: Callable[[], bool]
     unfinished: list[tuple[AnyProblem, int | None]] = field(default_factory=list)
+    _kept_for: ModelProduct | None = None
+    _kept: dict[str, list[Weight]] = field(default_factory=dict)
 
     def run(self, product: ModelProduct, rows: Sequence[int]) -> None:
         """Times a product with these numbers of rows, and between them if needed.
@@ -205,7 +207,7 @@ class ProductRace:
         """Returns the calls of entries, and what they read: weights of some layers."""
         layouts = [*dict.fromkeys(entry.layout for entry in entries)]
         x, indices = _activations(product, m, count)
-        each = [product.weights(layout, count) for layout in layouts]
+        each = [self._weights(product, layout, count) for layout in layouts]
         weights = tuple(sum(arrays, ()) for arrays in zip(*each, indices, strict=True))
         mx.eval(x, weights)
         calls = {
@@ -214,6 +216,16 @@ class ProductRace:
         }
         problem = product_of(self.problems(product, m)[entries[0].layout])
         return calls, Operands(problem=problem, x=x, native=weights[0], weights=weights)
+
+    def _weights(self, product: ModelProduct, layout: str, count: int) -> list[Weight]:
+        """Returns the arrays of some layers; those made for a product are kept."""
+        if self._kept_for is not product:
+            self._kept_for, self._kept = product, {}
+        found = self._kept.get(layout, [])
+        if len(found) < count:
+            found = self._kept[layout] = product.weights(layout, count)
+            mx.eval(found)
+        return found[:count]
 
 
 def contenders(problem: AnyProblem, device: PlanningDevice) -> list[AnyPlan]:
