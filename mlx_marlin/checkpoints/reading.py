@@ -16,6 +16,7 @@ from mlx_marlin.checkpoints.formats import (
     marlin_folder,
     mlx_folder,
 )
+from mlx_marlin.checkpoints.location import check_location, gguf_file
 from mlx_marlin.checkpoints.settings import method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -100,10 +101,9 @@ def tensors(path: str | Path) -> list[Tensor]:
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed or its method is not known.
     """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        return [*gguf.read(path)]
-    return folder_tensors(Folder(path))
+    check_location(Path(path))
+    file = gguf_file(Path(path))
+    return folder_tensors(Folder(Path(path))) if file is None else [*gguf.read(file)]
 
 
 def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:

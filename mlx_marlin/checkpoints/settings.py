@@ -11,6 +11,9 @@ SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of settings beside config.json, with the method if they name none: those of
 AutoGPTQ and GPTQModel, and of AutoAWQ."""
 
+NUMBERS = ("bits", "w_bit", "wbits", "num_bits", "group_size", "q_group_size")
+"""Keys of settings whose values are numbers."""
+
 
 def in_config(config: Mapping[str, Any]) -> tuple[str, Any]:
     """Returns where config.json has settings, and what is there; None if nothing is.
@@ -65,7 +68,18 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
         if not isinstance(inner, dict):
             raise ValueError(f"{where}: {part}={inner!r}, expected an object")
         KEYS[kind].check(inner, f"{where}: {part}" if part else where)
+        _check_numbers(inner, f"{where}: {part}" if part else where)
     return method, settings
+
+
+def _check_numbers(settings: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError if a number is in quotes."""
+    for key in NUMBERS:
+        if isinstance(value := settings.get(key), str):
+            raise ValueError(
+                f"{where}: {key}={value!r} is a text, expected a number: remove the "
+                f"quotes in the file"
+            )
 
 
 def one_value(settings: Mapping[str, Any], where: str, *keys: str) -> Any:

@@ -390,3 +390,32 @@ def test_quantized_layers_without_settings_are_refused(
     folder.config = {}
     with pytest.raises(ValueError, match=rf"tensor '{LAYER}\..* of a quantized layer"):
         values(folder, tmp_path)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS, ids=lambda each: each.__name__)
+def test_a_number_in_quotes_is_refused_with_the_remedy(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    folder = checkpoint()
+    settings = settings_of(folder)
+    if "config_groups" in settings:
+        settings = settings["config_groups"]["group_0"]["weights"]
+    key = "num_bits" if "num_bits" in settings else "bits"
+    settings[key] = str(settings[key])
+    said = rf"config\.json: quantization.*{key}='\d' is a text, .*remove the quotes"
+    with pytest.raises(ValueError, match=said):
+        list(read_checkpoint(folder.write(tmp_path)))
+
+
+@pytest.mark.parametrize("k", [80, 160])
+def test_a_shorter_last_group_is_refused_with_the_remedy(
+    tmp_path: Path, k: int
+) -> None:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 32, k, 16, 4)
+    arrays = foreign.gptq_arrays(LAYER, weight, 2)
+    for part in ("qzeros", "scales"):
+        arrays[f"{LAYER}.{part}"] = arrays[f"{LAYER}.{part}"][: -(-k // 64)]
+    folder = foreign.Folder(foreign.gptq_config(4, 2), arrays)
+    said = rf"k={k} is no multiple of group_size=64.*last group of a row has {k % 64} c"
+    with pytest.raises(ValueError, match=said):
+        list(read_checkpoint(folder.write(tmp_path)))

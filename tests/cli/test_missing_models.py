@@ -17,6 +17,10 @@ from support import auto_hook, foreign_models, quantized_folder
 from support import foreign_checkpoints as foreign
 from support.limits import limited
 
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 12345
+"""
 COMMANDS = [
     ["report", "MODEL"],
     ["tune", "MODEL"],
@@ -38,6 +42,12 @@ def missing(path: Path) -> str:
 
 def empty(path: Path) -> str:
     path.mkdir()
+    return "is an empty folder, expected one with config.json and safetensors files"
+
+
+def without_config(path: Path) -> str:
+    path.mkdir()
+    (path / "README.md").write_text("text")
     return "no config.json"
 
 
@@ -50,6 +60,31 @@ def without_weights(path: Path) -> str:
 def text(path: Path) -> str:
     path.write_text("text")
     return "is a file, expected a folder or a .gguf file"
+
+
+def unnamed_gguf(path: Path) -> str:
+    path.write_bytes(b"GGUF" + bytes(20))
+    return "is a GGUF file, expected a name that ends in .gguf: rename it"
+
+
+def pointer(path: Path) -> str:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_text(POINTER)
+    return "is a pointer of Git LFS, expected the file itself: run `git lfs pull`"
+
+
+def gguf_pointer(path: Path) -> str:
+    path.mkdir()
+    (path / "model.gguf").write_text(POINTER)
+    return "model.gguf is a pointer of Git LFS, expected the file itself"
+
+
+def two_ggufs(path: Path) -> str:
+    path.mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        (path / name).write_bytes(b"GGUF")
+    return "holds 2 GGUF files, expected one: give the path of one, such as"
 
 
 def complete(path: Path) -> None:
@@ -90,7 +125,13 @@ def with_endless_layers(path: Path) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("make", [missing, empty, without_weights, text])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(missing, empty, without_config, without_weights, text, unnamed_gguf),
+        *(pointer, gguf_pointer, two_ggufs),
+    ],
+)
 def test_a_path_without_a_model_is_one_sentence(
     tmp_path: Path,
     command: list[str],

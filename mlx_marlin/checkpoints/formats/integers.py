@@ -136,6 +136,8 @@ def layer_of(
         for bits, k in widths
         if (own := [s for s in schemes if s.bits in (None, bits) and s.has(k, groups)])
     }
+    if not fitting:
+        _check_whole_groups(schemes, widths, groups)
     if len(fitting) != 1:
         said = sorted({f"{s.bits} bits in groups of {s.group_size}" for s in schemes})
         raise ValueError(
@@ -163,6 +165,23 @@ def layer_of(
         symmetric=symmetric,
         act_order=any(scheme.act_order is not False for scheme in own),
     )
+
+
+def _check_whole_groups(
+    schemes: Sequence[Scheme], widths: Sequence[tuple[int, int]], groups: int
+) -> None:
+    """Raises a ValueError if the last group of a row is shorter than the others."""
+    for scheme in schemes:
+        size = scheme.group_size
+        for bits, k in widths:
+            if size is None or size == WHOLE_ROW or scheme.bits not in (None, bits):
+                continue
+            if k % size and groups == -(-k // size):
+                raise ValueError(
+                    f"k={k} is no multiple of group_size={size}, so that the last "
+                    f"group of a row has {k % size} columns: quantize the model again "
+                    f"with a group_size that divides {k}"
+                )
 
 
 def integer_weight(

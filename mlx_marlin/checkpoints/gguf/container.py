@@ -19,6 +19,7 @@ from mlx_marlin.checkpoints.gguf.parsing import (
     read_metadata,
     read_tensor_info,
 )
+from mlx_marlin.checkpoints.location import PART
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -55,14 +56,16 @@ class Container:
         tensors: The tensors by name, in the order of the file.
     """
 
-    def __init__(self, path: str | Path):
-        """Opens and checks a file.
+    def __init__(self, path: str | Path, number: int = 0):
+        """Opens and checks a file, and the other parts of a divided model.
 
         Args:
-            path: A GGUF file of version 2 or 3, little-endian.
+            path: A GGUF file of version 2 or 3, little-endian; of a divided model the
+                first part.
+            number: Which part of another file it is; 0 for a file of its own.
 
         Raises:
-            OSError: If the file cannot be read.
+            OSError: If a file cannot be read.
             ValueError: If it is not such a file. The message names the file, and the
                 key or the tensor.
         """
@@ -75,11 +78,17 @@ class Container:
         self.version = _read_version(cursor)
         tensor_count, value_count = cursor.number("Q"), cursor.number("Q")
         self.metadata = read_metadata(cursor, value_count)
-        self._check_parts()
         self.tensors = self._read_tensors(cursor, tensor_count)
+        self._parts: dict[str, Container] = {}
+        if number == 0:
+            self._add_parts()
+        elif self._split(number) != number:
+            raise self.refusal("split.no", f"must be {number}, as in the file's name")
 
     def data(self, info: TensorInfo) -> memoryview:
         """Returns the bytes of a tensor, without a copy."""
+        if (part := self._parts.get(info.name)) is not None:
+            return part.data(info)
         return memoryview(self._map)[info.start : info.start + info.nbytes]
 
     def release(self, info: TensorInfo) -> None:
@@ -87,7 +96,9 @@ class Container:
 
         Otherwise pages of the file count as memory of the process while it is open.
         """
-        if hasattr(mmap, "MADV_DONTNEED"):
+        if (part := self._parts.get(info.name)) is not None:
+            part.release(info)
+        elif hasattr(mmap, "MADV_DONTNEED"):
             first = info.start - info.start % mmap.PAGESIZE
             end = info.start + info.nbytes
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
@@ -136,14 +147,38 @@ class Container:
             raise ValueError(f"{self.path}: metadata {key!r} is missing")
         return self.metadata[key]
 
-    def _check_parts(self) -> None:
-        """Refuses one of several parts of a model."""
-        if "split.count" in self.metadata and self.integer("split.count") > 1:
+    def _split(self, default: int) -> int:
+        return self.integer("split.no") if "split.no" in self.metadata else default
+
+    def _add_parts(self) -> None:
+        """Adds the tensors of the other files of a divided model.
+
+        Raises:
+            OSError: If one of them is missing.
+            ValueError: If this is not the first of them, or a tensor occurs twice.
+        """
+        count = self.integer("split.count") if "split.count" in self.metadata else 1
+        if count < 2:
+            return
+        name = PART.fullmatch(self.path.name)
+        if name is None or int(name[3]) != count:
             raise self.refusal(
                 "split.count",
-                "says that the model is divided into several files; join them "
-                "with llama.cpp's llama-gguf-split --merge",
+                f"says that the model is divided into {count} files, expected a name "
+                f"such as MODEL-00001-of-{count:05}.gguf",
             )
+        files = [
+            self.path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf")
+            for number in range(1, count + 1)
+        ]
+        if self._split(0) != 0 or files[0] != self.path:
+            raise self.refusal("split.no", f"expected the first part, {files[0].name}")
+        for number, file in enumerate(files[1:], 1):
+            part = Container(file, number)
+            for tensor, info in part.tensors.items():
+                if tensor in self.tensors:
+                    raise ValueError(f"{file}: tensor {tensor!r} is in two parts")
+                self.tensors[tensor], self._parts[tensor] = info, part
 
     def _alignment(self) -> int:
         key = "general.alignment"

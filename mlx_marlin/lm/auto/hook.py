@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.checkpoints.folder import read_json
+from mlx_marlin.checkpoints.location import gguf_file
 from mlx_marlin.lm.auto import settings
 from mlx_marlin.lm.checkpoints import loading
 from mlx_marlin.lm.optimize import optimize
@@ -196,10 +197,10 @@ def _reading_gguf(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def load_tokenizer(model_path: Any, *args: Any, **kwargs: Any) -> Any:
-        path = Path(model_path)
-        if path.suffix != ".gguf" or not path.is_file():
+        file = gguf_file(Path(model_path))
+        if file is None or not file.is_file():
             return original(model_path, *args, **kwargs)
-        with loading.tokenizer_folder(loading.open_source(path)) as folder:
+        with loading.tokenizer_folder(loading.open_source(file)) as folder:
             return original(folder, *args, **kwargs)
 
     setattr(load_tokenizer, _ORIGINAL, original)
@@ -235,7 +236,7 @@ def _imported(
 
 def _is_of_mlx(path: Path) -> bool:
     """Returns whether a folder is in MLX's own format, which mlx-lm reads too."""
-    if path.suffix == ".gguf":
+    if gguf_file(path) is not None:
         return False
     config = read_json(path / "config.json")
     return "quantization" in config and "mlx_marlin" not in config

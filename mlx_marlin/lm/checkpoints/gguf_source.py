@@ -7,7 +7,9 @@ import mlx.core as mx
 
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import gguf
+from mlx_marlin.checkpoints.location import check_location, gguf_file, projectors
 from mlx_marlin.lm.checkpoints.model_source import FolderSource, ModelSource, Value
+from mlx_marlin.lm.warn_once import warn_once
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Dtypes of plain tensors, by llama.cpp's names."""
@@ -68,11 +70,16 @@ def _narrowed(array: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def open_source(path: str | Path) -> ModelSource:
-    """Opens a checkpoint: a folder, or a file whose name ends in .gguf.
+    """Opens a checkpoint: a folder, or a GGUF file, which may be alone in a folder.
 
     Raises:
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed, or mlx-lm has no such model.
     """
-    path = Path(path)
-    return GgufSource(path) if path.suffix == ".gguf" else FolderSource(path)
+    check_location(Path(path))
+    file = gguf_file(Path(path))
+    if file is None:
+        return FolderSource(Path(path))
+    for projector in projectors(file):
+        warn_once(f"ignored: {projector}", f"{projector} is ignored: it is for images")
+    return GgufSource(file)

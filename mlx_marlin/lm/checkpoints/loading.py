@@ -12,7 +12,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import check_sizes, naming, read_json
 from mlx_marlin.checkpoints.formats import marlin_folder
-from mlx_marlin.checkpoints.location import check_files
+from mlx_marlin.checkpoints.location import check_files, gguf_file
 from mlx_marlin.checkpoints.reading import READERS
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, in_config
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
@@ -68,7 +68,9 @@ def needs_import(path: Path) -> bool:
         ValueError: If config.json or a header is malformed, or a file is not a regular
             one.
     """
-    if path.suffix == ".gguf" or any((path / file).exists() for file in SEPARATE_FILES):
+    if any((path / file).exists() for file in SEPARATE_FILES):
+        return True
+    if gguf_file(path) is not None:
         return True
     if not (path / "config.json").exists():
         return False

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_marlin.argument_types import is_integer
 from mlx_marlin.backends import selection
 from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.location import gguf_file
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load, load_model
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
@@ -169,7 +170,7 @@ def _check(
         if text is not None and tokenizer is None:
             raise ValueError("tokenizer=None, expected one, which text needs")
         return
-    if apply and Path(model).suffix == ".gguf":
+    if apply and gguf_file(Path(model)) is not None:
         raise ValueError(
             f"apply=True: {model} is a GGUF file, which cannot say what stays on stock "
             f"MLX, expected a folder (mlx-marlin convert makes one)"

@@ -92,6 +92,69 @@ def test_the_model_computes_the_same(name: str, converted: bool, path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("given", ["folder", "first", "one"])
+def test_a_folder_or_the_first_part_stands_for_the_model(
+    given: str, tmp_path: Path
+) -> None:
+    case = CASES["qwen3"]
+    model = random_model(case)
+    tensors = written_model(case, model)
+    metadata = case.metadata | byte_pairs("qwen2")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    names = ["model.gguf"]
+    if given != "one":
+        names = [f"model-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
+    for part, name in enumerate(names):
+        split = {"split.no": ("u16", part), "split.count": ("u16", len(names))}
+        own = metadata if part == 0 else {}
+        write_gguf(folder / name, own | split, tensors[part :: len(names)])
+    projector = folder / "mmproj-model-f16.gguf"
+    projector.write_bytes(b"GGUF")
+
+    path = folder / names[0] if given == "first" else folder
+    with pytest.warns(RuntimeWarning, match=f"{projector} is ignored"):
+        loaded, _ = load(path)
+
+    tokens = mx.array([[1, 5, 39, 0, 7]])
+    expected = np.array(model(tokens))
+    np.testing.assert_allclose(np.array(loaded(tokens)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"split.no": ("u16", 2)},
+            r"model-00002-of-00002\.gguf.*'split.no'.*must be 1",
+        ),
+        (None, r"model-00002-of-00002\.gguf"),
+        ({"tensor": True}, r"tensor 'token_embd\.weight' is in two parts"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    change: dict | None, message: str, tmp_path: Path
+) -> None:
+    case = CASES["qwen3"]
+    tensors = written_model(case, random_model(case))
+    split = {"split.no": ("u16", 0), "split.count": ("u16", 2)}
+    names = [tmp_path / f"model-0000{part}-of-00002.gguf" for part in (1, 2)]
+    write_gguf(names[0], case.metadata | split, tensors)
+    if change is not None:
+        again = [t for t in tensors if t.name == "token_embd.weight"]
+        own = again if change.pop("tensor", False) else []
+        write_gguf(names[1], split | {"split.no": ("u16", 1)} | change, own)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        Container(names[0])
+
+
+def test_a_later_part_names_the_first(tmp_path: Path) -> None:
+    split = {"split.no": ("u16", 1), "split.count": ("u16", 2)}
+    path = write_gguf(tmp_path / "model-00002-of-00002.gguf", split)
+    with pytest.raises(ValueError, match="expected the first part, model-00001-of-000"):
+        Container(path)
+
+
 @cases
 def test_shapes_are_known_before_a_tensor_is_read(name: str, path: Path) -> None:
     case = CASES[name]
