@@ -1,20 +1,22 @@
 """`ReorderedLinear`, a layer whose columns are not in the order of x."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.refused_uses import SHARDED, RefusingModule
 
 
 class ReorderedLinear(RefusingModule):
-    """A linear layer that gathers the features of x before its product.
+    """A linear layer or layer of experts that gathers features before its product.
 
     GPTQ with act-order quantizes the columns of a weight in the order of their
     importance, and its groups are runs of columns only in that order.
 
     Args:
-        linear: The layer with its columns in the order of the groups.
+        linear: The layer with its columns in the order of the groups; of experts all
+            columns are in one order.
         input_order: int32 [k], a permutation: column i multiplies feature
             `input_order[i]` of x.
 
@@ -22,7 +24,7 @@ class ReorderedLinear(RefusingModule):
         ValueError: If `input_order` is not a permutation of k features.
     """
 
-    def __init__(self, linear: MarlinLinear, input_order: mx.array) -> None:
+    def __init__(self, linear: Any, input_order: mx.array) -> None:
         nn.Module.__init__(self)
         features = mx.arange(linear.input_dims, dtype=mx.int32)
         if input_order.shape != features.shape or not mx.array_equal(
@@ -36,9 +38,16 @@ class ReorderedLinear(RefusingModule):
         self.input_order = input_order.astype(mx.int32)
         self.freeze()
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """Returns the product [..., n] of x [..., k], plus the bias if any."""
-        y: mx.array = self.linear(mx.take(x, self["input_order"], axis=-1))
+    def __call__(self, x: mx.array, *args: Any, **options: Any) -> mx.array:
+        """Returns the product [..., n] of x [..., k], plus the bias if any.
+
+        Args:
+            x: Activations.
+            *args: What the inner layer takes beside them.
+            **options: Likewise.
+        """
+        own = mx.take(x, self["input_order"], axis=-1)
+        y: mx.array = self.linear(own, *args, **options)
         return y
 
     def why_not(self, use: str) -> str | None:

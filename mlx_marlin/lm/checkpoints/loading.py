@@ -127,6 +127,8 @@ def load_model(source: ModelSource) -> nn.Module:
             plain.append((name, value))
         elif isinstance(module, nn.Embedding):
             embeddings.append((path, value))
+        elif module is not None and not hasattr(module, "to_quantized"):
+            plain.append((name, _decoded(value)))  # such as DeepSeek's routers
         else:
             with naming(source.path, name):
                 layer = _layer(module, value)
@@ -164,16 +166,24 @@ def _layer(module: Any, value: Weight) -> nn.Module:
         return _stock_layer(module, value)
     packed = value.packed()
     bias = module["bias"] if module is not None and "bias" in module else None
+    layer: Any
     if type(module) is nn.Linear:
-        linear = MarlinLinear.from_packed(packed, bias)
-        order = value.input_order
-        return linear if order is None else ReorderedLinear(linear, order)
-    if packed.batch and value.input_order is None and hasattr(module, "num_experts"):
-        experts: nn.Module = marlin_experts().from_packed(packed, bias)
-        return experts
-    raise ValueError(
-        f"{type(module).__name__}, expected a linear layer or experts in the order of x"
-    )
+        layer = MarlinLinear.from_packed(packed, bias)
+    elif packed.batch and hasattr(module, "num_experts"):
+        layer = marlin_experts().from_packed(packed, bias)
+    else:
+        raise ValueError(
+            f"{type(module).__name__}, expected a linear layer or a layer of experts"
+        )
+    order = value.input_order
+    return layer if order is None else ReorderedLinear(layer, order)
+
+
+def _decoded(value: Weight) -> mx.array:
+    """Returns the weight of a layer that cannot be quantized, exactly, in float32."""
+    stored = value.stored() if isinstance(value, PackedLayer) else value
+    weight, order = stored.decoded(), stored.input_order
+    return weight if order is None else mx.take(weight, mx.argsort(order), axis=-1)
 
 
 def _is_of_mlx(value: StoredWeight) -> bool:

@@ -19,6 +19,7 @@ from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.lm.checkpoints import experts
 from mlx_marlin.lm.checkpoints.folding import fold_orders
 from mlx_marlin.lm.module_tree import natural_key
 from mlx_marlin.versions import describe
@@ -226,15 +227,22 @@ class FolderSource(ModelSource):
     def _renamed(self, tensors: list[Tensor]) -> dict[str, mx.array]:
         """Returns all arrays, not evaluated, after the model's own `sanitize`."""
         arrays: dict[str, mx.array] = {}
+        columns: dict[str, int] = {}
         for tensor in tensors:
             value = tensor.read()
             if isinstance(value, mx.array):
                 arrays[tensor.name] = value
             elif isinstance(value, StoredWeight):
                 self._stored_widths.add((value.bits, value.group_size))
-                arrays |= _rows(tensor.name.removesuffix(".weight"), value)
+                layer = tensor.name.removesuffix(".weight")
+                columns[layer] = value.shape[-1]
+                arrays |= _rows(layer, value)
         with _no_dequantizing(self._method):
-            return self.sanitized(arrays)
+            renamed = self.sanitized(dict(arrays))
+            experts.add_orders(renamed, columns)
+            experts.move_parts(arrays, renamed, self.sanitized)
+        experts.stack(renamed, self.layer)
+        return renamed
 
     def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
         own = [part for part in ROWS if f"{layer}.{part}" in arrays]
@@ -251,6 +259,9 @@ class FolderSource(ModelSource):
         codes, scales = rows["weight"], rows["scales"]
         bits, group_size = self._widths(layer, codes, scales)
         mode = "zero_point" if "biases" in rows else "symmetric"
+        order, global_scale = rows.get("input_order"), rows.get("global_scale")
+        if order is not None:
+            order = experts.shared_order(order)
         return StoredWeight(
             codes=codes,
             scales=scales,
@@ -258,8 +269,8 @@ class FolderSource(ModelSource):
             group_size=group_size,
             bits=bits,
             mode="nvfp4" if scales.dtype == mx.uint8 else mode,
-            global_scale=rows.get("global_scale"),
-            input_order=rows.get("input_order"),
+            global_scale=None if global_scale is None else global_scale.reshape(-1),
+            input_order=order,
         )
 
     def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:

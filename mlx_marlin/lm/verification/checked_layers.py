@@ -159,7 +159,9 @@ def _operations(module: nn.Module, is_tied: bool) -> tuple[str, ...]:
         return ("experts",)
     if is_heads(module) or is_marlin_heads(module):
         return ("heads",)
-    if isinstance(module, nn.QuantizedLinear | nn.Linear | ReorderedLinear):
+    if isinstance(module, ReorderedLinear):
+        return _operations(module.linear, is_tied)
+    if isinstance(module, nn.QuantizedLinear | nn.Linear):
         return ("linear",)
     return ()
 
@@ -170,7 +172,7 @@ def _stored(module: Any) -> StoredWeight | PackedLayer | mx.array:
         inner = _stored(module.linear)
         order = module.input_order
         if isinstance(inner, mx.array):
-            return inner[:, mx.argsort(order)]
+            return inner[..., mx.argsort(order)]
         if isinstance(inner, PackedLayer):
             return PackedLayer(inner.weight, order)
         return replace(inner, input_order=order)
