@@ -37,7 +37,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     both = result(most=4)
     both["products"] += result("cost model", most=2)["products"][:16]
-    both["source"] = "predicted"
+    both |= {"source": "predicted", "stages": []}  # products are the first table
     source, target = folder / "result.json", folder / "result.html"
     source.write_text(json.dumps(both))
     assert main(["render", str(source), "-o", str(target)]) == 0

@@ -22,6 +22,7 @@ from mlx_marlin.lm.model_tuning import environment as values_of_mlx
 from mlx_marlin.lm.model_tuning.comparison import Comparison
 from mlx_marlin.lm.model_tuning.environment import Job, Run, Value
 from mlx_marlin.lm.model_tuning.generations import Generations
+from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.tuned_models import (
     environment,
     lookup,
@@ -49,6 +50,7 @@ def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+    monkeypatch.setattr(conditions, "why_not", lambda *_: "there is no clock")
     backend(None)
     return place
 
