@@ -1,6 +1,7 @@
 """The models and the clock of commands."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ from mlx_marlin.cli import terminal
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
-    from mlx_marlin.measure.layers import Found
+    from collections import Counter
+
     from mlx_marlin.measure.tuner import Clock
 
 
@@ -87,25 +89,28 @@ def load_lazily(name: str) -> Any:
     return load(name, lazy=True)[0]
 
 
-def layers(name: str, layouts: Sequence[str]) -> "Found":
-    """Returns the quantized layers of a model, whose weights are not read.
+def products(name: str, layouts: Sequence[str]) -> "tuple[Counter[Problem], int]":
+    """Returns the products of a model's layers, whose weights are not read.
 
     Args:
         name: As for `load`.
         layouts: Layouts of the weights.
 
+    Returns:
+        As `model_products.single_products`.
+
     Raises:
         ValueError: If the model cannot be loaded, or no layer has a supported format.
     """
-    from mlx_marlin.measure import layers
+    from mlx_marlin.lm.race import model_products
 
-    found = layers.find(load_lazily(name), layouts)
-    if not found.problems:
+    counts, others = model_products.single_products(load_lazily(name), layouts)
+    if not counts:
         raise ValueError(
             f"the model {name!r} has no quantized linear layer in a format that our "
             f"kernels read; mlx_lm.convert -q makes them"
         )
-    return found
+    return counts, others
 
 
 def problems(
@@ -119,10 +124,9 @@ def problems(
         layout: Layout of the weights. Default: that which `optimize` uses.
 
     Raises:
-        ValueError: As for `layers`.
+        ValueError: As for `products`.
     """
     from mlx_marlin.backends import selection
-    from mlx_marlin.measure.layers import with_rows
 
-    layouts = [layout or selection.traits().default_layout]
-    return with_rows(layers(name, layouts).problems, counts)
+    found, _ = products(name, [layout or selection.traits().default_layout])
+    return [replace(each, m=m) for each in found for m in counts]

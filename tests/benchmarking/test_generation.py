@@ -13,7 +13,8 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import decoding, generation
 from mlx_marlin.lm.decoding import Decoded, Prompts
-from mlx_marlin.measure import counting, layers
+from mlx_marlin.lm.race.model_products import single_products
+from mlx_marlin.measure import counting
 from mlx_marlin.measure.rows import OURS, STOCK_MODEL
 from support.models import Layers, tiny_llama
 
@@ -98,7 +99,7 @@ def test_decoding_gives_the_tokens_asked_for() -> None:
 
 
 def test_a_prediction_is_the_sum_of_all_layers() -> None:
-    counts = layers.find(tiny_llama(tied=False)).counts
+    counts, _ = single_products(tiny_llama(tied=False), ["mlx"])
     assert sum(counts.values()) == 7 * 2 + 1  # of two blocks, and the head
 
     rows = [*generation.predict("tiny", counts, M3_MAX, (2,), prompt=16)]

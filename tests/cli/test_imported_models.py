@@ -17,7 +17,7 @@ from mlx_marlin.backends import launcher
 from mlx_marlin.cli import main, models
 from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.measure import layers
+from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.weights.formats import LAYOUTS
 from support.tune_commands import measured_problems
 
@@ -145,6 +145,6 @@ def test_packed_layers_are_found_without_unpacking(
     net = nn.Module()
     net.a = MarlinLinear(128, 64, layout="marlin")
     monkeypatch.setattr(MarlinLinear, "native", lambda _: pytest.fail("unpacked"))
-    found = layers.find(net, LAYOUTS)
-    assert [problem.layout for problem in found.problems] == ["mlx", "marlin"]
-    assert found.others == 0
+    found, others = single_products(net, LAYOUTS)
+    assert [problem.layout for problem in found] == ["mlx", "marlin"]
+    assert others == 0

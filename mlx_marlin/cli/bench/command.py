@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files
 from mlx_marlin.cli.render import result_document
-from mlx_marlin.measure import layers, machine, products, result_file, shapes
+from mlx_marlin.measure import machine, products, result_file, shapes
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility
@@ -152,7 +153,8 @@ def _problems(args: argparse.Namespace) -> list[Problem]:
     found: list[Problem] = []
     for m, n, k in _shapes(args, is_on_gpu):
         problem = arguments.problem(args, 1, n, k, "mlx")
-        found += layers.with_rows([problem], given or (usual if m is None else [m]))
+        rows = given or (usual if m is None else [m])
+        found += [replace(problem, m=m) for m in rows]
     return [*dict.fromkeys(found)]
 
 
@@ -193,11 +195,11 @@ def _time_products(
 
 
 def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) -> None:
-    found = models.layers(args.model, [_layouts(args)[0]])
+    counts, _ = models.products(args.model, [_layouts(args)[0]])
     if clock.times_stock:
         _measure_model(args, result)
     else:
-        _predict_model(args, found.counts, result)
+        _predict_model(args, counts, result)
     print(tables.printed(result_document.generation(result.generation)))
 
 

@@ -16,7 +16,7 @@ from mlx_marlin.cli import arguments, cache_folders, json_output, models, progre
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.tune import model, report
 from mlx_marlin.lm.tuned_models import lookup, results
-from mlx_marlin.measure import layers, machine, operands, result_file, tuner
+from mlx_marlin.measure import machine, operands, result_file, tuner
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.tuner import Arm, Clock, Outcome
 from mlx_marlin.planning.choice import aligned
@@ -136,11 +136,12 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     for target in args.targets:
         shape = arguments.shape(target)
         if shape is None:
-            found += layers.with_rows(_model_problems(target, args), rows or ROWS)
-            continue
-        m, n, k = shape
-        in_layouts = _shape_problems(n, k, args)
-        found += layers.with_rows(in_layouts, rows or (ROWS if m is None else [m]))
+            of_one_row, usual = _model_problems(target, args), ROWS
+        else:
+            m, n, k = shape
+            of_one_row = _shape_problems(n, k, args)
+            usual = ROWS if m is None else (m,)
+        found += [replace(each, m=m) for each in of_one_row for m in rows or usual]
     return [*dict.fromkeys(found)]
 
 
@@ -236,13 +237,13 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
     """
     arguments.refuse_format_of_model(args, name)
     layouts = LAYOUTS if args.layout == BOTH else (args.layout or _usual_layout(),)
-    found = models.layers(name, layouts)
-    if found.others:
+    found, others = models.products(name, layouts)
+    if others:
         print(
-            f"{name}: {found.others} quantized layers are in formats that our kernels "
+            f"{name}: {others} quantized layers are in formats that our kernels "
             f"do not read"
         )
-    return [_with_dtype(problem, args.dtype) for problem in found.problems]
+    return [_with_dtype(problem, args.dtype) for problem in found]
 
 
 def _with_dtype(problem: Problem, dtype: str | None) -> Problem:

@@ -1,5 +1,6 @@
 """The distinct products of a model's layers, with the weights that they multiply."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from mlx_marlin.lm.report.target import Target
 from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import AnyProblem, plain, product_of
-from mlx_marlin.planning.problem import in_stock_mlx
+from mlx_marlin.planning.problem import Problem, in_stock_mlx
 from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.products import serving
 from mlx_marlin.products.experts.request import GatherRequest
@@ -122,6 +123,39 @@ def products_of(model: nn.Module, target: Target) -> list[ModelProduct]:
         for pairs in found.values()
     ]
     return sorted(products, key=_bytes, reverse=True)
+
+
+def single_products(
+    model: nn.Module, layouts: Sequence[str]
+) -> tuple[Counter[Problem], int]:
+    """Returns the products of a model's layers that have one weight, with one row.
+
+    An embedding counts if it is also the output head. Its weight stays in its layout,
+    because rows of it are read too.
+
+    Args:
+        model: Any module. Its weights need not be loaded.
+        layouts: Layouts of the weights, where layers have no other.
+
+    Returns:
+        How often each product occurs, and the number of layers in formats that our
+        kernels do not read.
+    """
+    counts: Counter[Problem] = Counter()
+    others = 0
+    for _, layer, product in described(model, Target.of(None)):
+        if product.weight is None or product.weight.batch:
+            continue
+        one = ModelProduct(product=product, layers=(layer,))
+        given = layouts
+        if product.operation == "as_linear":
+            given = (one.layout if product.is_converted else "mlx",)
+        elif getattr(layer, "is_packed_only", False):
+            given = ("marlin",)
+        found = [one.problem(1, layout) for layout in given]
+        counts.update(each for each in found if isinstance(each, Problem))
+        others += not any(found)
+    return counts, others
 
 
 def stock_parts(product: ModelProduct) -> Sequence[int]:
