@@ -20,7 +20,14 @@ def test_a_time_without_a_mark_is_found(line: str) -> None:
         "us (emulator counters)  +-",
         "12 rows of 4096→4096, 4 buffers",
         "8 cores, 4-bit, 68.3 GB/s",
+        "arm   times      ms   method\nours  predicted  0.1  cost model\n\nours",
     ],
 )
 def test_marked_times_and_other_numbers_are_not(line: str) -> None:
     assert unmarked_times(line) == []
+
+
+def test_each_row_of_a_table_needs_a_mark() -> None:
+    table = "arm   times      ms\nours  predicted  0.1\nours  measured   0.2"
+
+    assert unmarked_times(table) == ["ours  measured   0.2"]
