@@ -282,10 +282,7 @@ def changed_plans(problems: Sequence[Problem], device: Device, found: Fit) -> li
 
 def judged() -> list[Problem]:
     """Returns the products whose plans are compared: those of `mlx-marlin bench`."""
-    return [
-        problem_of(m, shape.n, shape.k)
-        for shape, m in product(shapes.SHAPES, shapes.ROWS)
-    ]
+    return [problem_of(m, n, k) for (k, n), m in product(shapes.SHAPES, shapes.ROWS)]
 
 
 def _measured(rows: Sequence[ProductRow]) -> Vector:

@@ -61,7 +61,7 @@ def run(
     return Stage(
         name=name,
         status=status,
-        host_seconds=time.monotonic() - begun,
+        host_seconds=round(time.monotonic() - begun, 1),
         detail=""
         if status == "passed"
         else _reason(process.returncode, output, errors),

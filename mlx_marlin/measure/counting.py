@@ -40,7 +40,7 @@ def counted_seconds(
     rates = cost.rates_of(device)
     slots = sum(
         rates.matrix_slots * launch.count("matrix")
-        + _accesses(launch)
+        + sum(buffer.accesses for buffer in launch.traffic)
         + sum(map(launch.count, OTHER))
         for launch in launches
     )
@@ -79,10 +79,6 @@ def dequantized_seconds(
     assert isinstance(device, Device)
     hidden = 2 * cost.level_seconds(device) if overlapped else 0.0
     return dequantize.dequantize_seconds(problem, device) - hidden
-
-
-def _accesses(counters: "Counters") -> int:
-    return sum(buffer.accesses for buffer in counters.traffic)
 
 
 def _device_bytes(counters: "Counters") -> int:

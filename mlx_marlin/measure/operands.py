@@ -1,6 +1,7 @@
 """Operands of measured products: activations, and weights larger than the cache."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
@@ -40,14 +41,9 @@ class Operands:
     weights: tuple[Weight, ...]
 
 
-def cache_bytes(device: PlanningDevice) -> int:
-    """Returns the bytes of weights that exceed the caches of a device."""
-    return device.cache_bytes
-
-
 def weight_count(problem: Problem, device: PlanningDevice) -> int:
     """Returns how many weights exceed the caches together."""
-    return min(cache_bytes(device) // problem.weight_bytes + 1, MOST_WEIGHTS)
+    return min(device.cache_bytes // problem.weight_bytes + 1, MOST_WEIGHTS)
 
 
 def check(problem: Problem) -> None:
@@ -91,22 +87,15 @@ def operands(problem: Problem, count: int) -> Operands:
 
 def stock_product(problem: Problem) -> Product:
     """Returns stock MLX's product for a problem in MLX's layout."""
-    has_biases = problem.format.codes == "affine"
-
-    def product(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
-    ) -> mx.array:
-        return mx.quantized_matmul(
-            x,
-            w,
-            scales,
-            biases if has_biases else None,
-            group_size=problem.group_size,
-            bits=problem.bits,
-            mode=problem.mode,
-        )
-
-    return product
+    multiply = partial(
+        mx.quantized_matmul,
+        group_size=problem.group_size,
+        bits=problem.bits,
+        mode=problem.mode,
+    )
+    if problem.format.codes == "affine":
+        return multiply
+    return lambda x, w, scales, _: multiply(x, w, scales)
 
 
 def is_right(product: Product, inputs: Operands) -> bool:
@@ -136,19 +125,19 @@ def _is_of_mlx(problem: Problem) -> bool:
     return problem.format.codes in ("affine", "floating")
 
 
+def stock_weight(problem: Problem, w: mx.array, *scales: mx.array) -> mx.array:
+    """Returns a weight [n, k] that stock MLX dequantizes, in a dtype of its choice."""
+    biases = scales[1] if problem.format.codes == "affine" else None
+    size, bits = problem.group_size, problem.bits
+    return mx.dequantize(w, scales[0], biases, size, bits, mode=problem.mode)
+
+
 def _decoded(
     problem: Problem, w: mx.array, scales: mx.array, biases: mx.array
 ) -> mx.array:
     """Returns a weight [n, k] as float32."""
     if _is_of_mlx(problem):
-        return mx.dequantize(
-            w,
-            scales,
-            biases if problem.format.codes == "affine" else None,
-            group_size=problem.group_size,
-            bits=problem.bits,
-            mode=problem.mode,
-        ).astype(mx.float32)
+        return stock_weight(problem, w, scales, biases).astype(mx.float32)
     if problem.format.has_super_blocks:
         packed = pack(
             w,

@@ -186,20 +186,8 @@ def _quantized(problem: Problem) -> Arm:
 
 
 def _dequantized(problem: Problem) -> Arm:
-    has_biases = problem.format.codes == "affine"
-
-    def product(
-        x: mx.array, w: mx.array, scales: mx.array, *rest: mx.array
-    ) -> mx.array:
-        decoded = mx.dequantize(
-            w,
-            scales,
-            rest[0] if has_biases else None,
-            group_size=problem.group_size,
-            bits=problem.bits,
-            mode=problem.mode,
-        )
-        return x @ decoded.astype(x.dtype).T
+    def product(x: mx.array, *weights: mx.array) -> mx.array:
+        return x @ operands.stock_weight(problem, *weights[:PARTS]).astype(x.dtype).T
 
     return Arm(name=DEQUANTIZED, problem=problem, product=product)
 

@@ -101,18 +101,10 @@ def text(result: ResultFile) -> str:
             name: as_name(value) if isinstance(value, str) else value
             for name, value in asdict(result.machine).items()
         },
-        "stages": [
-            {
-                "name": as_name(stage.name),
-                "status": stage.status,
-                "host_seconds": round(stage.host_seconds, 1),
-                "detail": redacted(stage.detail),
-            }
-            for stage in result.stages
-        ],
-        "products": [*map(row_encoding.product, result.products)],
-        "generation": [*map(row_encoding.generation, result.generation)],
-        "first_tokens": [*map(row_encoding.first_token, result.first_tokens)],
+        "stages": [*map(row_encoding.row, result.stages)],
+        "products": [*map(row_encoding.row, result.products)],
+        "generation": [*map(row_encoding.row, result.generation)],
+        "first_tokens": [*map(row_encoding.row, result.first_tokens)],
         "notes": [*map(redacted, result.notes)],
     }
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"

@@ -11,7 +11,6 @@ from mlx_marlin.measure.privacy import as_name, redacted
 from mlx_marlin.measure.rows import (
     CLOCKS,
     METHODS,
-    FirstTokenRow,
     GenerationRow,
     ProductRow,
     Timing,
@@ -32,45 +31,30 @@ CHOICES = {"clock": CLOCKS, "method": (*METHODS,), "status": STATUSES}
 """Fields that are one of some texts."""
 
 
-def product(row: ProductRow) -> dict[str, Any]:
-    """Returns the object of a product's time."""
-    plan = None if row.plan is None else encoded(row.plan)
-    if plan is not None:
-        del plan["problem"]
-    return {
-        "problem": {name: getattr(row.problem, name) for name in PROBLEM},
-        "arm": as_name(row.arm),
-        "clock": row.clock,
-        **timing(row.timing),
-        "handover": None if row.handover is None else redacted(row.handover),
-        "plan": plan,
+def row(found: Any) -> dict[str, Any]:
+    """Returns the object of a row or a stage; the fields of a `timing` are its own."""
+    data = {
+        field.name: _encoded(field.name, getattr(found, field.name))
+        for field in fields(found)
     }
+    if isinstance(found, GenerationRow):
+        rates = found.prompt_rate, found.generation_rate
+        data |= {name: round(rate, 3) for name, rate in zip(RATES, rates, strict=True)}
+    data.update(data.pop("timing", {}))
+    return data
 
 
-def generation(row: GenerationRow) -> dict[str, Any]:
-    """Returns the object of a model's speed."""
-    return {
-        "model": as_name(row.model),
-        "arm": row.arm,
-        "streams": row.streams,
-        "prompt_tokens": row.prompt_tokens,
-        "new_tokens": row.new_tokens,
-        "prompt": timing(row.prompt),
-        "step": timing(row.step),
-        "prompt_tokens_per_second": round(row.prompt_rate, 3),
-        "generated_tokens_per_second": round(row.generation_rate, 3),
-    }
-
-
-def first_token(row: FirstTokenRow) -> dict[str, Any]:
-    """Returns the object of a time to the first token."""
-    return {
-        "model": as_name(row.model),
-        "arm": row.arm,
-        "prompt_tokens": row.prompt_tokens,
-        "cold": timing(row.cold),
-        "warm": timing(row.warm),
-    }
+def _encoded(name: str, value: Any) -> Any:
+    if isinstance(value, Timing):
+        return timing(value)
+    if isinstance(value, Problem):
+        return {each: getattr(value, each) for each in PROBLEM}
+    if isinstance(value, Plan):
+        plan = encoded(value)
+        return {each: plan[each] for each in plan if each != "problem"}
+    if name in ("model", "arm", "name"):
+        return as_name(value)
+    return redacted(value) if name in ("handover", "detail") and value else value
 
 
 def timing(found: Timing) -> dict[str, Any]:

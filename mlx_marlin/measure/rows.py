@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mlx_marlin.planning.measurement import Machine
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 
@@ -25,39 +26,27 @@ STOCK_MODEL = "stock MLX"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
-    """What times depend on besides the product.
+class MachineFacts(Machine):
+    """What times depend on, and what else a reader may want to know of the machine.
 
     Attributes:
-        chip: Name of the GPU; "emulator for CHIP" if nothing was measured.
-        architecture: GPU architecture, such as "applegpu_g15s", or "".
-        cores: GPU cores.
         memory_gb: Memory in 2^30 bytes, 0 if MLX has no GPU here.
-        system: Operating system and version.
         build: Build of the system, which has the GPU compiler.
         backend: Back end of this package.
         python: Version of Python.
-        mlx: Version of MLX.
         mlx_lm: Version of mlx-lm, or "".
         mlx_marlin: Version of this package.
         commit: Commit of this package, or "" outside a repository; "-dirty" follows if
             files were changed.
-        kernels: Digest of the kernels' texts.
     """
 
-    chip: str
-    architecture: str
-    cores: int
     memory_gb: int
-    system: str
     build: str
     backend: str
     python: str
-    mlx: str
     mlx_lm: str
     mlx_marlin: str
     commit: str
-    kernels: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +148,3 @@ class FirstTokenRow:
     prompt_tokens: int
     cold: Timing
     warm: Timing
-
-
-Row = ProductRow | GenerationRow | FirstTokenRow

@@ -128,22 +128,20 @@ def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
         raise ValueError(f"{missing}: nothing can be measured")
     backend = selection.backend()
     if backend in selection.ON_GPU:
+        timed = partial(wall_time, seconds=seconds)
         return Clock(
             name="wall time",
-            measure=partial(wall_time, seconds=seconds),
-            measure_independent=partial(
-                wall_time, seconds=seconds, sampler=timing.independent
-            ),
+            measure=timed,
+            measure_independent=partial(timed, sampler=timing.independent),
             weights=lambda problem: operands.weight_count(problem, device),
             times_stock=True,
         )
     if backend == "emulator" and isinstance(device, Device):
+        counted = partial(emulator_counters, device=device)
         return Clock(
             name="emulator counters",
-            measure=partial(emulator_counters, device=device),
-            measure_independent=partial(
-                emulator_counters, device=device, overlapped=True
-            ),
+            measure=counted,
+            measure_independent=partial(counted, overlapped=True),
             weights=lambda _: 1,
             times_stock=False,
         )
@@ -227,7 +225,7 @@ def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
     compared = [arm for arm in compared if arm not in failed]
     if not any(compared):
         return Outcome(arms={}, wrong=(), result=None, failed=failed)
-    products = {arm: _product(arm, problem) for arm in compared}
+    products = {arm: product_of_arm(arm, problem) for arm in compared}
     measured = clock.measure(products, inputs)
     spreads = {arm: measured[arm] for arm in compared}
     plan, wrong = _best_right(spreads, products, inputs)
@@ -330,7 +328,8 @@ def emulator_counters(
     return {arm: Spread(median=seconds(product)) for arm, product in products.items()}
 
 
-def _product(arm: Arm, problem: Problem) -> Product:
+def product_of_arm(arm: Arm, problem: Problem) -> Product:
+    """Returns what computes a problem by a plan or by stock MLX."""
     return operands.stock_product(problem) if arm is None else launcher.product(arm)
 
 

@@ -40,7 +40,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     backend("metal")
     monkeypatch.setattr(selection, "missing", lambda: None)
     monkeypatch.setattr(devices, "current", lambda *_: devices.named("Apple M3 Max"))
-    monkeypatch.setattr(operands, "cache_bytes", lambda _: 2**15)
+    monkeypatch.setattr(operands, "MOST_WEIGHTS", 4)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(
         launcher, "product", lambda plan: operands.stock_product(plan.problem)

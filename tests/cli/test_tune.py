@@ -275,7 +275,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     backend(on)
     monkeypatch.setattr(devices, "current", lambda *_: here)
     monkeypatch.setattr(selection, "missing", lambda: None)
-    monkeypatch.setattr(operands, "cache_bytes", lambda device: 2**15)
+    monkeypatch.setattr(operands, "MOST_WEIGHTS", 4)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
     monkeypatch.setattr(
         launcher, "product", lambda plan: operands.stock_product(plan.problem)

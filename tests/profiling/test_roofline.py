@@ -22,7 +22,7 @@ def test_the_example_of_one_row() -> None:
     assert round(DECODE.bandwidth_gbs) == 156
     assert round(100 * M4_MAX.memory_utilization(DECODE), 1) == 28.6
     assert M4_MAX.attained(DECODE) == pytest.approx(M4_MAX.memory_utilization(DECODE))
-    assert M4_MAX.is_memory_side(DECODE)
+    assert DECODE.intensity < M4_MAX.ridge
     assert M4_MAX.bottleneck(DECODE) == "LATENCY"
     assert M4_MAX.roofs_exceeded(DECODE) == ()
 

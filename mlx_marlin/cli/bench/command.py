@@ -170,7 +170,7 @@ def _shapes(
         yield shape
     if not args.targets and not args.model:
         usual = shapes.SHAPES if is_on_gpu else shapes.QUICK_SHAPES
-        yield from ((None, shape.n, shape.k) for shape in usual)
+        yield from ((None, n, k) for k, n in usual)
 
 
 def _layouts(args: argparse.Namespace) -> tuple[str, ...]:

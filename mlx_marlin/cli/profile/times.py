@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from mlx_marlin import emulator, guard
 from mlx_marlin.backends import launcher, planner, registry, selection, tuned_results
-from mlx_marlin.backends.launcher import Product
 from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
 from mlx_marlin.measure import operands, tuner
@@ -83,7 +82,7 @@ def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profil
     profiles = []
     for problem in _with_progress([*arms]):
         inputs = operands.operands(problem, clock.weights(problem))
-        products = {arm: _product(arm, problem) for arm in arms[problem]}
+        products = {arm: tuner.product_of_arm(arm, problem) for arm in arms[problem]}
         spreads = clock.measure(products, inputs)
         profiles += [
             _profile(arm, problem, device, spreads[arm].median, "measured")
@@ -95,10 +94,6 @@ def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profil
 def _with_progress(items: Sequence[Item]) -> Iterable[Item]:
     """Returns items that are profiled one by one; several show a progress bar."""
     return progress.shown(items, "profile", "product") if len(items) > 1 else items
-
-
-def _product(arm: Arm, problem: Problem) -> Product:
-    return operands.stock_product(problem) if arm is None else launcher.product(arm)
 
 
 def _profile(

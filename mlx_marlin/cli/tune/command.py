@@ -1,6 +1,7 @@
 """`mlx-marlin tune`: measures plans on this machine and keeps the fastest."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -133,6 +134,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     """Returns the problems that the arguments specify, without duplicates."""
     rows = arguments.numbers(args.rows) if args.rows else None
     found: list[Problem] = []
+    usual: Sequence[int]
     for target in args.targets:
         shape = arguments.shape(target)
         if shape is None:

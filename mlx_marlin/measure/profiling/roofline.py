@@ -93,10 +93,6 @@ class Roofline:
         """
         return point.tflops / self.attainable_tflops(point.intensity)
 
-    def is_memory_side(self, point: Point) -> bool:
-        """Returns whether the roof above a point is the memory bandwidth."""
-        return point.intensity < self.ridge
-
     def bottleneck(self, point: Point) -> Bottleneck:
         """Returns what limits a product; the first rule that applies decides.
 
@@ -108,7 +104,7 @@ class Roofline:
             return "LATENCY"
         if abs(point.intensity / self.ridge - 1) <= NEAR_RIDGE:
             return "BALANCED"
-        return "MEMORY" if self.is_memory_side(point) else "COMPUTE"
+        return "MEMORY" if point.intensity < self.ridge else "COMPUTE"
 
     def roofs_exceeded(self, point: Point) -> tuple[str, ...]:
         """Returns which of "compute" and "memory" are exceeded, which cannot be."""
