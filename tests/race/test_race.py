@@ -340,6 +340,33 @@ def test_a_virtual_device_is_not_raced(
     assert not mac.raced
 
 
+@pytest.mark.parametrize("kind", ["pipeline", "shards"])
+def test_a_model_on_several_machines_is_not_raced(
+    mac: SimulatedMac, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    if kind == "pipeline":
+        model.model.pipeline_size = 2
+    else:
+        monkeypatch.setattr(conditions, "is_sharded", lambda layer: True)
+
+    mac.optimize(model)
+
+    assert not mac.raced
+    assert not mac.passes
+
+
+def test_nothing_is_timed_on_a_cpu(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+
+    mac.optimize(tiny_llama())
+
+    assert not mac.raced
+    assert not mac.passes
+
+
 @pytest.mark.parametrize(
     ("packed", "at_one", "layout"),
     [(9.4, 10.0, "marlin"), (9.6, 10.0, "mlx"), (9.0, 10.4, "mlx")],

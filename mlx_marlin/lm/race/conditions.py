@@ -9,9 +9,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.layers.sharded.linear import SHARDED
+from mlx_marlin.lm.known_layers import is_sharded
+from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.products import eligibility
+from mlx_marlin.products.request import CPU
 
 
 def why_not(model: nn.Module, recipe: Recipe) -> str | None:
@@ -39,9 +43,22 @@ def why_not(model: nn.Module, recipe: Recipe) -> str | None:
         return "a paravirtual device's times say nothing about another one's"
     if not recipe.key:
         return "the model's layers or settings cannot be read"
+    if mx.default_device() == CPU:
+        return "calls run on the CPU"
+    if is_divided(model):
+        return "the model is divided among machines, which would wait for each other"
     if is_lazy(model):
         return "its weights are not loaded yet"
     return None
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Returns whether other machines have layers, or parts of layers, of a model."""
+    layers = computing_layers(model)
+    if any(is_sharded(layer) or type(layer) in SHARDED for layer in layers):
+        return True
+    # mlx-lm's `PipelineMixin`
+    return any(getattr(each, "pipeline_size", 1) > 1 for each in model.modules())
 
 
 def is_lazy(model: nn.Module) -> bool:
