@@ -64,6 +64,17 @@ def test_without_a_drafter_it_is_mlx_lms(loaded: tuple[nn.Module, Any]) -> None:
     assert len(found) == 5
 
 
+def test_machines_that_share_a_model_do_not_draft(
+    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = loaded
+    monkeypatch.setattr(stream, "is_divided", lambda _: True)
+
+    found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 5, lookup=True)]
+
+    assert not any(isinstance(each, DraftedResponse) for each in found)
+
+
 def test_a_prompt_cache_goes_on(loaded: tuple[nn.Module, Any]) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 

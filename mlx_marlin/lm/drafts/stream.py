@@ -24,6 +24,7 @@ from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Processor, Sampler, To
 from mlx_marlin.lm.drafts.drafters import Drafter, LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost, cost_of
 from mlx_marlin.lm.drafts.passes import Passes
+from mlx_marlin.lm.race.conditions import is_divided
 
 IGNORED = ("num_draft_tokens", "lookup", "input_embeddings")
 """Arguments of mlx-lm's function that the length that pays replaces, or that are not
@@ -81,8 +82,8 @@ def stream_generate(
             `kv_bits`, `kv_group_size`, `quantized_kv_start` and
             `prompt_progress_callback`.
             `num_draft_tokens` has no effect: the length follows from the cost of a pass
-            and from how many tokens were accepted. With `input_embeddings`, nothing is
-            drafted.
+            and from how many tokens were accepted. With `input_embeddings`, and for a
+            model that is divided among machines, nothing is drafted.
 
     Yields:
         `DraftedResponse`; without drafts, and with embeddings, mlx-lm's.
@@ -95,8 +96,10 @@ def stream_generate(
     stream = generation_stream if stream is None else stream
     if lookup and draft_model is not None:
         raise ValueError("lookup=True and draft_model exclude each other: use one")
-    embeds = options.get("input_embeddings") is not None
-    if embeds or not (lookup or draft_model is not None):
+    drafts = lookup or draft_model is not None
+    # Machines that share a model would draft by their own clocks, and then wait.
+    plain = options.get("input_embeddings") is not None or is_divided(model)
+    if plain or not drafts:
         given = {name: each for name, each in options.items() if name != "lookup"}
         yield from without_drafts(
             model, tokenizer, prompt, max_tokens, None, stream, **given
