@@ -14,7 +14,6 @@ from typing import Any
 from mlx_marlin import regular_files
 from mlx_marlin.measure import row_encoding
 from mlx_marlin.measure.privacy import as_name, redacted
-from mlx_marlin.measure.row_encoding import STATUSES as STATUSES
 from mlx_marlin.measure.rows import (
     FirstTokenRow,
     GenerationRow,
@@ -36,7 +35,7 @@ class Stage:
 
     Attributes:
         name: Its name.
-        status: One of `STATUSES`.
+        status: One of `row_encoding.STATUSES`.
         host_seconds: How long it took on the computer that ran it, compiling included;
             never the time of a kernel.
         detail: What failed or was counted, in a line.

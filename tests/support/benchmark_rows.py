@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure.result_file import STATUSES, ResultFile, Stage
+from mlx_marlin.measure.result_file import ResultFile, Stage
+from mlx_marlin.measure.row_encoding import STATUSES
 from mlx_marlin.measure.rows import (
     CLOCKS,
     DEQUANTIZED,
