@@ -80,10 +80,10 @@ def stream_generate(
         **options: The options of `mlx_lm.stream_generate`: `sampler`,
             `logits_processors`, `prompt_cache`, `max_kv_size`, `prefill_step_size`,
             `kv_bits`, `kv_group_size`, `quantized_kv_start` and
-            `prompt_progress_callback`.
-            `num_draft_tokens` has no effect: the length follows from the cost of a pass
-            and from how many tokens were accepted. With `input_embeddings`, and for a
-            model that is divided among machines, nothing is drafted.
+            `prompt_progress_callback`. `num_draft_tokens` has no effect: the length
+            follows from the cost of a pass and from how many tokens were accepted. With
+            `input_embeddings`, and for a model that is divided among machines, nothing
+            is drafted.
 
     Yields:
         `DraftedResponse`; without drafts, and with embeddings, mlx-lm's.
