@@ -239,6 +239,25 @@ def test_a_race_that_dies_is_told_once_and_the_model_decides(
 
     assert not mac.raced
     assert type(converted).__name__ == "MarlinLinear"
+    # The model decides, as where nothing was ever measured.
+    assert served(converted, ROWS)[8] is None
+
+
+def test_products_race_though_a_forward_pass_fails(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget()
+    mac.ours = lambda layout, m: 9.0
+
+    def fails(*_: Any) -> Any:
+        raise TypeError("it takes pixels")
+
+    monkeypatch.setattr(forward_race, "sample", fails)
+
+    with pytest.warns(RuntimeWarning, match="not compared: TypeError: it takes pixels"):
+        mac.optimize(tiny_llama(), layout="mlx")
+
+    assert {m for m, _ in mac.raced} == {*ROWS}
 
 
 def test_a_broken_kernel_does_not_race(

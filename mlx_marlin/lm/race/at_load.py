@@ -89,14 +89,14 @@ class Race:
         rows = self._missing_rows()
         if rows or not self.products.known:
             self._say_why()
-        with self._stopping():
+        with self._stopping("its forward passes are not compared"):
             if rows:
                 self._stock.append(self._sample(rows))
         self._convert_as(self.recipe)
         found = self._run_products()
         self._use_layout(faster_layout(self.products, found))
         state.reset()  # calls were prepared without the results
-        with self._stopping():
+        with self._stopping("its forward passes are not compared"):
             self._take_turns(rows)
         if not self._is_converted:  # it was interrupted in stock MLX's turn
             self._convert_as(self.recipe)
@@ -106,18 +106,17 @@ class Race:
             tuned_results.leave_to_stock(problem, count)
 
     @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Ends the timing, and nothing else, after Ctrl-C or an error in it."""
+    def _stopping(self, consequence: str) -> Iterator[None]:
+        """Ends a part of the timing after an error in it, and all after Ctrl-C."""
         try:
             yield
         except KeyboardInterrupt:
             self._has_stopped = True
             _print("measuring was interrupted: it continues when the model is loaded")
         except Exception as error:  # a kernel's, MLX's or the model's
-            self._has_stopped = True
             warn_once(
                 f"not measured: {type(error).__name__}: {error}",
-                f"a model is not measured, so the cost model decides who serves what: "
+                f"a model could not be measured, so {consequence}: "
                 f"{type(error).__name__}: {error}",
             )
 
@@ -167,7 +166,7 @@ class Race:
         left = [each for each in found if not race.is_finished(each, rows)]
         if not left:
             return found
-        with self._stopping():
+        with self._stopping("the cost model decides who serves what is left"):
             if selection.traits().compiles_ahead:
                 compile_steps(race.steps(left, rows))
             for product in _shown(left):
