@@ -52,7 +52,8 @@ _LANGUAGES: tuple[tuple[int, Version], ...] = (
     (15, (3, 2)),
     (0, (3, 1)),
 )
-"""Language in which MLX compiles a custom kernel, by the first macOS that has it."""
+"""Language in which MLX compiles a custom kernel, by the first macOS that has it
+(`get_metal_version` in its device.cpp)."""
 
 
 def parsed(macos: str) -> Version:
@@ -67,6 +68,19 @@ def parsed(macos: str) -> Version:
     return int(found[1]), int(found[2] or 0)
 
 
+def language_of(macos: str) -> Version:
+    """Returns the version of the language in which MLX compiles a custom kernel.
+
+    Args:
+        macos: The version of macOS, such as "26.2".
+
+    Raises:
+        ValueError: If it is no version.
+    """
+    system, _ = parsed(macos)
+    return next(metal for first, metal in _LANGUAGES if system >= first)
+
+
 def too_new(tokens: Tokens, macos: str) -> Iterator[Finding]:
     """Finds words that a version of macOS lacks.
 
@@ -77,8 +91,7 @@ def too_new(tokens: Tokens, macos: str) -> Iterator[Finding]:
     Yields:
         The number of line breaks before the first use of each, and a message.
     """
-    system = parsed(macos)
-    language = next(metal for first, metal in _LANGUAGES if system[0] >= first)
+    system, language = parsed(macos), language_of(macos)
     line, seen = 0, set()
     for token in tokens:
         need = NEEDS.get(token.text)
