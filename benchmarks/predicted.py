@@ -3,7 +3,7 @@
 For each chip and number of rows, the products of one token's pass, summed: stock MLX,
 and ours with what the handover leaves to stock. Times are those of a chain, in which
 each product waits for the one before it. Nothing here was measured on Apple hardware;
-docs/stock_model.md has the error of the stock model on every published row.
+docs/stock_model.md has the stock model's errors on published times.
 
 Of a mixture of experts the rows choose theirs alike and independently, so that r rows
 with c choices among e experts hit e * (1 - (1 - 1/e)^(r * c)) of them. Ours reads each

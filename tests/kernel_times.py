@@ -1,7 +1,7 @@
 """Published times of kernels like ours beside those of our model.
 
 The times are those of `data/published_kernel_times.json`. Run as a program, this file
-prints the tables of docs/m5.md and that of our kernels in docs/stock_model.md.
+prints the tables of docs/m5.md, a table of M4 and its summary in docs/stock_model.md.
 """
 
 import json

@@ -1,13 +1,14 @@
 """Published times of stock MLX beside those of our model of it.
 
 The times are those of `data/published_times.json`. Run as a program, this file prints
-the tables of docs/stock_model.md.
+the table of docs/stock_model.md, and every time beside the model's.
 """
 
 import json
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mlx_marlin.backends.metal.device import Device
@@ -186,10 +187,31 @@ def table(clock: str) -> str:
     return "\n".join(lines)
 
 
+def summary() -> str:
+    """Returns the table of errors: a line for each clock and chip.
+
+    Rows that a note sets apart are counted, and nothing else.
+    """
+    head = ["clock", "chip, cores", "times", "mean error", "from", "to", "set apart"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    keys = dict.fromkeys((row.series.clock, row.series.chip) for row in ROWS)
+    for key in keys:
+        rows = [row for row in ROWS if (row.series.clock, row.series.chip) == key]
+        errors = [row.error() for row in rows if not row.why and not row.is_reference]
+        if not errors:
+            continue
+        apart = sum(bool(row.why) for row in rows)
+        mean = fmean(map(abs, errors))
+        bounds = f"{min(errors):+.0%} | {max(errors):+.0%}"
+        start = f"{key[0]} | {key[1]} | {len(errors)}"
+        lines.append(f"| {start} | {mean:.0%} | {bounds} | {apart} |")
+    return "\n".join(lines)
+
+
 def notes() -> str:
     """Returns the notes as a list."""
     return "\n".join(f"- {letter}: {text}" for letter, text in NOTES.items())
 
 
 if __name__ == "__main__":
-    print(table("chain"), table("independent"), notes(), sep="\n\n")
+    print(summary(), table("chain"), table("independent"), notes(), sep="\n\n")

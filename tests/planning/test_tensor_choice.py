@@ -184,7 +184,6 @@ def test_our_8x8_products_are_near_those_that_were_measured() -> None:
     assert all(abs(row.error()) < 0.08 for row in measured)
     assert kernel_times.mean_error(on_m5) <= 0.02
     text = (DOCUMENT.parent / "stock_model.md").read_text("utf-8")
-    assert kernel_times.table("M4") in text
     assert kernel_times.summary(measured) in text.replace("\n", " ")
 
 

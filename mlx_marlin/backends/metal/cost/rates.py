@@ -3,7 +3,7 @@
 Bandwidth and the rate of loads are those of a chip, for all kernels. The price of 8x8
 products and the share of `scattered` loads are those of our kernels; those of stock MLX
 are in `stock.slots`. `benchmarks/stock_fit.py` fits them again and prints the error of
-each published time; docs/stock_model.md lists both.
+each published time; docs/stock_model.md has the errors.
 """
 
 from dataclasses import dataclass, replace

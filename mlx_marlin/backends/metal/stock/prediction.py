@@ -5,8 +5,8 @@ longest of memory traffic, issue slots and bytes that loads return to lanes, mul
 by a factor for load imbalance and low occupancy. In a chain, where each product waits
 for the one before it, each dispatch takes `level_seconds` more, and a matrix kernel
 ends in a whole wave of threadgroups. Slots were counted with an open compiler for the
-first Apple generation (`slots`). docs/stock_model.md lists the published times that the
-rates (`cost.rates`) are fitted to.
+first Apple generation (`slots`). docs/stock_model.md has the errors on the published
+times that the rates (`cost.rates`) are fitted to.
 """
 
 from dataclasses import dataclass
