@@ -16,6 +16,8 @@ import mlx.core as mx
 
 from mlx_marlin.emulator.static.versions import language_of, parsed
 
+ARCHITECTURES = tuple(f"applegpu_g{n}{size}" for n in range(13, 18) for size in "gs")
+"""Of M1 to M5, the base chip and the larger ones; those of Ultra are as Max."""
 COMPONENT = "MetalToolchain"
 IDENTIFIER = re.compile(r"com\.apple\.dt\.toolchain\.Metal[\w.]*")
 METAL = ("xcrun", "-sdk", "macosx", "metal")

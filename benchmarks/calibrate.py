@@ -7,9 +7,11 @@ over predicted times is minimized, with large errors weighted less. What a file 
 determine, alone or in combination, stays near its present value. Rows of `gemm_staged`,
 whose cost is a guess, and independent launches are not used.
 
-Nothing is written: what should change is printed.
+Files of the census are compared with our counts of registers and instructions, and
+their table is written into docs/results.md. Nothing else is written: what should change
+is printed.
 
-Usage: python -m benchmarks.calibrate FILE
+Usage: python -m benchmarks.calibrate FILE [FILE ...]
 """
 
 import argparse
@@ -24,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import census_table
 from benchmarks.log_fit import Vector, fitted
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import rates
@@ -290,14 +293,27 @@ def _measured(rows: Sequence[ProductRow]) -> Vector:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Prints what fits a file; returns 2 if it cannot calibrate the model."""
+    """Prints what files say; returns 2 if they cannot calibrate the model."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.calibrate", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("file", type=Path, help="a result file of a Mac")
+    parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a result file of a Mac, or all files of a census",
+    )
     args = parser.parse_args(given)
     try:
-        result = result_file.read(args.file)
+        if census_table.is_census(args.files[0]):
+            census = census_table.publish(args.files, census_table.DOCUMENT)
+            print(census_table.table(census))
+            print("\n".join(["", *census_table.proposals(census)]))
+            return 0
+        if args.files[1:]:
+            raise ValueError(f"{args.files[1]}: expected one result file")
+        result = result_file.read(args.files[0])
         device, rows = device_of(result), rows_of(result)
     except (ValueError, OSError) as error:
         print(f"calibrate: {error}", file=sys.stderr)

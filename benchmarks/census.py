@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import apple_tools, census_instances, gpu_binary
-from benchmarks.apple_tools import Toolchain, ToolError
-from benchmarks.census_instances import ARCHITECTURES, Instance
+from benchmarks.apple_tools import ARCHITECTURES, Toolchain, ToolError
+from benchmarks.census_instances import Instance
+from benchmarks.census_table import SCHEMA, VERSION
 from mlx_marlin.backends.metal.detection import TENSOR_SYSTEM
 from mlx_marlin.backends.source import digest_of_shaders
 from mlx_marlin.emulator.static.versions import parsed
 
-SCHEMA, VERSION = "mlx-marlin census", 1
 LIMIT = 120.0
 """Seconds of a compiler for one instance."""
 LIVE = (8, 32, 96, 120)

@@ -12,11 +12,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.apple_tools import ARCHITECTURES
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.launch import Launch, Operand
 from mlx_marlin.backends.metal import source, tensor_probe
 from mlx_marlin.backends.metal.cost import residency
+from mlx_marlin.backends.metal.cost.counts import loop_cost
+from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.source import Source
@@ -37,8 +40,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 import recorded_plans
 from support.shader_variants import covering_variants
 
-ARCHITECTURES = tuple(f"applegpu_g{n}{size}" for n in range(13, 18) for size in "gs")
-"""Of M1 to M5, the base chip and the larger ones; those of Ultra are as Max."""
 TENSOR_ARCHITECTURES = ARCHITECTURES[-2:]
 COVERING = ("applegpu_g13g", "applegpu_g16g")
 """Where the covering set is compiled: the most registers of a thread and the fewest."""
@@ -60,6 +61,7 @@ class Instance:
         chosen: Architectures for which the planner chooses it.
         others: Further architectures to compile it for.
         registers: Our count of a thread's 32-bit registers, or None.
+        instructions: Our count of an iteration of the main loop, or None; for float16.
         is_tensor: Whether it has tensor operations, which need macOS 26.2.
     """
 
@@ -71,6 +73,7 @@ class Instance:
     chosen: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     registers: int | None = None
+    instructions: int | None = None
     is_tensor: bool
 
     @property
@@ -93,6 +96,7 @@ def every_instance() -> list[Instance]:
             chosen=tuple(sorted({*known.chosen, *instance.chosen})),
             others=tuple(sorted({*known.others, *instance.others})),
             registers=known.registers or instance.registers,
+            instructions=known.instructions or instance.instructions,
         )
     if len(found) > MOST:
         raise ValueError(f"{len(found)} instances, expected at most {MOST}")
@@ -127,13 +131,28 @@ def _recorded() -> Iterator[Instance]:
             problem = recorded_plans.pair_of(name, text).problem
             plan = planner.choose(problem, chip)
             for index, launch in enumerate(launches(plan)):
-                count = _count(plan) if index == 0 else None
-                yield _of_launch(launch, chosen=sizes, registers=count)
+                counts = _counts(plan) if index == 0 else {}
+                yield _of_launch(launch, chosen=sizes, **counts)
 
 
-def _count(plan: object) -> int:
+def _counts(plan: object) -> dict[str, int | None]:
+    """Returns our counts of a plan's first kernel."""
     assert isinstance(plan, MetalPlan)
-    return residency.registers(plan)
+    return {
+        "registers": residency.registers(plan),
+        "instructions": _instructions(plan),
+    }
+
+
+def _instructions(plan: MetalPlan) -> int | None:
+    problem, fragments_m = plan.problem, plan.fragments_m
+    if problem.dtype != "float16" or plan.kernel not in ("gemv", "gemm_register"):
+        return None
+    cost = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
+    if fragments_m == 0:
+        fixed, per_row = cost.rows
+        return fixed + per_row * plan.tile.m + plan.subtract * cost.row_subtract
+    return cost.fragments[fragments_m - 1][plan.subtract] + MATRIX_OPS[fragments_m]
 
 
 def _covering() -> Iterator[Instance]:

@@ -98,17 +98,23 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def replaced(text: str, table: str) -> str:
+def replaced(text: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """Returns a text with the part between its markers replaced.
+
+    Args:
+        text: The text.
+        table: What stands between the markers afterwards.
+        begin: What the text has before it.
+        end: What the text has after it.
 
     Raises:
         ValueError: If the text does not have both markers once, in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"expected {BEGIN} and {END} once, in this order")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last or begin in rest or end in after:
+        raise ValueError(f"expected {begin} and {end} once, in this order")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def main(given: Sequence[str] | None = None) -> int:

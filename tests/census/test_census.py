@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import apple_tools, census, census_instances
-from benchmarks.census_instances import ARCHITECTURES, Instance
+from benchmarks.apple_tools import ARCHITECTURES
+from benchmarks.census_instances import Instance
 from mlx_marlin.backends.metal.source import BODIES
 from support import fake_xcrun
 from support.processes import HANG_SECONDS
