@@ -92,7 +92,7 @@ def test_counters_give_the_same_file_every_time(kept: Path) -> None:
     main(["tune", *reversed(shapes)])
 
     assert without_dates(kept) == first
-    assert [row["problem"]["m"] for row in first["results"]] == [4, 8]
+    assert [row["plan"]["problem"]["m"] for row in first["results"]] == [4, 8]
     assert first["machine"]["chip"].startswith("emulator for")
 
 
