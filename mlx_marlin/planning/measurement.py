@@ -166,12 +166,15 @@ class Forwards:
         layout: The layout of the weights that was faster, or was asked for.
         seconds: Rows -> seconds with stock MLX and with our kernels.
         date: Date of the measurement, ISO 8601.
+        packed_lost: Whether packed weights, whose products were faster, made the model
+            slower.
     """
 
     key: str
     layout: str
     seconds: dict[int, tuple[float, float]]
     date: str
+    packed_lost: bool = False
 
     def __post_init__(self) -> None:
         for rows, pair in self.seconds.items():
@@ -333,6 +336,7 @@ def forwards_of(row: Any) -> Forwards:
         layout=decoded(str, row["layout"]),
         seconds=seconds,
         date=decoded(str, row["date"]),
+        packed_lost=decoded(bool, row["packed_lost"]),
     )
 
 

@@ -94,7 +94,9 @@ class Race:
                 self._stock.append(self._sample(rows))
         self._convert_as(self.recipe)
         found = self._run_products()
-        self._use_layout(faster_layout(self.products, found))
+        raced = self.recipe.raced
+        if raced is None or not raced.packed_lost:
+            self._use_layout(faster_layout(self.products, found))
         state.reset()  # calls were prepared without the results
         with self._stopping("its forward passes are not compared"):
             self._take_turns(rows)
@@ -204,14 +206,17 @@ class Race:
         """
         few = [pair for m, pair in found.items() if m <= FEW]
         stock, ours = (sum(pair[i] for pair in few) for i in (0, 1))
-        if self.recipe.layout == "marlin" and ours > stock:
-            self._use_layout("mlx")
         raced = self.recipe.raced
+        lost = self.recipe.decides_layout and self.recipe.layout == "marlin"
+        lost = lost and ours > stock
+        if lost:
+            self._use_layout("mlx")
         kept = Forwards(
             key=self.recipe.key,
             layout=self.recipe.layout,
             seconds=(raced.seconds if raced else {}) | found,
             date=date.today().isoformat(),
+            packed_lost=lost or (raced is not None and raced.packed_lost),
         )
         slower = [m for m in kept.slower if m in found]
         results = []
