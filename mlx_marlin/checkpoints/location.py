@@ -108,7 +108,7 @@ def _why_no_model(file: Path) -> str:
 
 def _check_pointer(file: Path) -> None:
     """Raises a ValueError if a regular file is a pointer of Git LFS."""
-    if file.stat().st_size > LARGEST_POINTER:
+    if not 0 < file.stat().st_size <= LARGEST_POINTER:
         return
     with regular_files.open_file(file) as stream:
         is_pointer = stream.read(len(POINTER)) == POINTER

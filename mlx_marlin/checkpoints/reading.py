@@ -12,6 +12,7 @@ from mlx_marlin.checkpoints.folder import Folder, naming
 from mlx_marlin.checkpoints.formats import (
     awq,
     compressed_tensors,
+    floating,
     gptq,
     marlin_folder,
     mlx_folder,
@@ -35,25 +36,32 @@ PARTS = {
         "weight_global_scale",
         "input_global_scale",
     ),
+    "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
     "mlx": mlx_folder.PARTS,
 }
-"""The suffixes of a quantized layer's arrays, by method; the first one marks it."""
+"""The suffixes of a quantized layer's arrays, by method; the first ones are the codes.
+"""
+MARKS = {"mlx": "scales", "modelopt": "weight_scale_2"}
+"""Suffix that quantized layers have and plain ones have not, if that of the codes is
+that of plain weights too."""
 FOREIGN_PARTS = {
     part for method in PARTS if method != "mlx" for part in PARTS[method]
-} - {"scales", "input_global_scale"}
+} - {"scales", "weight", "input_scale", "input_global_scale"}
 """Suffixes that no plain array has."""
 CACHE_PARTS = ("k_scale", "v_scale", "q_scale")
-"""Scales of a quantized cache, which compressed-tensors stores beside attention."""
+"""Scales of a quantized cache, which some tools store beside attention."""
 SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "gptq": gptq.schemes,
     "awq": awq.schemes,
     "compressed-tensors": compressed_tensors.schemes,
+    "modelopt": floating.check_modelopt,
 }
 """What checks the values of settings, by method."""
 READERS: dict[str, Reader] = {
     "gptq": gptq.read,
     "awq": awq.read,
     "compressed-tensors": compressed_tensors.read,
+    "modelopt": floating.read_modelopt,
     "mlx": mlx_folder.read,
 }
 
@@ -65,7 +73,8 @@ def read_checkpoint(
 
     Args:
         path: A folder with config.json and safetensors files in the format of MLX,
-            GPTQ, AWQ, compressed-tensors, ours or with plain arrays, or a GGUF file.
+            GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt, ours or with plain
+            arrays, or a GGUF file.
 
     Yields:
         The name of a parameter and its value: a packed weight for a quantized layer,
@@ -127,7 +136,7 @@ def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
     for layer in packed:
         parts.update(marlin_folder.names_of(folder, layer).values())
     plain = [name for name in folder.arrays if name not in parts]
-    if method == "compressed-tensors":
+    if method in ("compressed-tensors", "modelopt"):
         plain = [name for name in plain if name.rpartition(".")[2] not in CACHE_PARTS]
     for name in plain:
         _check_plain(folder, name, method)
@@ -154,6 +163,8 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
         wanted = "scales"
     elif part in FOREIGN_PARTS or (part == "scales" and method in PARTS):
         wanted = PARTS.get(method, ("weight",))[0]
+        if f"{layer}.{wanted}" in folder.arrays:
+            wanted = MARKS.get(method, wanted)
     else:
         return
     raise ValueError(
@@ -166,13 +177,14 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
 def _quantized_layers(folder: Folder, method: str) -> list[str]:
     if not method:
         return []
-    suffix = f".{PARTS[method][0]}"
-    layers = [
-        name.removesuffix(suffix) for name in folder.arrays if name.endswith(suffix)
+    codes = PARTS[method][0]
+    mark = MARKS.get(method, codes)
+    return [
+        layer
+        for name in folder.arrays
+        if name.endswith(f".{codes}")
+        and f"{(layer := name.removesuffix(f'.{codes}'))}.{mark}" in folder.arrays
     ]
-    if method != "mlx":
-        return layers
-    return [layer for layer in layers if f"{layer}.scales" in folder.arrays]
 
 
 def _quantized(

@@ -97,7 +97,8 @@ def _parsed(file: Path) -> tuple[dict[str, Any], int]:
     """Returns the entries of the arrays by name, and the bytes of the data."""
     with regular_files.open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
-        length = int.from_bytes(stream.read(8), "little")
+        # A file of /proc has no size, and perhaps nothing to read.
+        length = int.from_bytes(stream.read(8) if size else b"", "little")
         if size < 8 or length > min(LARGEST_HEADER, size - 8):
             raise ValueError(
                 f"{file}: header of {length} bytes, expected at most "

@@ -2,9 +2,9 @@
 
 Taken from the classes that write them: AutoGPTQ 0.7.1 and AutoAWQ 0.2.9 (their
 BaseQuantizeConfig and AwqConfig), GPTQModel 7.7 (gptqmodel/quantization/config.py),
-transformers 5 (utils/quantization_config.py, which optimum writes), AutoRound's exports
-to these formats, compressed-tensors 0.20 (quantization/quant_config.py, quant_args.py),
-and mlx-lm 0.32 (utils.py).
+transformers 5 (utils/quantization_config.py, which optimum writes), AutoRound 0.14's
+exports, ModelOpt's (modelopt/torch/export/convert_hf_config.py), compressed-tensors
+0.20 (quantization/quant_config.py, quant_args.py), and mlx-lm 0.32 (utils.py).
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,9 @@ CALIBRATION = _words(
     device disable_exllama do_fuse enable_minmax_tuning enable_norm_bias_tuning
     enable_quanted_input exllama_config failsafe fallback fuse_max_seq_len gc_mode gptaq
     gradient_accumulate_steps hessian iters low_gpu_mem_usage lr max_input_length
-    minmax_lr model_file_base_name model_name_or_path model_seqlen moe modules_to_fuse
-    mse not_use_best_mse nsamples offload_to_disk offload_to_disk_path pack_impl
+    minmax_lr model_file_base_name model_free model_name_or_path model_seqlen moe
+    modules_to_fuse mse not_use_best_mse nsamples offload_to_disk offload_to_disk_path
+    pack_impl
     pad_token_id parallel_packing provider sampler scale_dtype seqlen static_groups
     supported_types tokenizer train_bs true_sequential use_cuda_fp16 use_exllama v2
     v2_alpha v2_memory_device vram_strategy wait_for_submodule_finalizers
@@ -141,6 +142,15 @@ KEYS = {
         used=_words("num_bits type symmetric group_size strategy actorder"),
         neutral=dict.fromkeys(_words("block_structure dynamic"), ABSENT),
         irrelevant=_words("scale_dtype zp_dtype observer observer_kwargs"),
+    ),
+    "modelopt": Keys(
+        used=_words("quant_method quant_algo group_size"),
+        neutral=dict.fromkeys(_words("has_zero_point pre_quant_scale"), ABSENT),
+        # The cache and activations keep their dtypes here.
+        irrelevant=_words(
+            "config_groups exclude_modules ignore kv_cache_quant_algo kv_cache_scheme "
+            "producer"
+        ),
     ),
     "mlx": Keys(
         used=_words("bits group_size mode"),

@@ -6,10 +6,22 @@ from typing import Any
 from mlx_marlin.checkpoints.folder import Folder, read_json
 from mlx_marlin.checkpoints.setting_keys import CALIBRATION, KEYS, PLACES
 
-METHODS = ("gptq", "awq", "compressed-tensors", "mlx")
-SEPARATE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "mlx")
+SEPARATE_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 """Files of settings beside config.json, with the method if they name none: those of
-AutoGPTQ and GPTQModel, and of AutoAWQ."""
+AutoGPTQ and GPTQModel, of AutoAWQ, and of NVIDIA's ModelOpt."""
+AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+PACKINGS = {
+    **dict.fromkeys(("auto_gptq", "gptq", "gptqmodel"), "gptq"),
+    **dict.fromkeys(("auto_awq", "awq"), "awq"),
+}
+"""The method by AutoRound's `packing_format`, without "auto_round:" before it."""
+PLAIN_BITS = 16
+"""Layers of so many bits are not quantized, in AutoRound's settings of single ones."""
 
 NUMBERS = ("bits", "w_bit", "wbits", "num_bits", "group_size", "q_group_size")
 """Keys of settings whose values are numbers."""
@@ -57,19 +69,62 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
             if (file := folder.path / name).exists():
                 method = usual if settings is None else method
                 where = f"{file} and {where}".removesuffix(": ")
-                settings = _united(read_json(file), settings or {}, where)
+                own = read_json(file)
+                if isinstance(own.get("quantization"), dict):  # ModelOpt's
+                    own = own["quantization"]
+                settings = _united(own, settings or {}, where)
         if settings is None:
             return "", {}
         named = one_value(settings, where, "quant_method", "method")
         method = method if named is None else named
+    if method == "mxfp4":  # gpt-oss's own, whose blocks mlx-lm renames
+        return "mlx", {"mode": "mxfp4", "group_size": 32, "bits": 4}
+    if method in AUTO_ROUND:
+        method, settings = _of_auto_round(settings, where)
     if method not in METHODS:
-        raise ValueError(f"{where}: quant_method={method!r}, expected one of {METHODS}")
+        known = (*METHODS, "auto-round", "mxfp4")
+        raise ValueError(f"{where}: quant_method={method!r}, expected one of {known}")
     for kind, part, inner in _parts(method, settings):
         if not isinstance(inner, dict):
             raise ValueError(f"{where}: {part}={inner!r}, expected an object")
         KEYS[kind].check(inner, f"{where}: {part}" if part else where)
         _check_numbers(inner, f"{where}: {part}" if part else where)
     return method, settings
+
+
+def _of_auto_round(settings: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+    """Returns the method of AutoRound's folder, and its settings in the method's terms.
+
+    Raises:
+        ValueError: If it is packed in another way than GPTQ's or AWQ's, or like
+            GPTQModel's with zero points, of which tools read two versions.
+    """
+    packing = str(settings.get("packing_format") or settings.get("backend") or "")
+    name = packing.lower().removeprefix("auto_round:").partition(":")[0]
+    symmetric = settings.get("sym") is True
+    is_ambiguous = name == "gptqmodel" and not symmetric
+    if name not in PACKINGS or is_ambiguous:
+        expected = "'auto_round:auto_gptq' or 'auto_round:auto_awq'"
+        raise ValueError(f"{where}: packing_format={packing!r}, expected {expected}")
+    own = {
+        key: value
+        for key, value in settings.items()
+        if key not in ("packing_format", "backend", "extra_config", "quant_method")
+    }
+    extra = settings.get("extra_config") or {}
+    if not isinstance(extra, dict):
+        raise ValueError(f"{where}: extra_config={extra!r}, expected an object")
+    layers = {
+        layer: {key: value for key, value in said.items() if key != "data_type"}
+        for layer, said in extra.items()
+        if isinstance(said, dict) and said.get("bits") != PLAIN_BITS
+    }
+    if layers:
+        own["dynamic"] = layers
+    method = PACKINGS[name]
+    if method == "awq" and "sym" in own:
+        own["zero_point"] = not symmetric
+    return method, own
 
 
 def _check_numbers(settings: Mapping[str, Any], where: str) -> None:

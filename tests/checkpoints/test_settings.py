@@ -57,6 +57,17 @@ def nvfp4() -> foreign.Folder:
     return foreign.Folder(foreign.nvfp4_config(), arrays)
 
 
+def modelopt() -> foreign.Folder:
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"{LAYER}.weight": rng.integers(0, 256, (32, 64), np.uint8),
+        f"{LAYER}.weight_scale": rng.integers(1, 0x7E, (32, 8), np.uint8),
+        f"{LAYER}.weight_scale_2": np.array([2**-9], np.float32),
+    }
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    return foreign.Folder({"quantization_config": settings}, arrays)
+
+
 def stock() -> foreign.Folder:
     w = mx.random.normal((32, 128), key=mx.random.key(0)).astype(mx.float16)
     names = ("weight", "scales", "biases")
@@ -66,7 +77,7 @@ def stock() -> foreign.Folder:
     return foreign.Folder({"quantization": {**own, LAYER: dict(own)}}, arrays)
 
 
-CHECKPOINTS = [gptq, awq, compressed, nvfp4, stock]
+CHECKPOINTS = [gptq, awq, compressed, nvfp4, modelopt, stock]
 Checkpoint = Callable[[], foreign.Folder]
 
 
@@ -159,6 +170,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "config_groups": {},
         "sparsity_config": {"format": "sparse-24-bitmask"},
     },
+    "modelopt": {"quant_method": "gptq", "quant_algo": "FP8", "group_size": 32},
     "mlx": {"bits": 3, "group_size": 32, "mode": "mxfp4"},
 }
 NEUTRAL: dict[str, Any] = {"backend": "llm-awq", "pack_dtype": "int16"}
@@ -178,7 +190,7 @@ OBJECTS = {
 }
 
 
-@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed, stock])
+@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed, modelopt, stock])
 def test_every_key_that_is_used_can_be_contradicted(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
@@ -211,7 +223,7 @@ def test_every_key_of_a_group_can_be_contradicted(tmp_path: Path, name: str) -> 
             values(folder, tmp_path)
 
 
-@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed])
+@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed, modelopt])
 def test_keys_that_do_not_matter_may_say_anything(
     tmp_path: Path, checkpoint: Checkpoint
 ) -> None:
@@ -245,7 +257,7 @@ def test_an_array_that_is_missing_is_named(
 def test_all_arrays_that_readers_know_are_in_these_checkpoints() -> None:
     written = {name.rpartition(".")[2] for c in CHECKPOINTS for name in c().arrays}
     known = {part for parts in PARTS.values() for part in parts}
-    assert known - written == {"global_scale", "input_global_scale"}
+    assert known - written == {"global_scale", "input_global_scale", "input_scale"}
 
 
 SYMMETRIC: dict[str, Callable[[], foreign.Folder]] = {
@@ -328,7 +340,7 @@ def test_configs_of_transformers_are_known(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["quantize_config.json", "text_config"])
-@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed])
+@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed, modelopt])
 def test_settings_may_be_elsewhere(
     tmp_path: Path, checkpoint: Checkpoint, place: str
 ) -> None:
@@ -400,9 +412,9 @@ def test_a_number_in_quotes_is_refused_with_the_remedy(
     settings = settings_of(folder)
     if "config_groups" in settings:
         settings = settings["config_groups"]["group_0"]["weights"]
-    key = "num_bits" if "num_bits" in settings else "bits"
+    (key, *_) = [key for key in ("num_bits", "bits", "group_size") if key in settings]
     settings[key] = str(settings[key])
-    said = rf"config\.json: quantization.*{key}='\d' is a text, .*remove the quotes"
+    said = rf"config\.json: quantization.*{key}='\d+' is a text, .*remove the quotes"
     with pytest.raises(ValueError, match=said):
         list(read_checkpoint(folder.write(tmp_path)))
 

@@ -18,9 +18,9 @@ from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
-from mlx_marlin.lm.checkpoints.model_source import FolderSource
 from mlx_marlin.products.packing import pack, unpack
 from support.foreign_models import CONFIG, LINEAR
 from support.format_cases import read_codes, write_codes

@@ -1,12 +1,11 @@
-"""Reads checkpoints of compressed-tensors: `pack-quantized`, `nvfp4-pack-quantized`.
+"""Reads checkpoints of compressed-tensors, whose formats are named `*pack-quantized`.
 
 Layout of pack-quantized: `weight_packed` int32 [n, ceil(k * bits / 32)], a stream of
 bits along k, low bits first, of codes plus 2^(bits - 1); `weight_scale` [n, groups];
 `weight_zero_point` int32 [ceil(n * bits / 32), groups], a stream along n of the same
 kind; `weight_g_idx` int32 [k]; `weight_shape` (n, k).
 
-Layout of nvfp4-pack-quantized: `weight_packed` uint8 [n, k / 2], low nibble first;
-`weight_scale` E4M3 [n, k / 16]; `weight_global_scale`, by which scales are divided.
+`formats.floating` has the layouts of nvfp4-pack-quantized and mxfp4-pack-quantized.
 """
 
 from typing import Any, cast
@@ -14,6 +13,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.formats import floating
 from mlx_marlin.checkpoints.formats.integers import (
     WHOLE_ROW,
     Scheme,
@@ -21,11 +21,20 @@ from mlx_marlin.checkpoints.formats.integers import (
     integer_weight,
     layer_of,
 )
-from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.products.reference.weight import LARGEST_NVFP4
 from mlx_marlin.weights.bit_streams import words_of_codes
 
-INTEGERS, NVFP4 = "pack-quantized", "nvfp4-pack-quantized"
+INTEGERS, NVFP4, MXFP4 = (
+    "pack-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
+FLOATS = {
+    NVFP4: {"group_size": 16, "strategy": "tensor_group"},
+    MXFP4: {"group_size": 32, "strategy": "group"},
+}
+"""What the config says of weights in these formats, beside 4 bits of a float."""
 WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 
 
@@ -42,15 +51,23 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
             not fit each other, or the config contradicts them.
     """
     known = schemes(settings)
-    is_float = folder.arrays[f"{layer}.weight_packed"].dtype == "U8"
-    if not known[NVFP4 if is_float else INTEGERS]:
+    format, global_scale = INTEGERS, f"{layer}.weight_global_scale"
+    if folder.arrays[f"{layer}.weight_packed"].dtype == "U8":
+        is_scaled = global_scale in folder.arrays or not known[MXFP4]
+        format = NVFP4 if is_scaled else MXFP4
+    if not known[format]:
         raise ValueError(
-            f"weight_packed of {'bytes' if is_float else 'words'}, but no group of the "
-            f"config has format={NVFP4 if is_float else INTEGERS!r}"
+            f"weight_packed of {'words' if format == INTEGERS else 'bytes'}, but no "
+            f"group of the config has format={format!r}"
         )
-    if is_float:
-        return _nvfp4(folder, layer)
-    return _integers(folder, layer, known[INTEGERS])
+    if format == INTEGERS:
+        return _integers(folder, layer, known[INTEGERS])
+    packed = folder.read(f"{layer}.weight_packed")
+    scales = folder.read(f"{layer}.weight_scale")
+    if format == MXFP4:
+        return floating.mxfp4(packed, scales)
+    divisor = floating.factor(folder.read(global_scale), "weight_global_scale")
+    return floating.nvfp4(packed, scales, LARGEST_NVFP4 / divisor)
 
 
 def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:
@@ -62,7 +79,7 @@ def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:
     """
     usual = settings.get("format")
     usual = None if usual == "mixed-precision" else usual
-    known: dict[str, list[Scheme]] = {INTEGERS: [], NVFP4: []}
+    known: dict[str, list[Scheme]] = {INTEGERS: [], NVFP4: [], MXFP4: []}
     for name, group in (settings.get("config_groups") or {}).items():
         weights = group.get("weights")
         format = group.get("format") or usual
@@ -71,9 +88,11 @@ def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:
         if weights is None or format == "dense":
             continue
         number, bits = weights.get("type", "int"), weights.get("num_bits")
-        if format == NVFP4 or (format is None and number == "float"):
-            _check_nvfp4(name, weights)
-            known[NVFP4].append(Scheme(bits=4, group_size=16, symmetric=True))
+        if format is None and number == "float":
+            format = MXFP4 if weights.get("group_size") == 32 else NVFP4
+        if format in FLOATS:
+            _check_float(name, format, weights)
+            known[format].append(Scheme(bits=4, symmetric=True))
         elif number != "int":
             raise ValueError(f"{name}: type={number!r}, expected 'int' for {INTEGERS}")
         else:
@@ -110,20 +129,14 @@ def _is_reordered(name: str, weights: dict[str, Any]) -> bool:
     return order in (True, "group", "dynamic")  # "weight" reorders while calibrating
 
 
-def _check_nvfp4(name: str, weights: dict[str, Any]) -> None:
-    expected = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "group_size": 16,
-        "strategy": "tensor_group",
-        "actorder": None,
-    }
-    for key, value in expected.items():
-        if (given := weights.get(key, value)) != value or type(given) is not type(
-            value
-        ):
-            raise ValueError(f"{name}: {key}={given!r}, expected {value!r} for {NVFP4}")
+def _check_float(name: str, format: str, weights: dict[str, Any]) -> None:
+    usual = {"num_bits": 4, "type": "float", "symmetric": True, "actorder": None}
+    for key, value in {**usual, **FLOATS[format]}.items():
+        given = weights.get(key, value)
+        if given != value or type(given) is not type(value):
+            raise ValueError(
+                f"{name}: {key}={given!r}, expected {value!r} for {format}"
+            )
 
 
 def _integers(folder: Folder, layer: str, known: list[Scheme]) -> StoredWeight:
@@ -180,31 +193,3 @@ def _shape(folder: Folder, layer: str, packed: mx.array) -> tuple[int, int]:
     if n != packed.shape[0] or k < 1:
         raise ValueError(f"weight_shape {n}, {k} for weight_packed {packed.shape}")
     return n, k
-
-
-def _nvfp4(folder: Folder, layer: str) -> StoredWeight:
-    packed = folder.read(f"{layer}.weight_packed")
-    scales = folder.read(f"{layer}.weight_scale")
-    divisor = folder.read(f"{layer}.weight_global_scale").astype(mx.float32)
-    if packed.dtype != mx.uint8 or packed.ndim != 2 or packed.shape[1] % 8:
-        raise ValueError(
-            f"weight_packed {packed.dtype} {packed.shape}, expected uint8 [n, k / 2] "
-            f"with k a multiple of 16"
-        )
-    expected = packed.shape[0], packed.shape[1] // 8
-    if scales.dtype != mx.uint8 or scales.shape != expected or divisor.size != 1:
-        raise ValueError(
-            f"weight_scale {scales.dtype} {scales.shape} and weight_global_scale "
-            f"{divisor.shape}, expected E4M3 {expected} and one number"
-        )
-    check_finite(divisor)
-    if not mx.all(divisor > 0):
-        raise ValueError(f"weight_global_scale={divisor.item()}, expected above 0")
-    return StoredWeight(
-        codes=packed.view(mx.uint32),
-        scales=scales,
-        group_size=16,
-        bits=4,
-        mode="nvfp4",
-        global_scale=(LARGEST_NVFP4 / divisor).reshape(1),
-    )

@@ -8,7 +8,8 @@ import mlx.core as mx
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.location import check_location, gguf_file, projectors
-from mlx_marlin.lm.checkpoints.model_source import FolderSource, ModelSource, Value
+from mlx_marlin.lm.checkpoints.folder_source import FolderSource
+from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.lm.warn_once import warn_once
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}

@@ -1,9 +1,7 @@
 """The parameters of a checkpoint under mlx-lm's names, one at a time."""
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -13,25 +11,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.copying import copy_within
-from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
-from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
-from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
-from mlx_marlin.lm.checkpoints import experts
-from mlx_marlin.lm.checkpoints.folding import fold_orders
-from mlx_marlin.lm.module_tree import natural_key
 from mlx_marlin.versions import describe
 
 Value = StoredWeight | PackedLayer | mx.array
 """What a parameter is: a weight in rows of codes or packed, or an array."""
-ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
-"""The arrays of a quantized layer while mlx-lm renames and stacks them."""
-WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", *SEPARATE_FILES)
-"""Files of a folder that a conversion replaces."""
-_replacing = threading.Lock()
-"""Held while `mx.dequantize` is replaced."""
 
 
 class ModelSource(ABC):
@@ -181,175 +165,7 @@ def new_model(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-class FolderSource(ModelSource):
-    """A folder of safetensors files.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        OSError: If a file is missing or cannot be read.
-        ValueError: If a file is malformed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._folder = Folder(path)
-        self.config = self._folder.config
-        self._method, self._settings = method_of(self._folder)
-        self._stored_widths: set[tuple[int, int]] = set()
-
-    def names(self) -> list[str]:
-        """Returns the names of all stored arrays, before they are renamed."""
-        return [*self._folder.arrays]
-
-    def stored_parameters(self) -> Iterator[tuple[str, Value]]:
-        """Yields the name and the value of each parameter."""
-        if marlin_folder.layers_of(self._folder):  # written under mlx-lm's names
-            tensors = reading.folder_tensors(self._folder)
-            tensors.sort(key=lambda tensor: natural_key(tensor.name))
-            self.drop_absent_layers(tensors)
-            yield from ((tensor.name, tensor.read()) for tensor in tensors)
-            return
-        arrays = self._renamed(reading.folder_tensors(self._folder, for_model=True))
-        # Not the config's model_type: mlx-lm has one module for several of them.
-        module = type(self.model).__module__.rpartition(".")[2]
-        self.folded = fold_orders(arrays, module)
-        for name in sorted(arrays, key=natural_key):
-            layer, _, part = name.rpartition(".")
-            if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
-                continue  # goes with the layer's weight
-            if part == "weight" and f"{layer}.scales" in arrays:
-                yield name, self._stored_weight(layer, arrays)
-            else:
-                yield name, arrays.pop(name)
-
-    def _renamed(self, tensors: list[Tensor]) -> dict[str, mx.array]:
-        """Returns all arrays, not evaluated, after the model's own `sanitize`."""
-        arrays: dict[str, mx.array] = {}
-        columns: dict[str, int] = {}
-        for tensor in tensors:
-            value = tensor.read()
-            if isinstance(value, mx.array):
-                arrays[tensor.name] = value
-            elif isinstance(value, StoredWeight):
-                self._stored_widths.add((value.bits, value.group_size))
-                layer = tensor.name.removesuffix(".weight")
-                columns[layer] = value.shape[-1]
-                arrays |= _rows(layer, value)
-        with _no_dequantizing(self._method):
-            renamed = self.sanitized(dict(arrays))
-            experts.add_orders(renamed, columns)
-            experts.move_parts(arrays, renamed, self.sanitized)
-        experts.stack(renamed, self.layer)
-        return renamed
-
-    def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
-        own = [part for part in ROWS if f"{layer}.{part}" in arrays]
-        rows = {part: arrays.pop(f"{layer}.{part}") for part in own}
-        with naming(self.path, f"{layer}.weight"):
-            if self._method == "mlx":
-                k, entry = self._columns(layer), self._settings.get(layer)
-                weight = mlx_folder.stored_weight(rows, self._settings, entry, k)
-            else:
-                weight = self._foreign_weight(layer, rows)
-            return weight.checked()
-
-    def _foreign_weight(self, layer: str, rows: dict[str, mx.array]) -> StoredWeight:
-        codes, scales = rows["weight"], rows["scales"]
-        bits, group_size = self._widths(layer, codes, scales)
-        mode = "zero_point" if "biases" in rows else "symmetric"
-        order, global_scale = rows.get("input_order"), rows.get("global_scale")
-        if order is not None:
-            order = experts.shared_order(order)
-        return StoredWeight(
-            codes=codes,
-            scales=scales,
-            biases=rows.get("biases"),
-            group_size=group_size,
-            bits=bits,
-            mode="nvfp4" if scales.dtype == mx.uint8 else mode,
-            global_scale=None if global_scale is None else global_scale.reshape(-1),
-            input_order=order,
-        )
-
-    def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:
-        """Returns bits and group size of a layer, which the model's k implies.
-
-        Raises:
-            ValueError: If no layer of the checkpoint is stored so.
-        """
-        k, words, groups = self._columns(layer), codes.shape[-1], scales.shape[-1]
-        for bits, group_size in self._stored_widths:
-            if words * 32 == k * bits and groups * group_size == k:
-                return bits, group_size
-        raise ValueError(
-            f"{self.path}: tensor {layer + '.weight'!r} has {words} words and {groups} "
-            f"scales in a row of k={k}, expected those of (bits, group size) in "
-            f"{sorted(self._stored_widths)}"
-        )
-
-    def _columns(self, name: str) -> int:
-        weight = getattr(self.layer(name), "weight", None)
-        if weight is None:
-            raise ValueError(
-                f"{self.path}: tensor {name + '.weight'!r} has no layer in mlx-lm's "
-                f"{type(self.model).__module__}"
-            )
-        return int(weight.shape[-1])
-
-    def copy_other_files(self, folder: Path) -> None:
-        """Copies the tokenizer, the licence and whatever else is in the folder.
-
-        Raises:
-            OSError: If a file cannot be copied.
-            ValueError: If a file is a link that leads out of the checkpoint.
-        """
-        for file in sorted(self.path.iterdir()):
-            if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
-                copy_within(file, folder / file.name)
-
-
 def _is_zero_bias(name: str, value: Value) -> bool:
     if not isinstance(value, mx.array) or not name.endswith(".bias"):
         return False
     return not mx.any(value)
-
-
-@contextmanager
-def _no_dequantizing(method: str) -> Iterator[None]:
-    """Makes `mx.dequantize` raise a ValueError, unless weights are quantized as in MLX.
-
-    Some models of mlx-lm divide a quantized weight (DeepSeek's `kv_b_proj`): they
-    decode it as MLX's affine mode and quantize it again. Zero points would be taken for
-    biases. Calls of other threads are not affected.
-    """
-    if method in ("", "mlx"):
-        yield
-        return
-    own = threading.get_ident()
-    with _replacing:
-        original = mx.dequantize
-
-        def refuse(*args: Any, **options: Any) -> mx.array:
-            if threading.get_ident() == own:
-                raise ValueError("it would quantize a weight again")
-            return original(*args, **options)
-
-        mx.dequantize = refuse
-        try:
-            yield
-        finally:
-            mx.dequantize = original
-
-
-def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
-    """Returns the arrays of a quantized layer by their names."""
-    biases = weight.biases
-    if biases is None and weight.mode == "symmetric" and ".experts." in layer:
-        # Experts are stacked, and others of them may have zero points.
-        biases = mx.full(weight.scales.shape, 2 ** (weight.bits - 1))
-        biases = biases.astype(weight.scales.dtype)
-    parts = (weight.codes, weight.scales, biases, weight.global_scale)
-    named = zip(ROWS, (*parts, weight.input_order), strict=True)
-    return {f"{layer}.{part}": array for part, array in named if array is not None}

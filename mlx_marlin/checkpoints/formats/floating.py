@@ -1,0 +1,115 @@
+"""Weights of E2M1 numbers, 4 bits each, in the containers that tools write.
+
+Codes are uint8 [n, k / 2], the even column in the low nibble. Of nvfp4, scales are E4M3
+[n, k / 16], with a float32 for the whole weight: compressed-tensors divides by it
+(`weight_global_scale`), NVIDIA's ModelOpt multiplies (`weight_scale_2`), and MLX
+multiplies by it and divides by 2688. Of mxfp4, scales are E8M0 [n, k / 32].
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
+from mlx_marlin.products.reference.weight import LARGEST_NVFP4
+
+MODELOPT = ("nvfp4", "w4a16_nvfp4")
+"""Values of ModelOpt's `quant_algo` that are read; activations are not quantized."""
+
+
+def read_modelopt(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
+    """Reads the weight of a layer of ModelOpt's.
+
+    Args:
+        folder: The checkpoint.
+        layer: Name of the layer.
+        settings: The checkpoint's `quantization_config`.
+
+    Raises:
+        ValueError: If tensors are malformed or do not fit each other, or the config
+            contradicts them.
+    """
+    check_modelopt(settings)
+    scale = factor(folder.read(f"{layer}.weight_scale_2"), "weight_scale_2")
+    codes, scales = (
+        folder.read(f"{layer}.{part}") for part in ("weight", "weight_scale")
+    )
+    return nvfp4(codes, scales, LARGEST_NVFP4 * scale)
+
+
+def check_modelopt(settings: dict[str, Any]) -> None:
+    """Raises a ValueError if ModelOpt's settings are of another format than nvfp4."""
+    algorithm, size = settings.get("quant_algo"), settings.get("group_size")
+    if str(algorithm).lower() not in MODELOPT:
+        raise ValueError(f"quant_algo={algorithm!r}, expected one of {[*MODELOPT]}")
+    if size is not None and (type(size) is not int or size != 16):
+        raise ValueError(f"group_size={size!r}, expected 16 for {algorithm}")
+
+
+def factor(array: mx.array, name: str) -> mx.array:
+    """Returns the factor of a weight, float32 [1].
+
+    Raises:
+        ValueError: If it is not one finite number above 0.
+    """
+    number = array.astype(mx.float32)
+    if number.size != 1:
+        raise ValueError(f"{name} {number.shape}, expected one number")
+    check_finite(number)
+    if not mx.all(number > 0):
+        raise ValueError(f"{name}={number.item()}, expected above 0")
+    return number.reshape(1)
+
+
+def nvfp4(codes: mx.array, scales: mx.array, global_scale: mx.array) -> StoredWeight:
+    """Returns a weight of nvfp4.
+
+    Args:
+        codes: As above.
+        scales: As above, as bytes.
+        global_scale: float32 [1], as MLX means it.
+
+    Raises:
+        ValueError: If the arrays do not fit each other.
+    """
+    return _weight(codes, scales, "nvfp4", 16, global_scale)
+
+
+def mxfp4(codes: mx.array, scales: mx.array) -> StoredWeight:
+    """Returns a weight of mxfp4.
+
+    Raises:
+        ValueError: As for `nvfp4`.
+    """
+    return _weight(codes, scales, "mxfp4", 32, None)
+
+
+def _weight(
+    codes: mx.array,
+    scales: mx.array,
+    mode: str,
+    group_size: int,
+    global_scale: mx.array | None,
+) -> StoredWeight:
+    groups = 2 * codes.shape[-1] // group_size
+    is_whole = codes.ndim == 2 and groups * group_size == 2 * codes.shape[-1]
+    if codes.dtype != mx.uint8 or not is_whole:
+        raise ValueError(
+            f"codes {codes.dtype} {codes.shape}, expected uint8 [n, k / 2] with k a "
+            f"multiple of {group_size}"
+        )
+    expected = codes.shape[0], groups
+    if scales.dtype != mx.uint8 or scales.shape != expected:
+        raise ValueError(
+            f"scales {scales.dtype} {scales.shape}, expected bytes {expected} for "
+            f"{mode}"
+        )
+    return StoredWeight(
+        codes=codes.view(mx.uint32),
+        scales=scales,
+        group_size=group_size,
+        bits=4,
+        mode=mode,
+        global_scale=global_scale,
+    )
