@@ -51,6 +51,13 @@ def _warnings_anew() -> None:
     warn_once.forget()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _stated(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """Writes the back end into the report, for those who need Metal to have run."""
+    found = selection.missing() or selection.choice()[0]
+    record_testsuite_property("backend", found)
+
+
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
     """Returns what sets the back end: "metal", "emulator", "stock", None to choose."""

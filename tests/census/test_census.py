@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from benchmarks import apple_tools, census, census_instances
 from benchmarks.apple_tools import ARCHITECTURES
 from benchmarks.census_instances import Instance
 from mlx_marlin.backends.metal.source import BODIES
-from support import fake_xcrun
+from support.apple_tools import link_tools
 from support.processes import HANG_SECONDS
 
 Plant = Callable[..., None]
-TOOLS = ("xcrun", "xcodebuild", "sw_vers")
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +27,7 @@ def every() -> list[Instance]:
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plant:
     """Puts the stand-ins first on the path, with faults."""
     folder = tmp_path / "tools"
-    folder.mkdir()
-    for name in TOOLS:
-        (folder / name).write_text(
-            f"#!{sys.executable}\nfrom support.fake_xcrun import main\nimport sys\n"
-            f"main({name!r}, sys.argv[1:])\n"
-        )
-        (folder / name).chmod(0o755)
-    tests = Path(fake_xcrun.__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", f"{tests}")
+    link_tools(folder)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
     def faults(**planted: object) -> None:

@@ -30,9 +30,12 @@ from support.grids import drawn
 from support.oracles import exact
 from support.trace_mode import emulator_only
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 DTYPES = st.sampled_from(["float16", "bfloat16", "float32"])
 ROTATED = Rotated(

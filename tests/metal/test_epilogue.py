@@ -18,9 +18,12 @@ from support.drawn_arrays import run
 from support.finished_products import EVERYTHING, assert_finished
 from support.grids import drawn
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 
 @drawn(

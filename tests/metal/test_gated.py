@@ -24,9 +24,12 @@ from support.grids import drawn
 from support.oracles import exact
 from support.trace_mode import emulator_only
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 SILU = Epilogue(activation="silu", gated=True)
 DEVICE = devices.named("Apple M4 Max")

@@ -16,9 +16,12 @@ from support import drawn_arrays, oracles, strategies
 from support.drawn_arrays import run
 from support.grids import drawn
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 ROWS = (1, 5, 8, 9, 31, 64)
 MOST = 70

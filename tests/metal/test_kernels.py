@@ -18,9 +18,12 @@ from support.grids import drawn
 from support.parts_of_plans import corner
 from support.ragged_problems import RAGGED, in_float32
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 
 @drawn(8, 50, case=strategies.cases())

@@ -27,9 +27,12 @@ from support.normed_products import Normed
 from support.oracles import exact
 from support.trace_mode import emulator_only
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 SILU = Epilogue(activation="silu", gated=True)
 PARTS = Epilogue(bias=True, parts=(64, 96, 32))

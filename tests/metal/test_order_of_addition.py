@@ -19,9 +19,12 @@ from support.drawn_arrays import run
 from support.grids import drawn
 from support.ragged_problems import RAGGED, in_float32
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = [
+    pytest.mark.metal,
+    pytest.mark.skipif(
+        selection.backend() == "stock", reason="nothing here runs Metal kernels"
+    ),
+]
 
 
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
