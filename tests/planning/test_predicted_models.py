@@ -9,14 +9,29 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.problem import problem_of
 
-PREDICTED = runpy.run_path(
-    str(Path(__file__).parents[2] / "benchmarks" / "predicted.py")
-)
+ROOT = Path(__file__).parents[2]
+PREDICTED = runpy.run_path(str(ROOT / "benchmarks" / "predicted.py"))
 
 
 @pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
 def test_every_bound_is_kept(chip: str) -> None:
     assert PREDICTED["failures"](Device.named(chip)) == []
+
+
+@pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
+def test_the_readme_shows_what_is_predicted(chip: str) -> None:
+    llama, *_ = PREDICTED["MODELS"]
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    table = {cells[0]: cells[1:] for line in lines if (cells := _cells(line))}
+    found = dict(zip(table["rows"], table[chip.removeprefix("Apple ")], strict=True))
+
+    for rows, gain in found.items():
+        stock, ours = PREDICTED["totals"](llama, int(rows), Device.named(chip))
+        assert float(gain) == pytest.approx(stock / ours, abs=0.006), rows
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|") if line[:1] == "|"]
 
 
 def test_a_bound_that_is_missed_is_told() -> None:
