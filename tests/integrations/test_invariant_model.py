@@ -96,13 +96,13 @@ def test_a_full_window_cannot_be_trimmed_as_the_document_says() -> None:
     for each in caches:
         for _ in range(4):
             each.update_and_fetch(*[mx.zeros((1, 1, 1, 8))] * 2)
-    _, limits = DOCUMENT.read_text(encoding="utf-8").split("## Limits")
+    _, said = DOCUMENT.read_text(encoding="utf-8").split("## Caches")
 
     trimmed = trim_prompt_cache(caches, 2)
 
     assert trimmed == 0
     assert [each.offset for each in caches] == [4, 4]
-    assert "a full window cannot be trimmed" in " ".join(limits.split())
+    assert "a full window cannot be trimmed" in " ".join(said.split())
 
 
 def test_every_layer_of_an_invariant_model_is_invariant() -> None:
