@@ -43,19 +43,23 @@ UNFINISHED = "not measured yet, or too noisy: stock MLX serves it until it is"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What a machine's file holds.
+    """What is known of a machine.
 
     Attributes:
         results: The results of problems.
         forwards: The times of whole models, by their keys.
+        unfinished: Families of problems whose race is not finished, and the rows or
+            pairs; None: all. No file holds them.
     """
 
     results: Results = field(default_factory=dict)
     forwards: dict[str, Forwards] = field(default_factory=dict)
+    unfinished: set[tuple[AnyProblem, int | None]] = field(default_factory=set)
 
 
-_unfinished: set[tuple[AnyProblem, int | None]] = state.register(set())
-"""Families of problems whose race is not finished, and the rows or pairs; None: all."""
+_of_process: dict[Machine, Stored] = {}
+"""What this process has measured and could not write, and what it did not finish. It
+outlives `state.reset`, since no file has it."""
 
 
 def folder() -> Path:
@@ -105,15 +109,15 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
         target: As for `machine`.
         backend: "metal", "cuda" or "emulator".
     """
-    results = _found(target, backend).results
-    if not results and not _unfinished:
+    known = _found(target, backend)
+    if not known.results and not known.unfinished:
         return None
     measured = measurement.plain(problem)
-    result = results.get(measured)
+    result = known.results.get(measured)
     if result is not None:
         return Measured.of(result, problem)
     one, m = measurement.family(measured)
-    if (one, m) in _unfinished or ((one, None) in _unfinished and m > 1):
+    if (one, m) in known.unfinished or ((one, None) in known.unfinished and m > 1):
         return Measured(reason=UNFINISHED)
     by_rows = _by_rows(target, backend).get(one, {})
     rows = sorted(by_rows)
@@ -123,14 +127,64 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
     return None
 
 
-def leave_to_stock(problem: AnyProblem, rows: int | None = None) -> None:
+def known(results_folder: Path, here: Machine) -> Stored:
+    """Returns what a machine's file holds and what only this process knows.
+
+    Args:
+        results_folder: The folder of all results.
+        here: The machine.
+    """
+    stored, own = read(results_folder, here), _own(here)
+    return Stored(
+        results=stored.results | own.results,
+        forwards=stored.forwards | own.forwards,
+        unfinished=own.unfinished,
+    )
+
+
+def remember(
+    here: Machine, results: Iterable[Result], forwards: Iterable[Forwards]
+) -> None:
+    """Keeps results for this process only, because they could not be written.
+
+    Args:
+        here: The machine.
+        results: The results.
+        forwards: Times of whole models.
+    """
+    own = _own(here)
+    own.results.update((each.problem, each) for each in results)
+    own.forwards.update((each.key, each) for each in forwards)
+
+
+def leave_to_stock(here: Machine, problem: AnyProblem, rows: int | None = None) -> None:
     """Lets stock MLX serve a problem in this process, because its race is unfinished.
 
     Args:
+        here: The machine.
         problem: The problem.
         rows: Its rows, or pairs of experts; None for any number that is not measured.
     """
-    _unfinished.add((measurement.family(measurement.plain(problem))[0], rows))
+    _own(here).unfinished.add((_family(problem), rows))
+
+
+def begin_again(here: Machine, problem: AnyProblem) -> None:
+    """Takes back what `leave_to_stock` did for a problem with any number of rows.
+
+    Args:
+        here: The machine.
+        problem: The problem.
+    """
+    unfinished, family = _own(here).unfinished, _family(problem)
+    unfinished -= {each for each in unfinished if each[0] == family}
+
+
+def _family(problem: AnyProblem) -> AnyProblem:
+    return measurement.family(measurement.plain(problem))[0]
+
+
+def _own(here: Machine) -> Stored:
+    return _of_process.setdefault(here, Stored())
 
 
 def forwards(target: PlanningDevice, backend: str) -> dict[str, Forwards]:
@@ -167,13 +221,21 @@ def changes(results_folder: Path, here: Machine) -> str:
     """
     prefix = here.file_name.rsplit("-", 1)[0]
     files = [*results_folder.glob(f"{prefix}-*.json")]
-    for file in sorted(files, key=os.path.getmtime, reverse=True):
+    for file in sorted(files, key=_written_at, reverse=True):
         try:
             before = _machine_of(file)
         except (OSError, RecursionError, *DECODE_ERRORS):
             continue
         return measurement.differences(before, here)
     return ""
+
+
+def _written_at(file: Path) -> float:
+    """Returns when a file was written, or 0 if it is gone."""
+    try:
+        return os.path.getmtime(file)
+    except OSError:
+        return 0.0
 
 
 def write(
@@ -261,10 +323,10 @@ def locked(results_folder: Path) -> Iterator[None]:
 def _found(target: PlanningDevice, backend: str) -> Stored:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return Stored()
-    results_folder = folder()
+    results_folder, here = folder(), machine(target, backend)
     if not os.path.isdir(results_folder):  # False without access, unlike Path.is_dir
-        return Stored()
-    return read(results_folder, machine(target, backend))
+        return _own(here)
+    return known(results_folder, here)
 
 
 @state.cache(maxsize=8)

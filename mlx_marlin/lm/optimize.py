@@ -34,7 +34,7 @@ from mlx_marlin.lm.layer_conversion import (
 )
 from mlx_marlin.lm.module_changes import Changes, one_at_a_time
 from mlx_marlin.lm.module_tree import computing_layers, find_layers
-from mlx_marlin.lm.race import at_load, conditions
+from mlx_marlin.lm.race import at_load, conditions, forward_race
 from mlx_marlin.lm.recipe import Recipe, resolve
 from mlx_marlin.lm.tracing_code import set_tracing, tracing_code
 from mlx_marlin.lm.warm_up import check_rows, run_once
@@ -213,6 +213,7 @@ def restore(model: Model, *, progress: bool = False) -> Model:
         replace_layers(converted, to_stock, progress, changes)
         give_back_bfloat16(model, changes)
         drop_float16_record(model, changes)
+    forward_race.keep(model, None)
     return model
 
 
@@ -220,13 +221,15 @@ def _convert_and_race(
     model: nn.Module, recipe: Recipe, warm_up: Sequence[int], progress: bool
 ) -> None:
     """Does what a recipe says; the model is left unchanged if an error occurs."""
+    forwards = None
     with Changes() as changes:
         if conditions.why_not(model, recipe) is None:
             convert = partial(_convert, model, progress=progress, changes=changes)
-            at_load.run(model, recipe, convert, changes.undo)
+            forwards = at_load.run(model, recipe, convert, changes.undo)
         else:
             _convert(model, recipe, progress=progress, changes=changes)
         run_once(model, warm_up)
+    forward_race.keep(model, forwards)
 
 
 def _convert(
@@ -255,6 +258,7 @@ def _leave_to_stock(model: nn.Module, progress: bool) -> None:
         separate_layers(model, changes)
         converted = find_layers(model, has_stock_format)
         replace_layers(converted, to_stock, progress, changes)
+    forward_race.keep(model, None)
 
 
 def check_model(model: object) -> None:

@@ -166,6 +166,7 @@ class Forwards:
         layout: The layout of the weights that was faster, or was asked for.
         seconds: Rows -> seconds with stock MLX and with our kernels.
         date: Date of the measurement, ISO 8601.
+        invariant: Whether our kernels serve whatever they cost.
         packed_lost: Whether packed weights, whose products were faster, made the model
             slower.
     """
@@ -174,6 +175,7 @@ class Forwards:
     layout: str
     seconds: dict[int, tuple[float, float]]
     date: str
+    invariant: bool = False
     packed_lost: bool = False
 
     def __post_init__(self) -> None:
@@ -191,12 +193,13 @@ class Forwards:
     @property
     def stock_rows(self) -> tuple[int, ...]:
         """The rows that stock MLX serves, as it was faster and can read the weights."""
-        return self.slower if self.layout == "mlx" else ()
+        return self.slower if self.layout == "mlx" and not self.invariant else ()
 
-    def best(self, rows: int) -> float | None:
-        """Returns the seconds of a forward pass as it is served, or None."""
-        pair = self.seconds.get(rows)
-        return None if pair is None else min(pair)
+    @property
+    def served(self) -> dict[int, float]:
+        """Rows -> seconds of a forward pass by whom it is served."""
+        stock = self.stock_rows
+        return {m: pair[m not in stock] for m, pair in self.seconds.items()}
 
 
 def _check_plan(plan: Plan) -> None:
@@ -336,6 +339,7 @@ def forwards_of(row: Any) -> Forwards:
         layout=decoded(str, row["layout"]),
         seconds=seconds,
         date=decoded(str, row["date"]),
+        invariant=decoded(bool, row["invariant"]),
         packed_lost=decoded(bool, row["packed_lost"]),
     )
 

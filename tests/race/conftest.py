@@ -82,7 +82,7 @@ class SimulatedMac:
 
     def optimize(self, model: nn.Module, **options: Any) -> nn.Module:
         """Optimizes a model as in a new process that has begun to race."""
-        state.reset()
+        forget_process()
         self.raced.clear()
         self.passes.clear()
         return mlx_marlin.optimize(model, **options)
@@ -107,4 +107,10 @@ def mac(
     monkeypatch.setattr(at_load, "monotonic", lambda: simulated.now)
     monkeypatch.setattr(forward_race, "sample", simulated.sample)
     yield simulated
+    forget_process()
+
+
+def forget_process() -> None:
+    """Forgets what a new process would not know."""
+    tuned_results._of_process.clear()
     state.reset()

@@ -5,15 +5,13 @@ from collections.abc import Mapping
 
 import mlx.nn as nn
 
-from mlx_marlin.lm.race.forward_race import FORWARDS
+from mlx_marlin.lm.race.forward_race import FORWARDS, PREDICTED
 from mlx_marlin.lm.report.model_report import report
 from mlx_marlin.planning.measurement import Forwards
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 ASSUMED = 0.1
 """Cost of a further row relative to a pass of one row, where nothing is known."""
-PREDICTED = "_mlx_marlin_predicted_seconds"
-"""Attribute of a model with what the cost model says: asking takes a while."""
 SMOOTHING = 0.1
 """Weight of the latest observed pass."""
 
@@ -74,9 +72,7 @@ def cost_of(model: nn.Module) -> PassCost:
     """
     measured: Forwards | None = getattr(model, FORWARDS, None)
     if measured is not None and {1, 2} <= measured.seconds.keys():
-        return PassCost(
-            {m: min(pair) for m, pair in measured.seconds.items()}, "measured"
-        )
+        return PassCost(measured.served, "measured")
     predicted = getattr(model, PREDICTED, None)
     if predicted is None:
         predicted = _predicted(model)

@@ -41,6 +41,8 @@ FEW = 8
 """Rows of forward passes by whose sum a packed model is judged."""
 
 Step = Callable[[], None]
+Seconds = dict[int, tuple[float, float]]
+"""Rows -> seconds of a forward pass with stock MLX and with our kernels."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +75,7 @@ class Race:
         self._is_converted = False
         self._stock: list[Samples] = []
         self._ours: list[Samples] = []
-        stored = tuned_results.read(self.folder, self.machine)
+        stored = tuned_results.known(self.folder, self.machine)
         self.products = ProductRace(
             device=self.target.device,
             clock=self.clock,
@@ -84,8 +86,8 @@ class Race:
             is_over=self._is_over,
         )
 
-    def run(self) -> None:
-        """Converts the model, and times what is not known yet."""
+    def run(self) -> Forwards:
+        """Converts the model, times what is not known yet, and returns its times."""
         rows = self._missing_rows()
         if rows or not self.products.known:
             self._say_why()
@@ -98,14 +100,16 @@ class Race:
         if raced is None or not raced.packed_lost:
             self._use_layout(faster_layout(self.products, found))
         state.reset()  # calls were prepared without the results
-        with self._stopping("its forward passes are not compared"):
-            self._take_turns(rows)
-        if not self._is_converted:  # it was interrupted in stock MLX's turn
-            self._convert_as(self.recipe)
-        self._keep_forwards(forward_race.medians(self._stock, self._ours))
-        state.reset()
+        seconds = self._compare(rows)
+        lost = self._loses_packed(seconds)
+        if lost:
+            self._use_layout("mlx")
+            seconds = self._compare(rows)
+        kept = self._keep_forwards(seconds, lost)
         for problem, count in self.products.unfinished:
-            tuned_results.leave_to_stock(problem, count)
+            tuned_results.leave_to_stock(self.machine, problem, count)
+        state.reset()
+        return kept
 
     @contextmanager
     def _stopping(self, consequence: str) -> Iterator[None]:
@@ -165,6 +169,8 @@ class Race:
         """Times products, and returns those of the model."""
         race, found = self.products, products_of(self.model, self.target)
         rows = (1,) * self.recipe.decides_layout + product_race.ROWS
+        for problem in (p for each in found for p in race.problems(each, 1).values()):
+            tuned_results.begin_again(self.machine, problem)
         left = [each for each in found if not race.is_finished(each, rows)]
         if not left:
             return found
@@ -180,6 +186,22 @@ class Race:
 
     def _sample(self, rows: Sequence[int], samples: int = 1) -> Samples:
         return forward_race.sample(self.model, rows, samples, self._is_over)
+
+    def _compare(self, rows: Sequence[int]) -> Seconds:
+        """Returns the seconds of forward passes with stock MLX and our kernels."""
+        self._ours.clear()
+        with self._stopping("its forward passes are not compared"):
+            self._take_turns(rows)
+        if not self._is_converted:  # it was interrupted in stock MLX's turn
+            self._convert_as(self.recipe)
+        return forward_race.medians(self._stock, self._ours)
+
+    def _loses_packed(self, found: Seconds) -> bool:
+        """Returns whether packed weights, where the race decides, are slower in all."""
+        few = [pair for m, pair in found.items() if m <= FEW]
+        stock, ours = (sum(pair[i] for pair in few) for i in (0, 1))
+        packed = self.recipe.decides_layout and self.recipe.layout == "marlin"
+        return packed and ours > stock
 
     def _take_turns(self, rows: Sequence[int]) -> None:
         """Times forward passes with our kernels and, in turns, with stock MLX.
@@ -199,34 +221,35 @@ class Race:
             self._convert_as(self.recipe)
             self._ours.append(self._sample(rows))
 
-    def _keep_forwards(self, found: dict[int, tuple[float, float]]) -> None:
+    def _keep_forwards(self, found: Seconds, lost: bool) -> Forwards:
         """Keeps the times of the model; stock MLX serves rows at which it was slower.
 
-        Packed weights stay, unless they are slower in all where the race decides.
+        Args:
+            found: The times.
+            lost: Whether packed weights were given back because they were slower.
         """
-        few = [pair for m, pair in found.items() if m <= FEW]
-        stock, ours = (sum(pair[i] for pair in few) for i in (0, 1))
-        raced = self.recipe.raced
-        lost = self.recipe.decides_layout and self.recipe.layout == "marlin"
-        lost = lost and ours > stock
-        if lost:
-            self._use_layout("mlx")
+        raced, layout = self.recipe.raced, self.recipe.layout
+        before = raced.seconds if raced and raced.layout == layout else {}
         kept = Forwards(
             key=self.recipe.key,
-            layout=self.recipe.layout,
-            seconds=(raced.seconds if raced else {}) | found,
+            layout=layout,
+            seconds=before | found,
             date=date.today().isoformat(),
+            invariant=self.recipe.conversion.invariant,
             packed_lost=lost or (raced is not None and raced.packed_lost),
         )
         slower = [m for m in kept.slower if m in found]
-        results = []
-        if self.recipe.layout == "mlx":
-            for product in products_of(self.model, self.target):
-                results += [self._live(product, m) for m in slower]
-        self._write([each for each in results if each], [kept])
-        object.__setattr__(self.model, forward_race.FORWARDS, kept)
+        left = [m for m in slower if m in kept.stock_rows]
+        results = [
+            self._live(product, m)
+            for product in products_of(self.model, self.target) * bool(left)
+            for m in left
+        ]
+        if raced is None or kept != replace(raced, date=kept.date):
+            self._write([each for each in results if each], [kept])
         if slower:
-            _print(_told(slower, self.recipe.layout))
+            _print(_told(slower, kept))
+        return kept
 
     def _live(self, product: ModelProduct, m: int) -> Result | None:
         """Returns the result that leaves a product to stock MLX; None if it has it."""
@@ -251,12 +274,13 @@ class Race:
         try:
             tuned_results.write(self.folder, self.machine, results, forwards)
         except OSError as error:
+            tuned_results.remember(self.machine, results, forwards)
             warn_once(f"not kept: {error}", f"what was measured is not kept: {error}")
 
 
 def run(
     model: nn.Module, recipe: Recipe, convert: Callable[[Recipe], None], undo: Step
-) -> None:
+) -> Forwards:
     """Converts a model and times what is not known; Ctrl-C ends the timing only.
 
     Args:
@@ -264,6 +288,9 @@ def run(
         recipe: What to do with it.
         convert: Converts the model as a recipe says.
         undo: Undoes the conversion.
+
+    Returns:
+        The times of its forward passes.
     """
     race = Race(
         model=model,
@@ -274,7 +301,7 @@ def run(
         deadline=inf if selection.traits().compiles_ahead else monotonic() + SECONDS,
         now=monotonic,
     )
-    race.run()
+    return race.run()
 
 
 def clock(device: Any) -> Clock:
@@ -289,12 +316,13 @@ def clock(device: Any) -> Clock:
     return replace(tuner.clock(device), measure=measure)
 
 
-def _told(rows: Sequence[int], layout: str) -> str:
-    served = (
-        "stock MLX serves them"
-        if layout == "mlx"
-        else "packed weights stay, which stock MLX cannot read"
-    )
+def _told(rows: Sequence[int], kept: Forwards) -> str:
+    if kept.stock_rows:
+        served = "stock MLX serves them"
+    elif kept.invariant:
+        served = "they serve them all the same, since it is invariant"
+    else:
+        served = "packed weights stay, which stock MLX cannot read"
     listed = ", ".join(map(str, rows))
     return f"the whole model was slower with our kernels at {listed} rows: {served}"
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.lm.warm_up import cache_factory
+from mlx_marlin.planning.measurement import Forwards
 
 ROWS = (*range(1, 9), 12, 16)
 """Numbers of rows of a forward pass that is timed."""
@@ -16,11 +17,26 @@ PREFIX = 4
 """Tokens in the cache before."""
 FORWARDS = "_mlx_marlin_forwards"
 """Attribute of a model with its `Forwards`."""
+PREDICTED = "_mlx_marlin_predicted_seconds"
+"""Attribute of a model with what the cost model says: asking takes a while."""
 ROUNDS = 3
 """Times that stock MLX and our kernels take turns."""
 
 Samples = dict[int, list[float]]
 """Rows -> seconds of single passes."""
+
+
+def keep(model: nn.Module, forwards: Forwards | None) -> None:
+    """Lets a model know its times, and forget those before its layers changed.
+
+    Args:
+        model: The model, converted or restored.
+        forwards: Its times; None if they are not known.
+    """
+    vars(model).pop(PREDICTED, None)
+    vars(model).pop(FORWARDS, None)
+    if forwards is not None:
+        object.__setattr__(model, FORWARDS, forwards)  # no parameter
 
 
 def can_run(model: nn.Module) -> bool:

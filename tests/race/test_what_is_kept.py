@@ -1,0 +1,145 @@
+"""What is left of a race: in the file, in the process and on the model."""
+
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+import mlx_marlin
+from mlx_marlin import state
+from mlx_marlin.backends import tuned_results
+from mlx_marlin.lm import optimize as optimizing
+from mlx_marlin.lm.drafts.pass_cost import cost_of
+from mlx_marlin.lm.race import forward_race
+from mlx_marlin.lm.race.product_race import ROWS
+from mlx_marlin.lm.warn_once import forget
+from race.conftest import SimulatedMac
+from race.test_race import layer, one_layer, served
+from support.models import Layers, tiny_llama
+
+
+def test_restored_layers_have_other_seconds(mac: SimulatedMac) -> None:
+    model = mac.optimize(tiny_llama(), layout="mlx")
+    assert cost_of(model).source == "measured"
+
+    mlx_marlin.restore(model)
+
+    assert cost_of(model).source == "predicted"
+
+
+def test_a_second_call_that_times_nothing_forgets_the_seconds(
+    mac: SimulatedMac,
+) -> None:
+    model = mac.optimize(tiny_llama(), layout="mlx")
+
+    mac.optimize(model, layout="marlin", measure=False)
+
+    assert cost_of(model).source == "predicted"
+
+
+def test_what_was_predicted_before_is_predicted_again(mac: SimulatedMac) -> None:
+    model = tiny_llama()
+    cost_of(model)
+    assert hasattr(model, forward_race.PREDICTED)
+
+    mac.optimize(model, measure=False)
+
+    assert not hasattr(model, forward_race.PREDICTED)
+
+
+def test_a_model_that_an_error_leaves_unchanged_has_no_seconds(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("warm-up")
+
+    monkeypatch.setattr(optimizing, "run_once", fails)
+    model = tiny_llama()
+    with pytest.raises(RuntimeError, match="warm-up"):
+        mac.optimize(model, layout="mlx")
+
+    assert cost_of(model).source == "predicted"
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [({"layout": "mlx"}, 1.0), ({"layout": "marlin"}, 2.0), ({"invariant": True}, 2.0)],
+)
+def test_stocks_seconds_count_only_where_stock_serves(
+    mac: SimulatedMac,
+    options: dict[str, Any],
+    seconds: float,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    mac.forward = lambda m, ours: 2.0 if ours else 1.0
+
+    model = mac.optimize(tiny_llama(tied=False), **options)
+
+    assert cost_of(model).seconds(4) == pytest.approx(seconds * 1e-3)
+    said = capfd.readouterr().err
+    assert ("stock MLX serves them" in said) == (seconds == 1.0)
+
+
+def test_seconds_of_packed_weights_do_not_count_for_others(mac: SimulatedMac) -> None:
+    """Packed weights that lose are given back; then the model is timed as it is."""
+    mac.ours = lambda layout, m: 9.0 if layout == "marlin" else 9.6
+    milliseconds = {None: 1.0, "marlin": 2.0, "mlx": 0.5}
+    whole = mac.sample
+
+    def by_layout(model: nn.Module, *given: Any) -> forward_race.Samples:
+        layouts = {getattr(each, "layout", None) for each in model.modules()}
+        layout = next((each for each in ("marlin", "mlx") if each in layouts), None)
+        mac.forward = lambda m, ours: milliseconds[layout]
+        return whole(model, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward_race, "sample", by_layout)
+        model = mac.optimize(tiny_llama(tied=False))
+
+    assert cost_of(model).seconds(4) == pytest.approx(0.5e-3)
+
+
+def test_results_that_cannot_be_kept_serve_this_process(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError("a read-only file system")
+
+    forget()
+    monkeypatch.setattr(tuned_results, "write", refused)
+    mac.ours = lambda layout, m: 11.0
+
+    with pytest.warns(RuntimeWarning, match="not kept: a read-only file system"):
+        converted = one_layer(mac)
+
+    assert "measured here" in str(served(converted, [8])[8])
+    raced = len(mac.raced)
+    state.reset()
+    mlx_marlin.optimize(Layers(layer()), layout="mlx")
+    assert len(mac.raced) == raced
+
+
+def test_another_models_race_does_not_end_what_is_left_to_stock(
+    mac: SimulatedMac,
+) -> None:
+    mac.ours, mac.range = (lambda layout, m: 5.0), 0.11
+    noisy = one_layer(mac)
+    mac.range = 0.0
+    mlx_marlin.optimize(Layers(layer(2048)), layout="mlx")
+
+    assert "noisy" in str(served(noisy, [8])[8])
+
+    mlx_marlin.optimize(Layers(layer()), layout="mlx")
+    assert set(served(noisy, [*ROWS, 3]).values()) == {None}
+
+
+def test_a_link_to_nothing_among_the_results(mac: SimulatedMac) -> None:
+    one_layer(mac)
+    folder = tuned_results.folder()
+    own = next(folder.glob("*.json"))
+    gone = own.with_name(f"{own.stem.rsplit('-', 1)[0]}-gone.json")
+    gone.symlink_to(folder / "nothing")
+
+    model = mac.optimize(tiny_llama(), layout="mlx")
+
+    assert cost_of(model).source == "measured"
