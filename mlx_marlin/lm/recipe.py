@@ -122,10 +122,10 @@ def resolve(
     model: nn.Module,
     conversion: LayerConversion,
     *,
-    join: bool | None,
-    trace: bool | None,
-    fuse: Iterable[str] | None,
-    compute: str | None,
+    join: bool | None = None,
+    trace: bool | None = None,
+    fuse: Iterable[str] | None = None,
+    compute: str | None = None,
     measure: bool = True,
 ) -> Recipe:
     """Returns what `optimize` does with a model.

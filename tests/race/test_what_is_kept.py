@@ -143,3 +143,20 @@ def test_a_link_to_nothing_among_the_results(mac: SimulatedMac) -> None:
     model = mac.optimize(tiny_llama(), layout="mlx")
 
     assert cost_of(model).source == "measured"
+
+
+@pytest.mark.parametrize("packed", [9.0, 11.0])
+def test_a_report_and_a_dry_run_have_the_layout_that_won(
+    mac: SimulatedMac, packed: float
+) -> None:
+    mac.ours = lambda layout, m: packed if layout == "marlin" else 12.0
+    mac.optimize(Layers(layer()))
+    model = Layers(layer())
+
+    reported = mlx_marlin.report(model).layers[0].group.product.weight
+    planned = str(mlx_marlin.optimize(model, dry_run=True))
+
+    converted = mlx_marlin.optimize(model).layers[0]
+    assert reported is not None
+    assert reported.layout == converted.layout
+    assert ("marlin" in planned.split("layers")[0]) == (converted.layout == "marlin")

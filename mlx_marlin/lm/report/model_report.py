@@ -9,12 +9,12 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import selection
 from mlx_marlin.lm.optimize import check_model
+from mlx_marlin.lm.recipe import resolve
 from mlx_marlin.lm.report import table
 from mlx_marlin.lm.report.decisions import Decision, decide
 from mlx_marlin.lm.report.layer_groups import LayerGroup, groups_of
 from mlx_marlin.lm.report.layer_product import LayerProduct
-from mlx_marlin.lm.report.target import Target
-from mlx_marlin.lm.tuned_models import lookup
+from mlx_marlin.lm.report.target import DEFAULTS, Target
 
 SCHEMA = "mlx_marlin.report"
 VERSION = 1
@@ -117,7 +117,8 @@ def report(
     check_model(model)
     counts, target = check(rows, chip)
     if target.is_here:
-        target = replace(target, tuned=lookup.find(model))
+        recipe = resolve(model, DEFAULTS)
+        target = replace(target, tuned=recipe.tuned, layout=recipe.conversion.layout)
     layers = [
         LayerReport(group=group, decisions=_decisions(group.product, counts, target))
         for group in groups_of(model, target)

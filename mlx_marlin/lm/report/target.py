@@ -35,11 +35,13 @@ class Target:
         is_here: Whether this process decides, with its back end, its default device
             and tuned results. Otherwise the model decides for a GPU of this kind.
         tuned: The settings that tuning found for the model, which `optimize` uses.
+        layout: The layout that tuning or the race found for the model, or None.
     """
 
     device: PlanningDevice
     is_here: bool
     tuned: TunedModel | None = None
+    layout: str | None = None
 
     @staticmethod
     def of(chip: str | None) -> "Target":
@@ -94,11 +96,9 @@ class Target:
     @property
     def _conversion(self) -> LayerConversion | None:
         """What `optimize` converts in this process; None if stock MLX is faster."""
-        if self.tuned is None:
-            return DEFAULTS
-        if self.tuned.settings is None:
+        if self.tuned is not None and self.tuned.settings is None:
             return None
-        return replace(DEFAULTS, layout=self.tuned.settings.layout)
+        return replace(DEFAULTS, layout=self.layout)
 
     def _converts(self, layer: nn.Module) -> bool:
         if is_experts(layer):
