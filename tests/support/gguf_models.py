@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from support.gguf_files import Written, plain_bytes
 
 HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4, 2, 64, 40
+_PERMUTED = ("llama", "mistral3")
 _NORMS_PLUS_ONE = ("gemma2", "gemma3")
 
 
@@ -57,6 +58,18 @@ class Case:
 
 _WIDE = {"attention.key_length": 32, "attention.value_length": 32}
 _MIXTURE = {"expert_count": 4, "expert_used_count": 2}
+KEY_DIM, VALUE_HEADS = 16, 4
+"""Of linear attention, whose heads of keys are `KV_HEADS`."""
+_LINEAR = {
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+    "ssm.conv_kernel": 4,
+    "ssm.group_count": KV_HEADS,
+    "ssm.time_step_rank": VALUE_HEADS,
+    "ssm.state_size": KEY_DIM,
+    "ssm.inner_size": VALUE_HEADS * KEY_DIM,
+    "full_attention_interval": 4,
+}
 CASES = {
     "llama": Case("llama", "llama", {"rope.dimension_count": 16}),
     "llama_tied": Case("llama", "llama", _WIDE | {"rope.dimension_count": 32}, True),
@@ -83,6 +96,44 @@ CASES = {
         "gemma3", "gemma3_text", _WIDE | {"attention.sliding_window": 16}, True, 6
     ),
     "phi3": Case("phi3", "phi3", {"rope.dimension_count": 8}),
+    "mistral3": Case(
+        "mistral3",
+        "ministral3",
+        _WIDE
+        | {
+            "attention.temperature_scale": 0.1,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 16.0,
+            "rope.scaling.original_context_length": 8,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+        },
+    ),
+    "glm4": Case("glm4", "glm4", _WIDE | {"rope.dimension_count": 16}),
+    "glm4moe": Case(
+        "glm4moe",
+        "glm4_moe",
+        _WIDE
+        | _MIXTURE
+        | {
+            "rope.dimension_count": 16,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+        },
+        layers=3,
+    ),
+    "lfm2": Case(
+        "lfm2",
+        "lfm2",
+        {"attention.head_count_kv": [0, KV_HEADS], "shortconv.l_cache": 3},
+        True,
+    ),
+    "qwen35": Case("qwen35", "qwen3_5", _WIDE | _LINEAR, True, 4),
+    "qwen35moe": Case("qwen35moe", "qwen3_5_moe", _WIDE | _LINEAR | _MIXTURE, False, 4),
+    "qwen3next": Case("qwen3next", "qwen3_5_moe", _WIDE | _LINEAR | _MIXTURE, False, 4),
     "gpt-oss": Case(
         "gpt-oss",
         "gpt_oss",
@@ -119,7 +170,20 @@ def arguments(case: Case) -> dict[str, Any]:
     }
     if case.model_type == "llama":
         config |= {"attention_bias": case.biases, "mlp_bias": case.biases}
-    if case.model_type in ("qwen2_moe", "qwen3_moe"):
+    linear = {
+        "linear_num_key_heads": KV_HEADS,
+        "linear_num_value_heads": VALUE_HEADS,
+        "linear_key_head_dim": KEY_DIM,
+        "linear_value_head_dim": KEY_DIM,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    }
+    if case.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe"):
         config |= {"num_experts": 4, "num_experts_per_tok": 2}
         config |= {"moe_intermediate_size": 32}
     return config | {
@@ -136,6 +200,46 @@ def arguments(case: Case) -> dict[str, Any]:
             "final_logit_softcapping": 20.0,
         },
         "gemma3_text": {"query_pre_attn_scalar": 32.0, "sliding_window": 16},
+        "ministral3": {
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 10000.0,
+                "llama_4_scaling_beta": float(np.float32(0.1)),
+                "factor": 16.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1,
+                "mscale_all_dim": 1,
+            }
+        },
+        "glm4": {"attention_bias": False, "partial_rotary_factor": 0.5},
+        "glm4_moe": {
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_scaling": None,
+        },
+        "lfm2": {
+            "norm_eps": float(np.float32(1e-5)),
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": HIDDEN,
+            "block_ff_dim": 96,
+            "block_auto_adjust_ff_dim": False,
+            "block_multiple_of": 1,
+            "block_ffn_dim_multiplier": 1.0,
+            "full_attn_idxs": [1],
+        },
+        "qwen3_5": linear,
+        "qwen3_5_moe": {**linear, "shared_expert_intermediate_size": 48},
         "phi3": {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 128},
         "gpt_oss": {
             "intermediate_size": 32,
@@ -178,14 +282,19 @@ def written_model(case: Case, model: nn.Module) -> list[Written]:
     )
     names = get_tensor_name_map(architecture, case.layers)
     tensors = []
-    for name, array in tree_flatten(model.parameters()):
-        path = name.replace("switch_mlp", "experts")
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    if case.architecture == "qwen3next":
+        parameters = _with_joined_gates(parameters)
+    for name, array in parameters.items():
+        path = name.replace("switch_mlp", "experts").removeprefix("language_model.")
+        path = path.replace("correction_bias", "correction.bias")
+        path = path.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
         if case.model_type == "mixtral":
             for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
                 path = path.replace(f"experts.{ours}_proj", f"experts.{theirs}")
         stored = names.get_name(path, try_suffixes=(".weight", ".bias"))
         assert stored is not None, f"no name for {path}"
-        if not stored.endswith((".weight", ".bias")):
+        if not stored.endswith((".weight", ".bias", ".ssm_a")):
             stored += ".weight"
         values = _converted(case, name, np.array(array.astype(mx.float32)))
         tensors.append(Written(stored, "F32", values.shape, plain_bytes("F32", values)))
@@ -200,15 +309,48 @@ def _arch_name(architecture: MODEL_ARCH) -> str:
 
 
 def _converted(case: Case, name: str, values: np.ndarray) -> np.ndarray:
-    if case.architecture == "llama" and ".self_attn.q_proj." in name:
+    if "conv" in name and values.ndim == 3:
+        values = values[..., 0]
+    if case.architecture in ("qwen35", "qwen35moe") and ".linear_attn." in name:
+        values = _tiled(name, values)
+    if name.endswith("A_log"):
+        return -np.exp(values)
+    if case.architecture in _PERMUTED and ".self_attn.q_proj." in name:
         return permuted(values, HEADS)
-    if case.architecture == "llama" and ".self_attn.k_proj." in name:
+    if case.architecture in _PERMUTED and ".self_attn.k_proj." in name:
         return permuted(values, KV_HEADS)
     if case.architecture in _NORMS_PLUS_ONE and name.endswith("norm.weight"):
         return values + np.float32(1)
     if "shared_expert_gate" in name:
         return values[0]
     return values
+
+
+def _with_joined_gates(parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Joins the betas and alphas of each head of keys, as Qwen3-Next has them."""
+    joined = {}
+    for name, array in parameters.items():
+        if name.endswith("in_proj_b.weight"):
+            alphas = parameters[name.replace("in_proj_b", "in_proj_a")]
+            halves = [mx.split(each, KV_HEADS) for each in (array, alphas)]
+            rows = [each[head] for head in range(KV_HEADS) for each in halves]
+            joined[name.replace("in_proj_b", "in_proj_ba")] = mx.concatenate(rows)
+        elif not name.endswith("in_proj_a.weight"):
+            joined[name] = array
+    return joined
+
+
+def _tiled(name: str, values: np.ndarray) -> np.ndarray:
+    """Returns heads of values in ggml's order: one for each head of keys, and so on."""
+    if name.endswith("out_proj.weight"):
+        return _tiled("z", values.T).T
+    if name.endswith("norm.weight"):
+        return values
+    first = 2 * KV_HEADS * KEY_DIM if "qkv" in name or "conv1d" in name else 0
+    heads = np.split(values[first:], VALUE_HEADS)
+    each = VALUE_HEADS // KV_HEADS
+    order = [key * each + own for own in range(each) for key in range(KV_HEADS)]
+    return np.concatenate([values[:first], *(heads[head] for head in order)])
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:

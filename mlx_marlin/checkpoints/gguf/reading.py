@@ -1,35 +1,41 @@
 """A GGUF file as parameters of mlx-lm's models, one at a time."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from mlx_marlin.checkpoints.gguf.architectures import Architecture
 from mlx_marlin.checkpoints.gguf.blocks import (
     LAYOUTS,
     PLAIN,
     read_blocks,
     read_plain,
 )
+from mlx_marlin.checkpoints.gguf.configuration.facts import decoder_layers
 from mlx_marlin.checkpoints.gguf.container import Container, TensorInfo
-from mlx_marlin.checkpoints.gguf.names import (
-    Architecture,
-    architecture_of,
-    parameter_name,
-)
+from mlx_marlin.checkpoints.gguf.names import architecture_of, pieces_of
+from mlx_marlin.checkpoints.gguf.rows import RULES
 from mlx_marlin.checkpoints.gguf.scales import SCALES, check_scale, global_scale
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 
+if TYPE_CHECKING:
+    from mlx_marlin.checkpoints.gguf.rows import Index
+
 _SHARED_GATE = ".ffn_gate_inp_shexp."
+_CONVOLUTION = re.compile(r"\.(ssm_conv1d|shortconv\.conv)\.weight$")
+_DECAY = ".ssm_a"
 
 
 def read(path: str | Path) -> Iterator[Tensor]:
     """Lists the tensors of a GGUF file, which are read one at a time.
 
     Args:
-        path: A GGUF file of one of the architectures in `names.ARCHITECTURES`.
+        path: A GGUF file of one of the architectures in `architectures.ARCHITECTURES`.
 
     Returns:
         The tensors, in the order of the file, with mlx-lm's names. Quantized ones are
@@ -52,52 +58,50 @@ def tensors_of(container: Container) -> list[Tensor]:
         ValueError: As `read` does.
     """
     architecture = architecture_of(container)
-    permuted = _permuted_heads(container, architecture)
+    layers = decoder_layers(container)
     tensors = []
     for info in container.tensors.values():
-        stem = info.name.split(".")[-2:-1]
-        heads = permuted.get(stem[0]) if stem else None
-        source = _Source(container, architecture, info, heads)
+        whole = _Source(container, architecture, info, None)
         scaled = _scaled(container, info)
         try:
             if scaled is not None:
                 if info.name.endswith(".scale"):
                     check_scale(container, scaled)
                 continue  # read with the weight; those of activations are not used
-            name = parameter_name(architecture, info.name)
-            source.check_type()
-        except ValueError as error:
-            raise source.refusal(error) from None
-        if name is not None:
-            shape = source.parameter_shape
-            read_tensor = partial(_read, source)
-            tensors.append(
-                Tensor(
-                    name=name,
-                    format=info.type.name,
-                    shape=shape,
-                    nbytes=info.nbytes,
-                    read=read_tensor,
+            pieces = pieces_of(architecture, info.name, layers)
+            whole.check_type()
+            for name, rule in pieces:
+                rows = _rows(container, info, rule)
+                source = replace(whole, rows=rows)
+                tensors.append(
+                    Tensor(
+                        name=name,
+                        format=info.type.name,
+                        shape=source.parameter_shape,
+                        nbytes=info.nbytes // len(pieces),
+                        read=partial(_read, source),
+                    )
                 )
-            )
+        except ValueError as error:
+            raise whole.refusal(error) from None
     return tensors
+
+
+def _rows(container: Container, info: TensorInfo, rule: str) -> "Index | None":
+    """Returns the rows that a rule selects; None for all of them, in order."""
+    import numpy as np
+
+    if not rule:
+        return None
+    axis = -2 if len(info.shape) > 1 else -1
+    rows = RULES[rule](container, info.shape[axis])
+    return None if np.array_equal(rows, np.arange(info.shape[axis])) else rows
 
 
 def _scaled(container: Container, info: TensorInfo) -> TensorInfo | None:
     """Returns the weight of which a tensor is a scale; None for other tensors."""
     parts = SCALES.fullmatch(info.name)
     return None if parts is None else container.tensors.get(f"{parts[1]}.weight")
-
-
-def _permuted_heads(container: Container, architecture: Architecture) -> dict[str, int]:
-    """Returns the heads of layers whose rows are permuted, by llama.cpp's name."""
-    if not architecture.permuted:
-        return {}
-    key = f"{architecture.name}.attention.head_count"
-    heads = key_heads = container.integer(key)
-    if f"{key}_kv" in container.metadata:
-        key_heads = container.integer(f"{key}_kv")
-    return {"attn_q": heads, "attn_k": key_heads}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +112,39 @@ class _Source:
         container: The file.
         architecture: The architecture.
         info: The tensor.
-        permuted_heads: Heads whose rows are permuted; None if rows are in order.
+        rows: Rows that are the parameter's, in its order; None for all of them.
     """
 
     container: Container
     architecture: Architecture
     info: TensorInfo
-    permuted_heads: int | None
+    rows: "Index | None"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        shape = self.info.shape
+        is_gate = _SHARED_GATE in self.info.name and len(shape) == 1
+        return (1, *shape) if is_gate else shape
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
-        shape = self.info.shape
-        if _SHARED_GATE in self.info.name and len(shape) == 1:
-            return 1, *shape
-        return shape
+        shape = self.stored_shape
+        if self.rows is not None:
+            axis = len(shape) - 2 if len(shape) > 1 else 0
+            shape = *shape[:axis], len(self.rows), *shape[axis + 1 :]
+        return (*shape, 1) if _CONVOLUTION.search(self.info.name) else shape
+
+    @property
+    def columns(self) -> "Index | None":
+        """The features of x by column, if they are not in order."""
+        if self.info.name.split(".")[-2] not in self.architecture.grouped_columns:
+            return None
+        import numpy as np
+
+        # Column i of the parameter is column `grouped[i]` of the file.
+        grouped = RULES["grouped"](self.container, self.info.shape[-1])
+        order = np.argsort(grouped)
+        return None if np.array_equal(order, np.arange(len(order))) else order
 
     @property
     def has_norm_offset(self) -> bool:
@@ -137,13 +160,9 @@ class _Source:
                 f"{', '.join([*LAYOUTS, *PLAIN])}"
             )
         vector = len(self.parameter_shape) < 2 or self.has_norm_offset
+        vector = vector or _CONVOLUTION.search(self.info.name) is not None
         if name in LAYOUTS and vector:
             raise ValueError(f"{name} {shape} is for matrices, but this is a vector")
-        heads = self.permuted_heads
-        if heads is not None and (heads == 0 or shape[0] % (2 * heads)):
-            raise ValueError(
-                f"{shape[0]} rows cannot be divided into pairs of {heads} heads"
-            )
 
     def refusal(self, error: ValueError) -> ValueError:
         return ValueError(f"{self.container.path}: tensor {self.info.name!r}: {error}")
@@ -157,45 +176,58 @@ def _read(source: _Source) -> StoredWeight | mx.array:
         raise source.refusal(error) from None
     finally:
         source.container.release(source.info)
-    if source.permuted_heads is None:
-        return stored
     if isinstance(stored, StoredWeight):
-        return _weight_rows_in_order(stored, source.permuted_heads)
-    return rows_in_order(stored, source.permuted_heads)
+        return _weight_in_order(source, stored)
+    return _array_in_order(source, stored)
 
 
 def _stored(source: _Source) -> StoredWeight | mx.array:
     """Reads a tensor with its rows in the order of the file."""
     info, data = source.info, source.container.data(source.info)
-    shape = source.parameter_shape
     if info.type.name in PLAIN:
-        array = read_plain(data, info.type, shape)
+        array = read_plain(data, info.type, info.shape)
         if source.has_norm_offset:
             return _without_offset(array, source.architecture.norm_offset)
         return array
-    weight = read_blocks(data, info.type, shape)
+    weight = read_blocks(data, info.type, source.stored_shape)
     if info.type.name == "NVFP4":
         return replace(weight, global_scale=global_scale(source.container, info))
     return weight
 
 
-def rows_in_order(array: mx.array, heads: int) -> mx.array:
-    """Reverts the permutation of rows of q and k in llama.cpp's conversion of Llama.
+def _array_in_order(source: _Source, stored: mx.array) -> mx.array:
+    if source.rows is not None:
+        axis = -2 if stored.ndim > 1 else -1
+        stored = mx.take(stored, mx.array(source.rows), axis=axis)
+    if (columns := source.columns) is not None:
+        stored = mx.take(stored, mx.argsort(mx.array(columns)), axis=-1)
+    if source.info.name.endswith(_DECAY):
+        stored = _logarithm(stored)
+    return stored.reshape(source.parameter_shape)
 
-    Of a head's rows, row i of the first half and row i of the second half are stored
-    next to each other.
 
-    Args:
-        array: [n, ...].
-        heads: Heads; n is a multiple of 2 * heads.
+def _logarithm(stored: mx.array) -> mx.array:
+    """Returns the weights of which a file has -exp(weight), rounded to float32.
+
+    Raises:
+        ValueError: If a number is not below 0.
     """
-    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
+    import numpy as np
+
+    decay = -np.array(stored.astype(mx.float32)).astype(np.float64)
+    if not (decay > 0).all():
+        raise ValueError("a decay is not below 0")
+    return mx.array(np.log(decay).astype(np.float32))
 
 
-def _weight_rows_in_order(weight: StoredWeight, heads: int) -> StoredWeight:
+def _weight_in_order(source: _Source, weight: StoredWeight) -> StoredWeight:
+    if (columns := source.columns) is not None:
+        weight = replace(weight, input_order=mx.array(columns.astype("int32")))
+    if source.rows is None:
+        return weight
+    rows = mx.array(source.rows)
     parts = {
-        name: rows_in_order(part, heads)
+        name: mx.take(part, rows, axis=-2)
         for name in ("codes", "scales", "biases")
         if (part := getattr(weight, name)) is not None
     }

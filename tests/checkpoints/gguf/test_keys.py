@@ -67,6 +67,8 @@ UNCHANGED: dict[str, dict[str, list[Any]]] = {
         "attention.key_length_swa": [32],
         "rope.freq_base_swa": [10000.0],
     },
+    "glm4moe": {"expert_gating_func": [2], "expert_weights_scale": [2.5]},
+    "qwen35moe": {"rope.dimension_sections": [5], "expert_weights_norm": [True]},
     "gemma2": {"attention.sliding_window": [4096], "rope.dimension_count_swa": [32]},
 }
 """Values that change nothing, for all models and for one."""
@@ -75,6 +77,11 @@ REFUSED: dict[str, dict[str, list[Any]]] = {
     "mixtral": {"expert_weights_norm": [False], "expert_gating_func": [2, 3]},
     "qwen2moe": {"expert_weights_norm": [True]},
     "qwen3moe": {"expert_weights_norm": [False], "expert_weights_scale": [2.5]},
+    "glm4moe": {"expert_gating_func": [1, 3]},
+    "qwen35": {"ssm.group_count": [3], "full_attention_interval": [2, 0]},
+    "qwen3next": {"ssm.inner_size": [63, 128], "ssm.conv_kernel": [3]},
+    "mistral3": {"rope.scaling.yarn_log_multiplier": [0.5]},
+    "lfm2": {"shortconv.l_cache": [0], "attention.head_count_kv": [2]},
     "gpt-oss": {"expert_gating_func": [1], "rope.freq_base_swa": [500.0]},
     "gemma2": {"attn_logit_softcapping": [0.0]},
     "gemma3": {"attention.sliding_window": [0], "rope.dimension_count_swa": [16]},
@@ -125,12 +132,14 @@ def test_every_key_is_used_refused_or_without_effect(name: str, tmp_path: Path) 
                     unchanged.add(key)
 
     expected = set(NO_EFFECT)
-    if "yarn" not in str(base.get("rope_scaling")):
+    if "yarn" not in str(base.get("rope_scaling", base.get("rope_parameters"))):
         expected |= {f"rope.scaling.{each}" for each in OF_YARN}
     else:
         expected |= {"rope.scale_linear"}  # the older key of the factor, which is there
     if name not in WINDOWS:
         expected |= OF_WINDOWS
+    if name in ("qwen35", "qwen35moe", "qwen3next"):
+        expected |= {"rope.dimension_sections"}  # of positions in pictures
     if name == "gpt-oss":
         expected |= {"feed_forward_length"}  # of layers without experts
     assert unchanged - expected == set()

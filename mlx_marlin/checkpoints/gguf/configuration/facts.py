@@ -5,6 +5,23 @@ from collections.abc import Iterator, Sequence
 from mlx_marlin.checkpoints.gguf.container import Container
 
 
+def decoder_layers(container: Container) -> int:
+    """Returns the decoder layers, without those that predict further tokens.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    prefix = container.text("general.architecture")
+    key, more = f"{prefix}.block_count", f"{prefix}.nextn_predict_layers"
+    layers = container.integer(key)
+    if layers == 0:
+        raise container.refusal(key, "is not above 0")
+    further = container.integer(more) if more in container.metadata else 0
+    if further >= layers:
+        raise container.refusal(more, f"is not below {layers}")
+    return layers - further
+
+
 class Facts:
     """Values of the metadata, by keys without the architecture's prefix.
 
@@ -32,7 +49,7 @@ class Facts:
         self.head_dim = self.count(
             "attention.key_length", self.hidden_size // self.heads
         )
-        self.layers = self.count("block_count")
+        self.layers = decoder_layers(container)
         for layer in range(self.layers):  # ends at the first that the file lacks
             name = f"blk.{layer}.attn_norm.weight"
             if not self.has(name):
@@ -66,11 +83,39 @@ class Facts:
             raise self.refusal(key, "is not above 0")
         return value
 
+    def counts(self, key: str) -> list[int]:
+        """Returns an integer of at least 0 for each layer."""
+        value = self.container.metadata.get(self.prefix + key)
+        numbers = value.tolist() if isinstance(value, memoryview) else None
+        if (
+            numbers is None
+            or len(numbers) != self.layers
+            or not all(isinstance(number, int) and number >= 0 for number in numbers)
+        ):
+            raise self.refusal(key, f"is not an integer for each of {self.layers}")
+        return numbers
+
+    def first(self, *stems: str) -> str:
+        """Returns the weight of the first layer that has it; of layer 0 if none has."""
+        names = [
+            f"blk.{layer}.{stem}.weight"
+            for layer in range(self.layers)
+            for stem in stems
+        ]
+        return next(filter(self.has, names), names[0])
+
     def real(self, key: str, default: float | None = None) -> float:
         """Returns a finite number."""
         if default is not None and key not in self:
             return default
         return self.container.real(self.prefix + key)
+
+    def flag(self, key: str) -> bool:
+        """Returns a truth value; False if there is none."""
+        value = self.container.metadata.get(self.prefix + key, False)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "is neither True nor False")
+        return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         """Returns a number above 0."""

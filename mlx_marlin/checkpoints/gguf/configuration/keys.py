@@ -6,8 +6,9 @@ any other is refused, since it may change what a model computes.
 The facts are llama.cpp's: its list of keys (`LLM_KV_NAMES` in src/llama-arch.cpp,
 commit 00395eb2), what it reads for every architecture (`load_hparams` in
 src/llama-model.cpp) and for one (`load_arch_hparams` in src/models/: llama.cpp,
-qwen3.cpp, qwen3moe.cpp and openai-moe.cpp at commit 069be0ae, qwen2moe.cpp at 623ac8d3,
-gemma2.cpp at 82234e08, phi3.cpp at 358a4a01).
+qwen3.cpp, qwen3moe.cpp and openai-moe.cpp at commit 069be0ae, qwen35moe.cpp at
+02ebd8f7, glm4-moe.cpp at 06e514f6, mistral3.cpp at 1df2e908, lfm2.cpp at 1ceca7c7,
+qwen2moe.cpp at 623ac8d3, gemma2.cpp at 82234e08, phi3.cpp at 358a4a01).
 """
 
 from collections.abc import Mapping
@@ -38,12 +39,37 @@ READ = frozenset(
 )
 """Keys that every model's configuration is made of."""
 _EXPERTS = frozenset({"expert_count", "expert_used_count"})
+_LINEAR = frozenset(
+    {
+        "full_attention_interval",
+        "nextn_predict_layers",
+        "rope.dimension_sections",  # of positions in pictures; a text's are equal
+        "ssm.conv_kernel",
+        "ssm.group_count",
+        "ssm.inner_size",
+        "ssm.state_size",
+        "ssm.time_step_rank",
+    }
+)
 _CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 READ_FOR: Mapping[str, frozenset[str]] = {
     "mixtral": _EXPERTS,
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
     "gpt_oss": _EXPERTS | {"attention.sliding_window"},
+    "glm4": frozenset({"nextn_predict_layers"}),
+    "glm4_moe": _EXPERTS
+    | {
+        "expert_weights_norm",
+        "expert_weights_scale",
+        "nextn_predict_layers",
+    },
+    "lfm2": frozenset({"shortconv.l_cache"}),
+    "ministral3": frozenset(
+        {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}
+    ),
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR | _EXPERTS,
     "gemma2": _CAPS | {"attention.sliding_window"},
     "gemma3_text": frozenset(
         {
@@ -121,6 +147,8 @@ _NEUTRAL_FOR: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "mixtral": {"expert_weights_norm": (True,)},
     "qwen2_moe": {"expert_weights_norm": (False,)},
     "qwen3_moe": {"expert_weights_norm": (True,)},
+    "qwen3_5_moe": {"expert_weights_norm": (True,)},
+    "glm4_moe": {"expert_gating_func": (0, 2)},  # sigmoid if none is said
     # Softmax over the weights of the experts that are used: their sum is 1.
     "gpt_oss": {"expert_gating_func": (0, 3), "attention.sliding_window_pattern": (2,)},
     # Windows of both kinds of layers are all positions up to their length.

@@ -20,8 +20,11 @@ _SCALINGS = {
     "gemma3_text": ("linear",),
     "phi3": ("longrope",),
     "gpt_oss": ("linear", "yarn"),
+    "ministral3": ("yarn",),
 }
 """Scalings of mlx-lm's models, by model type; others have none."""
+PARTIAL = ("phi3", "glm4", "glm4_moe", "qwen3_5", "qwen3_5_moe")
+"""Model types of mlx-lm that may rotate a part of a head."""
 _NAMES = ("none", "linear", "yarn", "longrope")
 """Values of `rope.scaling.type` in llama.cpp (src/llama-model.cpp, commit 00342301)."""
 _TYPE = "rope.scaling.type"
@@ -43,7 +46,10 @@ def check_rope(facts: Facts, model_type: str) -> None:
             part of a head is rotated. The message names the file and the key.
     """
     key = "rope.dimension_count"
-    if model_type != "phi3" and facts.integer(key, facts.head_dim) != facts.head_dim:
+    if (
+        model_type not in PARTIAL
+        and facts.integer(key, facts.head_dim) != facts.head_dim
+    ):
         raise facts.refusal(key, f"must be {facts.head_dim}, the width of a head")
     scaling = _scaling_type(facts)
     if scaling != "longrope" and facts.real(_ATTENTION, 1.0) != 1.0:

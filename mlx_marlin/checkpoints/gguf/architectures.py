@@ -1,0 +1,257 @@
+"""The architectures that are read: llama.cpp's names of tensors, and mlx-lm's.
+
+llama.cpp's conversion changes more than names, which `reading` reverts: rows are in
+another order (`rows`), norms of Gemma are stored as 1 + weight, decays of linear
+attention as -exp(weight), and axes of size 1 are dropped. Fused projections of Phi-3
+stay fused, and experts are stacked, in both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Pieces = tuple[tuple[str, str], ...]
+"""The parameters that a tensor holds: their modules, and the rule of their rows."""
+
+Blocks = dict[str, str | Pieces]
+_ATTENTION: Blocks = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_DENSE: Blocks = {
+    **_ATTENTION,
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_HEAD_NORMS: Blocks = {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_GEMMA: Blocks = {
+    **_DENSE,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_TIED_ENDS = {name: _ENDS[name] for name in ("token_embd", "output_norm")}
+
+
+def _experts(gate: str, experts: str) -> Blocks:
+    return {
+        "ffn_gate_inp": gate,
+        "ffn_gate_exps": f"{experts}.gate_proj",
+        "ffn_up_exps": f"{experts}.up_proj",
+        "ffn_down_exps": f"{experts}.down_proj",
+        "ffn_gate_up_exps": (
+            (f"{experts}.gate_proj", "gate"),
+            (f"{experts}.up_proj", "up"),
+        ),
+    }
+
+
+def _shared_expert(expert: str) -> Blocks:
+    return {
+        "ffn_gate_shexp": f"{expert}.gate_proj",
+        "ffn_up_shexp": f"{expert}.up_proj",
+        "ffn_down_shexp": f"{expert}.down_proj",
+    }
+
+
+_PAIRS: Blocks = {
+    "attn_q": (("self_attn.q_proj", "pairs of queries"),),
+    "attn_k": (("self_attn.k_proj", "pairs of keys"),),
+}
+_POST_NORM: Blocks = {"post_attention_norm": "post_attention_layernorm"}
+
+
+def _hybrid(rule: str) -> Blocks:
+    """Returns linear attention beside the other kind; a rule for heads of values."""
+    return {
+        **_ATTENTION,
+        **_HEAD_NORMS,
+        **_POST_NORM,
+        "attn_qkv": (("linear_attn.in_proj_qkv", rule),),
+        "attn_gate": (("linear_attn.in_proj_z", rule),),
+        "ssm_alpha": (("linear_attn.in_proj_a", rule),),
+        "ssm_beta": (("linear_attn.in_proj_b", rule),),
+        "ssm_ba": (
+            ("linear_attn.in_proj_b", "betas"),
+            ("linear_attn.in_proj_a", "alphas"),
+        ),
+        "ssm_conv1d": (("linear_attn.conv1d", rule),),
+        "ssm_a": (("linear_attn.A_log", rule),),
+        "ssm_dt": (("linear_attn.dt_bias", rule),),
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+
+
+_QWEN_EXPERTS: Blocks = {
+    **_experts("mlp.gate", "mlp.switch_mlp"),
+    **_shared_expert("mlp.shared_expert"),
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_MLP: Blocks = {name: _DENSE[name] for name in ("ffn_gate", "ffn_up", "ffn_down")}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a model's tensors are called.
+
+    Attributes:
+        name: Architecture in llama.cpp.
+        model_type: Module of mlx-lm that has the model.
+        block: Modules of a decoder layer, by llama.cpp's name.
+        ends: Modules outside of decoder layers, by llama.cpp's name.
+        inside: The module of mlx-lm's model that has all others, and a dot.
+        grouped_columns: Layers whose columns are heads of values in llama.cpp's order.
+        norm_offset: What is added to the weights of norms in the file.
+    """
+
+    name: str
+    model_type: str
+    block: Mapping[str, str | Pieces]
+    ends: Mapping[str, str]
+    inside: str = ""
+    grouped_columns: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+
+
+LLAMA = Architecture("llama", "llama", _DENSE | _PAIRS, _ENDS)
+MIXTRAL = Architecture(
+    "llama",
+    "mixtral",
+    _DENSE | _PAIRS | _experts("block_sparse_moe.gate", "block_sparse_moe.switch_mlp"),
+    _ENDS,
+)
+_INSIDE = "language_model."
+ARCHITECTURES: dict[str, Architecture] = {
+    each.name: each
+    for each in (
+        LLAMA,
+        Architecture("qwen2", "qwen2", _DENSE, _ENDS),
+        Architecture("qwen3", "qwen3", _DENSE | _HEAD_NORMS, _ENDS),
+        Architecture(
+            "qwen2moe",
+            "qwen2_moe",
+            _DENSE | _QWEN_EXPERTS,
+            _ENDS,
+        ),
+        Architecture(
+            "qwen3moe",
+            "qwen3_moe",
+            _DENSE | _HEAD_NORMS | _experts("mlp.gate", "mlp.switch_mlp"),
+            _ENDS,
+        ),
+        Architecture("gemma2", "gemma2", _GEMMA, _TIED_ENDS, norm_offset=1.0),
+        Architecture(
+            "gemma3", "gemma3_text", _GEMMA | _HEAD_NORMS, _ENDS, norm_offset=1.0
+        ),
+        Architecture(
+            "phi3",
+            "phi3",
+            {
+                "attn_norm": "input_layernorm",
+                "attn_qkv": "self_attn.qkv_proj",
+                "attn_output": "self_attn.o_proj",
+                "ffn_norm": "post_attention_layernorm",
+                "ffn_up": "mlp.gate_up_proj",
+                "ffn_down": "mlp.down_proj",
+            },
+            _ENDS,
+        ),
+        Architecture(
+            "gpt-oss",
+            "gpt_oss",
+            _ATTENTION
+            | _experts("mlp.router", "mlp.experts")
+            | {
+                "attn_sinks": "self_attn.sinks",
+                "post_attention_norm": "post_attention_layernorm",
+            },
+            _ENDS,
+        ),
+        Architecture("mistral3", "ministral3", _DENSE | _PAIRS, _ENDS),
+        Architecture(
+            "glm4",
+            "glm4",
+            {
+                **_DENSE,
+                "post_attention_norm": "post_self_attn_layernorm",
+                "post_ffw_norm": "post_mlp_layernorm",
+                "ffn_up": "mlp.gate_up_proj",
+            },
+            _ENDS,
+        ),
+        Architecture(
+            "glm4moe",
+            "glm4_moe",
+            {
+                **_ATTENTION,
+                **_HEAD_NORMS,
+                **_POST_NORM,
+                **_MLP,
+                **_experts("mlp.gate", "mlp.switch_mlp"),
+                **_shared_expert("mlp.shared_experts"),
+                "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            },
+            _ENDS,
+        ),
+        Architecture(
+            "lfm2",
+            "lfm2",
+            {
+                **_ATTENTION,
+                "attn_norm": "operator_norm",
+                "attn_output": "self_attn.out_proj",
+                "attn_q_norm": "self_attn.q_layernorm",
+                "attn_k_norm": "self_attn.k_layernorm",
+                "ffn_norm": "ffn_norm",
+                "ffn_gate": "feed_forward.w1",
+                "ffn_up": "feed_forward.w3",
+                "ffn_down": "feed_forward.w2",
+                "shortconv.conv": "conv.conv",
+                "shortconv.in_proj": "conv.in_proj",
+                "shortconv.out_proj": "conv.out_proj",
+            },
+            {
+                "token_embd": "model.embed_tokens",
+                "token_embd_norm": "model.embedding_norm",
+            },
+        ),
+        Architecture(
+            "qwen35",
+            "qwen3_5",
+            _hybrid("grouped") | _MLP,
+            _ENDS,
+            inside=_INSIDE,
+            grouped_columns=("ssm_out",),
+        ),
+        Architecture(
+            "qwen35moe",
+            "qwen3_5_moe",
+            _hybrid("grouped") | _QWEN_EXPERTS,
+            _ENDS,
+            inside=_INSIDE,
+            grouped_columns=("ssm_out",),
+        ),
+        # mlx-lm's Qwen 3.5 is Qwen3-Next with projections apart, as llama.cpp has them.
+        Architecture(
+            "qwen3next",
+            "qwen3_5_moe",
+            _hybrid("") | _QWEN_EXPERTS,
+            _ENDS,
+            inside=_INSIDE,
+        ),
+    )
+}
+"""The architectures that are read, by llama.cpp's name; Mistral is "llama" too."""
