@@ -57,6 +57,9 @@ class ScriptedDrafter(Drafter):
     def decline(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
 
 def plain(
     model: nn.Module, prompt: Sequence[int], count: int, **options: Any

@@ -118,7 +118,7 @@ class Decoder:
         most: int,
         told: Callable[[int], None] = lambda _: None,
     ) -> Generator[Token, None, None]:
-        """Yields tokens; the cache has all that were yielded when it is closed.
+        """Yields tokens; the caches have all that were yielded when it ends or fails.
 
         Args:
             prompt: At least one token.
@@ -132,10 +132,8 @@ class Decoder:
         end = len(prompt) + most if most >= 0 else -1
         try:
             yield from self._decoded(end)
-        except GeneratorExit:
+        finally:
             self._settle()
-            raise
-        self._settle()
 
     def _decoded(self, end: int) -> Iterator[Token]:
         ahead: tuple[mx.array, mx.array] | None = None
@@ -202,10 +200,10 @@ class Decoder:
         pairs = zip(found, draft, strict=False)
         accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), len(draft))
         self.drafted += len(draft)
-        self.accepted += accepted
         self._drafter.observe(len(draft), accepted)
         for index in range(accepted + 1):
             self._append(found[index])
+            self.accepted += index < accepted
             yield Token(
                 token=found[index],
                 logprobs=logprobs[index],
@@ -242,8 +240,9 @@ class Decoder:
             self._known = new if known is None else mx.concatenate([known, new])
 
     def _settle(self) -> None:
-        """Makes the cache have all tokens that were yielded, and no others."""
+        """Makes the caches have all tokens that were yielded, and no others."""
         passes, text = self._passes, self._text
         with mx.stream(self._stream):
             passes.reject(passes.fed - len(text))
             passes.feed(text[passes.fed :])
+            self._drafter.settle()

@@ -51,6 +51,10 @@ class Drafter(ABC):
     def decline(self) -> None:
         """Takes note that a draft that was possible was not made."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Makes the drafter's cache, if it has one, have the text and nothing else."""
+
 
 class LookupDrafter(Drafter):
     """Drafts what followed the longest n-gram at the end of the text before."""
@@ -82,6 +86,9 @@ class LookupDrafter(Drafter):
     def decline(self) -> None:
         """Moves the estimate for the match's length towards the assumption."""
         self.acceptance.forget(self._kind)
+
+    def settle(self) -> None:
+        """Does nothing, since there is no cache."""
 
 
 class ModelDrafter(Drafter):
@@ -135,6 +142,11 @@ class ModelDrafter(Drafter):
     def decline(self) -> None:
         """Moves the estimate for the first position towards the assumption."""
         self.acceptance.forget(0)
+
+    def settle(self) -> None:
+        """Takes back a draft, and feeds what is missing."""
+        self._take_back()
+        self._passes.feed(self._text[self._passes.fed :])
 
     def _take_back(self) -> None:
         """Takes back what was fed and is not the text."""

@@ -46,5 +46,6 @@ def _never(*_: Any) -> bool:
 def _looking_up(*given: Any, **options: Any) -> Generator[Any, None, None]:
     """`stream_generate`, which looks up drafts if there is no draft model."""
     drafts: Callable[..., Generator[Any, None, None]] = stream_generate
-    has_model = options.get("draft_model") is not None or len(given) > 4
+    models = *given[4:5], options.get("draft_model")  # it may be the fifth argument
+    has_model = any(each is not None for each in models)
     return drafts(*given, lookup=not has_model, **options)

@@ -75,17 +75,18 @@ class Passes:
 
         Args:
             count: Number of tokens since `begin`; none if it is negative. If the cache
-                cannot be trimmed, all tokens since then are taken back.
+                cannot be trimmed, all tokens since then are taken back; none if that
+                was done before, or `begin` was not called for them.
         """
+        restore, self._restore = self._restore, None
         if count <= 0 or self.fed == self._begun:
             return
-        if self._restore is None:
+        if restore is not None:
+            restore()
+            self.fed = self._begun
+        elif can_trim(self._cache, 0):
             _trim(self._cache, count)
             self.fed -= count
-            return
-        self._restore()
-        self._restore = None
-        self.fed = self._begun
 
     def feed(
         self, tokens: Sequence[int], told: Callable[[int], None] = lambda _: None

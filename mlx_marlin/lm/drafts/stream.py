@@ -136,13 +136,18 @@ class _Decoding:
         quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
         prompt_progress_callback: Callable[[int, int], None] | None = None,
     ) -> None:
-        quantize = partial(
-            maybe_quantize_kv_cache,
-            quantized_kv_start=quantized_kv_start,
-            kv_group_size=kv_group_size,
-            kv_bits=kv_bits,
-        )
         own, others = _split(prompt_cache, model, draft_model, max_kv_size)
+
+        def quantize(cache: list[Any]) -> None:
+            maybe_quantize_kv_cache(
+                cache,
+                quantized_kv_start=quantized_kv_start,
+                kv_group_size=kv_group_size,
+                kv_bits=kv_bits,
+            )
+            if prompt_cache is not None and draft_model is not None:
+                prompt_cache[:] = own + others  # quantizing replaces caches in a list
+
         passes = partial(Passes, quantize=quantize, step=prefill_step_size)
         drafter: Drafter = (
             LookupDrafter()
