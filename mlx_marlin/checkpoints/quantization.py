@@ -10,7 +10,7 @@ from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights import quantizers, scale_search
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES, MODE_DEFAULTS, format_of
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, MODE_DEFAULTS, format_of
 
 QUANTIZERS = ("nearest", "search")
 """Round to nearest as `mx.quantize` does; search scales for the least squared error."""
@@ -30,12 +30,15 @@ class Quantization:
         group_size: Weights along k that share a scale; 0 for a whole row.
         mode: A scheme of `weights.formats.MODES`.
         quantizer: One of `QUANTIZERS`.
+        embedding_bits: Bits of embeddings and the output head, as affine codes; 0 for
+            plain ones, None for the format of the others, as in `mlx_lm.convert`.
     """
 
     bits: int = 4
     group_size: int = 64
     mode: str = "affine"
     quantizer: str = "nearest"
+    embedding_bits: int | None = None
 
     def __post_init__(self) -> None:
         format_of(self.mode, self.bits)
@@ -48,6 +51,11 @@ class Quantization:
         sizes = format_of(self.mode, self.bits).group_sizes_in("marlin")
         if self.group_size not in sizes:
             raise ValueError(f"group_size={self.group_size}, expected one of {sizes}")
+        known = (0, *(bits for mode, bits in FORMATS if mode == "affine"))
+        if self.embedding_bits not in (None, *known):
+            raise ValueError(
+                f"embedding_bits={self.embedding_bits}, expected one of {known}"
+            )
 
     def with_format(
         self,

@@ -6,14 +6,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin.cli import models
+
 if TYPE_CHECKING:
     from mlx_marlin.checkpoints.quantization import Quantization
     from mlx_marlin.lm.checkpoints.conversion import Row
 
 DESCRIPTION = "Convert a checkpoint, one tensor at a time."
 EPILOG = """
-SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ or compressed-tensors,
-or one with plain weights. Quantized weights are moved without rounding; what DST cannot
+SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ, AutoRound,
+compressed-tensors or ModelOpt, or one with plain weights, or OWNER/NAME of a folder on
+the Hugging Face Hub. Quantized weights are moved without rounding; what DST cannot
 hold exactly is refused, or its error is in the last column of the table. DST appears
 when it is complete; a conversion that was interrupted leaves nothing that loads.
 
@@ -22,7 +25,7 @@ examples:
   mlx-marlin convert Qwen3-8B qwen3-4bit --layout mlx --bits 4 --quantizer search
   mlx-marlin convert Qwen3-8B-AWQ qwen3-mlx --layout mlx --dry-run
 """
-QUANTIZATION = ("bits", "group_size", "mode", "quantizer")
+QUANTIZATION = ("bits", "group_size", "mode", "quantizer", "embedding_bits")
 """Options that say how plain weights are quantized."""
 NAME_WIDTH, LEFT_WIDTH = 46, 97
 """Characters of a name, and of name and format, in a line of at most 120."""
@@ -30,7 +33,11 @@ NAME_WIDTH, LEFT_WIDTH = 46, 97
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    parser.add_argument("source", metavar="SRC", type=Path, help="folder or GGUF file")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="folder, GGUF file, or name on the Hugging Face Hub",
+    )
     parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
     parser.add_argument(
         "--layout",
@@ -61,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantizer",
         help="nearest: as mx.quantize (default); search: least squared error",
     )
+    group.add_argument(
+        "--embedding-bits",
+        help="bits of embeddings and the output head, or plain (default: as others)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If an argument is not valid, or a weight cannot be represented.
     """
     conversion, sources = _modules()
-    source = sources.open_source(args.source)
+    source = sources.open_source(models.downloaded(args.source))
     rows = conversion.convert(
         source,
         args.destination,
@@ -116,12 +127,19 @@ def _quantization(args: argparse.Namespace) -> "Quantization | None":
         group_size=group_size,
         mode=mode,
         quantizer=args.quantizer or "nearest",
+        embedding_bits=_embedding_bits(args.embedding_bits),
     )
 
 
-def _integer(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"{name} {text!r}, expected a number or channel")
+def _embedding_bits(text: str | None) -> int | None:
+    if text in (None, "plain"):
+        return None if text is None else 0
+    return _integer("--embedding-bits", text, "plain")
+
+
+def _integer(name: str, text: str, other: str = "channel") -> int:
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ValueError(f"{name} {text!r}, expected a number or {other}")
     return int(text)
 
 

@@ -63,6 +63,28 @@ def check(name: str) -> None:
     terminal.print_note(f"loading {name} {where}".rstrip())
 
 
+def downloaded(name: str) -> Path:
+    """Returns a model's folder or file, which is downloaded if it is not here.
+
+    Args:
+        name: As for `load`.
+
+    Raises:
+        OSError: As for `check`.
+        ValueError: If it cannot be downloaded.
+    """
+    if check_name(name):
+        check(name)
+    if Path(name).exists():
+        return Path(name)
+    from mlx_lm.utils import _download
+
+    try:
+        return _download(name)
+    except Exception as error:  # of the hub's client, of many kinds
+        raise ValueError(f"cannot download the model {name!r}: {error}") from error
+
+
 def clock(seconds: float) -> "Clock":
     """Returns the clock of this machine.
 

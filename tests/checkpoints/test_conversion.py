@@ -9,12 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import llama
+from safetensors.numpy import load_file, save_file
 
 from mlx_marlin.checkpoints import quantization, shards
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
@@ -23,6 +25,7 @@ from mlx_marlin.lm.checkpoints.saving import save
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
+from support import oracles
 from support.foreign_models import CONFIG, LINEAR, write_llama
 
 FORMATS = {
@@ -72,6 +75,15 @@ def read_back(path: Path) -> dict[str, np.ndarray]:
             value = value[:, inverse]
         values[f"{layer}.weight"] = value
     quantized = [*folder.config["mlx_marlin"]["layers"]]
+    if (format := folder.config.get("quantization")) is not None:
+        layer = "model.embed_tokens"
+        parts = [
+            name for name in mlx_folder.PARTS if f"{layer}.{name}" in folder.arrays
+        ]
+        codes, scales, *biases = (folder.read(f"{layer}.{part}") for part in parts)
+        decoded = mx.dequantize(codes, scales, *biases, **format, dtype=mx.float32)
+        values[f"{layer}.weight"] = np.array(decoded)
+        quantized.append(layer)
     for name in folder.arrays:
         if name.rpartition(".")[0] not in quantized:
             values[name] = np.array(folder.read(name))
@@ -373,7 +385,7 @@ def test_plain_weights_are_quantized_on_the_way(tmp_path: Path, options: dict) -
         w = np.array(source.read(name).astype(mx.float32))
         error = np.linalg.norm(values[name] - w) / np.linalg.norm(w)
         assert errors[name] == pytest.approx(error, rel=1e-3)
-        quantized = "_proj" in name or name == "lm_head.weight"
+        quantized = "_proj" in name or "lm_head" in name or "embed" in name
         assert (0 < error < 0.2) if quantized else error == 0
 
 
@@ -488,6 +500,73 @@ def test_parents_are_removed_if_the_conversion_is_given_up(tmp_path: Path) -> No
     assert not [*(tmp_path / "kept").iterdir()]
 
 
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_embeddings_and_heads_are_quantized_as_in_mlx_lm(
+    tmp_path: Path, layout: str, tied: bool, mode: str
+) -> None:
+    plain_llama(tmp_path / "source")
+    if tied:
+        file = tmp_path / "source" / "model.safetensors"
+        arrays = load_file(file)
+        del arrays["lm_head.weight"]
+        save_file(arrays, file)
+        config = tmp_path / "source" / "config.json"
+        settings = json.loads(config.read_text()) | {"tie_word_embeddings": True}
+        config.write_text(json.dumps(settings))
+    stock, config = utils.load_model(tmp_path / "source")
+    stock, _ = utils.quantize_model(stock, config, 32, 4, mode)
+
+    how = Quantization(bits=4, group_size=32, mode=mode)
+    source = open_source(tmp_path / "source")
+    rows = [*convert(source, tmp_path / "result", layout=layout, quantization=how)]
+
+    assert not [row for row in rows if row.plain_because]
+    loaded = load_model(open_source(tmp_path / "result"))
+    tokens = mx.array([[1, 2, 3, 4, 5]])
+    # On a CPU stock products add in float16.
+    assert oracles.error(loaded(tokens), np.array(stock(tokens), np.float64)) < 2e-2
+    ours, theirs = (model.model.embed_tokens for model in (loaded, stock))
+    assert mx.array_equal(ours.weight, theirs.weight)
+    assert mx.array_equal(ours.scales, theirs.scales)
+    if layout == "mlx":
+        found, _ = utils.load_model(tmp_path / "result")
+        pairs = zip(
+            tree_flatten(found.parameters()),
+            tree_flatten(stock.parameters()),
+            strict=True,
+        )
+        assert all(a == b and mx.array_equal(x, y) for (a, x), (b, y) in pairs)
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_embeddings_have_their_own_bits_if_asked(tmp_path: Path, bits: int) -> None:
+    plain_llama(tmp_path / "source")
+    how = Quantization(bits=4, group_size=64, embedding_bits=bits)
+    rows = convert(open_source(tmp_path / "source"), tmp_path / "to", quantization=how)
+    targets = {row.name: row.target for row in rows}
+    own = "affine 8-bit, group 64" if bits else "float16"
+    assert targets["model.embed_tokens.weight"].startswith(own)
+    assert targets["lm_head.weight"].startswith(own)
+    up = targets["model.layers.0.mlp.up_proj.weight"]
+    assert up == "affine 4-bit, group 64, marlin layout"
+    load_model(open_source(tmp_path / "to"))
+
+
+def test_weights_in_other_containers_stay_behind(tmp_path: Path) -> None:
+    plain_llama(tmp_path / "source")
+    kept = ["LICENSE", "merges.txt", "vocab.json"]
+    left = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"]
+    left += ["model.gguf", "model.onnx", "tf_model.h5", "flax_model.msgpack"]
+    for name in kept + left:
+        (tmp_path / "source" / name).write_text("{}")
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+    names = {file.name for file in (tmp_path / "result").iterdir()}
+    assert names.issuperset(kept)
+    assert names.isdisjoint(left)
+
+
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 def test_layers_that_mlx_lm_excludes_or_sets_are_quantized_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -495,7 +574,7 @@ def test_layers_that_mlx_lm_excludes_or_sets_are_quantized_so(
     plain_llama(tmp_path / "source")
 
     def predicate(path: str, layer: nn.Module) -> bool | dict:
-        assert isinstance(layer, nn.Linear)
+        assert isinstance(layer, nn.Linear | nn.Embedding)
         if path == "lm_head":
             return False
         return {"group_size": 64, "bits": 8} if path.endswith("down_proj") else True

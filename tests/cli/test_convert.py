@@ -74,11 +74,8 @@ def test_plain_weights_are_quantized_if_an_option_asks_for_it(
     options = ["--layout", "mlx", "--bits", "5", "--quantizer", "search"]
     assert main(["convert", *paths, *options, "--group-size", "32"]) == 0
 
-    *_, plain_weight, last = capsys.readouterr().out.splitlines()
-    assert last.endswith("bytes; 15 of them rounded")
-    assert plain_weight == (
-        "not quantized: model.embed_tokens.weight, float16, 16,384 bytes: an embedding"
-    )
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.endswith("bytes; 16 of them rounded")
     _, config = utils.load_model(tmp_path / "result")
     assert config["quantization"] == {"bits": 5, "group_size": 32, "mode": "affine"}
 
@@ -103,17 +100,35 @@ def test_plain_weights_that_stay_plain_are_no_success(
     )
 
 
-def test_a_tied_embedding_that_stays_plain_is_said(
+def test_embeddings_that_stay_plain_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = [str(demo.checkpoint()), str(tmp_path / "result")]
 
-    assert main(["convert", *paths, "--bits", "4", "--dry-run"]) == 0
-
+    words = ["--bits", "4", "--embedding-bits"]
+    assert main(["convert", *paths, *words, "plain", "--dry-run"]) == 0
     assert (
-        "not quantized: model.embed_tokens.weight, float16, 655,360 bytes: an "
-        "embedding, and the output head\n"
+        "not quantized: model.embed_tokens.weight, float16, 655,360 bytes: embeddings "
+        "and the output head stay plain, as you asked\n"
     ) in capsys.readouterr().out
+    assert main(["convert", *paths, *words, "9"]) == 2
+    assert "embedding_bits=9, expected one of (0, 1, 2," in capsys.readouterr().err
+
+
+def test_a_name_on_the_hub_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain(tmp_path / "source")
+    asked = []
+
+    def download(name: str) -> Path:
+        asked.append(name)
+        return tmp_path / "source"
+
+    monkeypatch.setattr("mlx_lm.utils._download", download)
+    assert main(["convert", "an-owner/a-model", str(tmp_path / "result")]) == 0
+    assert asked == ["an-owner/a-model"]
+    assert (tmp_path / "result" / "model.safetensors").exists()
 
 
 def test_layer_10_comes_after_layer_9(
@@ -193,4 +208,4 @@ def test_a_missing_folder_is_named(
 ) -> None:
     missing = tmp_path / "missing"
     assert main(["convert", str(missing), str(tmp_path / "result")]) == 2
-    assert f"{missing}: no such folder, expected one" in capsys.readouterr().err
+    assert f"{missing}: no such folder or file" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_quantized_weights_are_within_the_limit_of_their_format(
     report = mlx_marlin.verify(model, plain, rows=(1, 8))
 
     assert report.passed, str(report)
-    assert len(report.layers) == 15  # and lm_head
+    assert len(report.layers) == 16  # and lm_head, and the embedding
     assert "kernels" in str(report)
     for layer in report.layers:
         assert layer.weights is not None
@@ -205,7 +205,7 @@ def test_layers_without_a_source_are_named(plain: Path, tmp_path: Path) -> None:
     assert [*report.without_source] == [
         f"model.layers.2.{name}" for name in sorted(LINEAR)
     ]
-    assert "15 of 22 layers passed, 0 failed, 7 without a source" in str(report)
+    assert "16 of 23 layers passed, 0 failed, 7 without a source" in str(report)
 
 
 def test_a_source_of_another_model_is_refused(packed: Path, plain: Path) -> None:

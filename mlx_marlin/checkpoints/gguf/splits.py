@@ -37,9 +37,11 @@ LLAMA3 = (
 )
 QWEN2 = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez")
 GPT4O = ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
+SAME = dict.fromkeys(("glm4", "chatglm-bpe"), "smaug-bpe")
+"""Names that transformers does not know -> one that it divides texts for alike."""
 SPLITS: dict[str, Split] = {
     **dict.fromkeys((*LLAMA3, "tekken"), Split(whole_words=True, begins=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _PLAIN),
+    **dict.fromkeys(("dbrx", "smaug-bpe", *SAME), _PLAIN),
     **dict.fromkeys(QWEN2, _PLAIN),
     **dict.fromkeys(GPT4O, _PLAIN),
     **dict.fromkeys(("qwen35", "gpt-2"), _PLAIN),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Sized
 from typing import Any, cast
 
 from mlx_marlin.checkpoints.gguf.container import Container
-from mlx_marlin.checkpoints.gguf.splits import QWEN2, SPLITS
+from mlx_marlin.checkpoints.gguf.splits import QWEN2, SAME, SPLITS
 
 _PREFIX = "tokenizer.ggml."
 _MODELS = ("gpt2", "llama")
@@ -89,7 +89,9 @@ def _converter() -> tuple[Callable[..., tuple[Any, Any]], list[str]]:
         ) from error
 
     known = {"gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
-    return convert_gguf_tokenizer, [name for name in SPLITS if name in known]
+    return convert_gguf_tokenizer, [
+        name for name in SPLITS if SAME.get(name, name) in known
+    ]
 
 
 def _vocabulary(
@@ -112,7 +114,8 @@ def _vocabulary(
         if f"{_PREFIX}{name}" in container.metadata:
             vocabulary[name] = _numbers(container, name, len(tokens))
     if model == "gpt2":
-        vocabulary["pre_tokenizer_type"] = container.text(f"{_PREFIX}pre")
+        pre = container.text(f"{_PREFIX}pre")
+        vocabulary["pre_tokenizer_type"] = SAME.get(pre, pre)
     needed = "merges" if model == "gpt2" else "scores"
     if needed not in vocabulary:
         raise ValueError(f"{container.path}: metadata '{_PREFIX}{needed}' is missing")

@@ -23,9 +23,8 @@ from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
-from mlx_marlin.lm.module_tree import has_tied_head
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import MODE_DEFAULTS
+from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 
 MOST_PARTS = 5
 """Arrays that a parameter may become."""
@@ -89,8 +88,8 @@ def convert(
         source: The checkpoint.
         destination: The folder to make; it must not exist.
         layout: "marlin" for our packed layout, "mlx" for MLX's.
-        quantization: How to quantize the plain weights of linear layers and experts.
-            Default: they stay as they are.
+        quantization: How to quantize the plain weights of linear layers, experts and
+            embeddings. Default: they stay as they are.
         only: Pattern of the names of parameters to convert. Plain weights and those of
             MLX stay as they are if they do not match.
         dry_run: Write nothing.
@@ -147,6 +146,7 @@ def _rows(
         matches = pattern is None or pattern.search(name) is not None
         error = 0.0
         stored = _describe(value)
+        layer = name.removesuffix(".weight")
         with naming(source.path, name):
             if isinstance(value, mx.array):
                 own = _quantization(source, name, quantization) if matches else ""
@@ -155,8 +155,9 @@ def _rows(
                     continue
                 value, error = own.apply(value)
             target = _layout_of(value, layout, keep=not matches)
+            if isinstance(source.layer(layer), nn.Embedding) and _is_of_mlx(value):
+                target = "mlx"  # whose layer looks rows up
             written = TARGETS[target](value)
-        layer = name.removesuffix(".weight")
         getattr(records, target)[layer] = written.record
         row = Row(
             name=name,
@@ -181,6 +182,17 @@ def _layout_of(value: StoredWeight | PackedLayer, layout: str, keep: bool) -> st
         return layout
     is_of_mlx = value.mode in MODE_DEFAULTS and not (is_scaled and is_linear)
     return "mlx" if is_of_mlx else "marlin" if is_scaled else layout
+
+
+def _is_of_mlx(value: StoredWeight | PackedLayer) -> bool:
+    """Returns whether MLX has the format of a weight that is not packed."""
+    return (
+        isinstance(value, StoredWeight)
+        and value.mode in MODE_DEFAULTS
+        and value.input_order is None
+        and value.global_scale is None
+        and value.group_size in format_of(value.mode, value.bits).group_sizes
+    )
 
 
 def _unchanged(name: str, array: mx.array, reason: str) -> Row:
@@ -208,13 +220,15 @@ def _quantization(
     layer = source.layer(path)
     if wanted is None or path == name or not hasattr(layer, "to_quantized"):
         return ""
-    # An embedding looks rows up, which our packed layout does not serve.
-    if isinstance(layer, nn.Embedding):
-        return f"an embedding{', and the output head' * has_tied_head(source.model)}"
+    is_end = isinstance(layer, nn.Embedding) or path.endswith("lm_head")
+    if is_end and wanted.embedding_bits == 0:
+        return "embeddings and the output head stay plain, as you asked"
     predicate = getattr(source.model, "quant_predicate", None)
     own = True if predicate is None else predicate(path, layer)
     if isinstance(own, dict):
         wanted = wanted.with_format(**own)
+    if is_end and wanted.embedding_bits is not None:
+        wanted = wanted.with_format(bits=wanted.embedding_bits)
     if not own:
         return "mlx-lm's model excludes it"
     k = layer.weight.shape[-1]

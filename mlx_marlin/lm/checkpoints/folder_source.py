@@ -21,8 +21,12 @@ from mlx_marlin.lm.module_tree import natural_key
 
 ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
 """The arrays of a quantized layer while mlx-lm renames and stacks them."""
-WEIGHT_FILES = ("*.safetensors", INDEX, "config.json", *SEPARATE_FILES)
-"""Files of a folder that a conversion replaces."""
+WEIGHT_FILES = (
+    *("*.safetensors", INDEX, "config.json", *SEPARATE_FILES),
+    *("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5"),
+    *("*.msgpack", "*.onnx", "*.onnx_data", "*.tflite"),
+)
+"""Files of a folder that a conversion replaces, and weights in other containers."""
 FLOATING = {16: "nvfp4", 32: "mxfp4"}
 """Modes with a byte for each scale, by the group size."""
 _replacing = threading.Lock()

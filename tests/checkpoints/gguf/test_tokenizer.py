@@ -62,12 +62,13 @@ def test_splits_of_text_are_those_of_the_name(tmp_path: Path) -> None:
     vocabulary["tokenizer.ggml.merges"] += ["1 2", "12 3"]
     del vocabulary["tokenizer.ggml.token_type"]
     words = {}
-    for split in ("qwen2", "llama-bpe"):
+    for split in ("qwen2", "llama-bpe", "glm4", "chatglm-bpe"):
         vocabulary["tokenizer.ggml.pre"] = split
         words[split] = loaded(tmp_path, "qwen3", vocabulary).encode("123")
 
     assert words["qwen2"] == ids_of(vocabulary, "1", "2", "3")
-    assert words["llama-bpe"] == ids_of(vocabulary, "123")
+    for split in ("llama-bpe", "glm4", "chatglm-bpe"):
+        assert words[split] == ids_of(vocabulary, "123")
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
@@ -85,7 +86,8 @@ LLAMA3 = (
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 )
 OTHERS = (
-    "dbrx smaug-bpe qwen2 deepseek-r1-qwen kormo f2llmv2 megrez qwen35 gpt-4o llama4"
+    "dbrx smaug-bpe glm4 chatglm-bpe qwen2 deepseek-r1-qwen kormo f2llmv2 megrez "
+    "qwen35 gpt-4o llama4"
 )
 WHOLE = dict.fromkeys([*LLAMA3.split(), "tekken"], True) | dict.fromkeys(
     [*OTHERS.split(), "kanana2", "talkie", "minimax-m2", "gpt-2"], False
@@ -146,7 +148,7 @@ def test_templates_of_chats_are_kept(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, Any]] = {
     "kind": ("model", "bert"),
-    "split": ("pre", "chatglm-bpe"),
+    "split": ("pre", "deepseek-v3"),
     "a split of old files": ("pre", "default"),
     "a flag": ("add_bos_token", 1),
     "separators": ("add_sep_token", True),
