@@ -3,8 +3,9 @@
 // Plan: as for gemm_tensor, and the problem's epilogue.
 // Threadgroup: as for gemm_tensor.
 typedef marlin::Tiling<marlin::ROUND_ROWS, SIMDGROUPS_M, SIMDGROUPS_K, 1, WHOLE, BATCHED> Tiles;
+typedef marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND> Format;
 threadgroup float scratch[Tiles::SIMDGROUPS * marlin::ROUND_ROWS * marlin::TILE_N];
-marlin::gemm_tensor<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+marlin::gemm_tensor<Tiles, FRAGMENTS_M / 2, Format>(
     x,
     marlin::weights(w, scales, biases),
     marlin::read_work(shape, schedule),

@@ -2,15 +2,19 @@
 // registers, and a lane has the same words, k and rows of w as in gemm_register. Scales and biases
 // are applied once per group to the float32 sums of the group, so no scaled weight is rounded.
 //
-// L  Tiling; a simdgroup has 16 rows of x, 8 in each round
-// W  WeightFormat
+// L       Tiling; a simdgroup has BLOCKS blocks of 16 rows of x, the rows of an operation
+// BLOCKS  1 or 2; two blocks share the decoded weights
+// W       WeightFormat
 //
 // Rows of x enter as they are, as half or bfloat, so none is scaled or rounded.
 //
-// A tile is stored in two rounds, because its partial sums would take too much threadgroup memory.
-// Round r stores the rows from 8 * SIMDGROUPS_M * r on, of which every simdgroup holds eight.
+// A tile is stored in two rounds per block, because its partial sums would take too much
+// threadgroup memory. Round r stores the rows from 8 * SIMDGROUPS_M * r on, of which every
+// simdgroup holds eight.
 
 constant constexpr int ROUND_ROWS = 8;  // rows of a simdgroup in a round
+constant constexpr int BLOCK_ROUNDS = TENSOR_ROWS / ROUND_ROWS;
+constant constexpr int OPERATION_WEIGHTS = 32;  // of a lane
 
 METAL_FUNC void load_elements(thread half* elements, const device half* x, uint offset) {
   const half4 loaded = load_vec4(x, offset);
@@ -59,9 +63,11 @@ METAL_FUNC float4 sums_of_results(thread const T* elements, int lane_index) {
 }
 
 // Computes the products of a step, which begin at -ZERO * sum(x) if codes exceed values by ZERO.
-template <typename W, typename T>
+// Weights are decoded if DECODES, each before its operation, or are those of the block before.
+template <bool DECODES, typename W, typename T>
 METAL_FUNC void multiply_step(
     thread float* products,
+    thread half* weights,
     thread const uint* words,
     thread const T* x_elements,
     float4 sums,
@@ -73,18 +79,50 @@ METAL_FUNC void multiply_step(
     }
   }
   UNROLL for (int operation = 0; operation < W::VEC4S; ++operation) {
-    half weights[32];
-    tensor_weights<W>(weights, words, operation, scale);
+    // mutant: operation_weights
+    thread half* of_operation = weights + OPERATION_WEIGHTS * operation;
+    if (DECODES) {
+      tensor_weights<W>(of_operation, words, operation, scale);
+    }
     if (HAS_OFFSET || operation > 0) {  // mutant: accumulate
-      tensor_multiply<true>(products, weights, x_elements + 16 * operation);
+      tensor_multiply<true>(products, of_operation, x_elements + 16 * operation);
     } else {
-      tensor_multiply<false>(products, weights, x_elements);
+      tensor_multiply<false>(products, of_operation, x_elements);
     }
   }
 }
 
-// Main loop of one simdgroup: its steps of one split, for 16 rows of x.
-template <int SIMDGROUPS_M, typename W, typename T, typename S, typename R>
+// Adds the products of a step and a block of rows of x, scaled, to the totals of the block.
+template <bool DECODES, typename W, typename T>
+METAL_FUNC void accumulate_block(
+    thread float* totals,
+    thread half* weights,
+    thread const uint* words,
+    const device T* x,
+    thread const uint* starts,
+    uint k,
+    GroupParams params,
+    float weight_scale,
+    int lane_index) {
+  T x_elements[16 * W::VEC4S];
+  load_activations<W>(x_elements, x, starts, k);
+  float4 sums = float4(0.0f);
+  if (needs_sums<W>()) {
+    sums = sums_of_results<W>(x_elements, lane_index);
+  }
+  float products[TENSOR_RESULTS];
+  multiply_step<DECODES, W>(products, weights, words, x_elements, sums, params.scale);
+  UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
+    const int f = i / 4;  // row of w
+    const float scale =
+        W::FRAGMENT >= HALF_WEIGHTS ? weight_scale : params.scale[f];  // mutant: scale
+    totals[i] = fma(scale, products[i], totals[i]);
+    totals[i] = W::BIASED ? fma(params.bias[f], sums[i % 4], totals[i]) : totals[i];
+  }
+}
+
+// Main loop of one simdgroup: its steps of one split, for its blocks of rows of x.
+template <int SIMDGROUPS_M, int BLOCKS, typename W, typename T, typename S, typename R>
 METAL_FUNC void tensor_accumulate(
     thread float* totals,
     const device T* x,
@@ -96,38 +134,41 @@ METAL_FUNC void tensor_accumulate(
     Place place,
     int lane_index) {
   const Lane lane = lane_of(lane_index);
-  uint starts[2];
-  UNROLL for (int i = 0; i < 2; ++i) {
+  uint starts[BLOCK_ROUNDS * BLOCKS];
+  UNROLL for (int i = 0; i < BLOCK_ROUNDS * BLOCKS; ++i) {
     // Rows past the end read the last row; their results are never stored.
     const int row = min(first_row + lane.row + i * ROUND_ROWS * SIMDGROUPS_M, work.m - 1);
     starts[i] = input_row(row_map, row) * work.k + vec4_offset<W>(2 * lane.pair, 0);
   }
-  UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
+  UNROLL for (int i = 0; i < TENSOR_RESULTS * BLOCKS; ++i) {
     totals[i] = 0.0f;
   }
+  // Uniform in a simdgroup: whether a second block has rows.
+  // mutant: has_second
+  const bool has_second = BLOCKS > 1 && first_row + TENSOR_ROWS * SIMDGROUPS_M < work.m;
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
-    T x_elements[16 * W::VEC4S];
     load_words<W>(words, tile, k, lane_index);
-    load_activations<W>(x_elements, x, starts, k);
     const GroupParams params = load_group_params<W>(tile, k);
-    float4 sums = float4(0.0f);
-    if (needs_sums<W>()) {
-      sums = sums_of_results<W>(x_elements, lane_index);
-    }
-    float products[TENSOR_RESULTS];
-    multiply_step<W>(products, words, x_elements, sums, params.scale);
-    UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
-      const int f = i / 4;  // row of w
-      const float scale =
-          W::FRAGMENT >= HALF_WEIGHTS ? tile.weight_scale : params.scale[f];  // mutant: scale
-      totals[i] = fma(scale, products[i], totals[i]);
-      totals[i] = W::BIASED ? fma(params.bias[f], sums[i % 4], totals[i]) : totals[i];
+    half weights[OPERATION_WEIGHTS * W::VEC4S];
+    accumulate_block<true, W>(
+        totals, weights, words, x, starts, k, params, tile.weight_scale, lane_index);
+    if (has_second) {
+      accumulate_block<false, W>(
+          totals + TENSOR_RESULTS * (BLOCKS - 1),
+          weights,
+          words,
+          x,
+          starts + BLOCK_ROUNDS * (BLOCKS - 1),  // mutant: second_starts
+          k,
+          params,
+          tile.weight_scale,
+          lane_index);
     }
   }
 }
 
-// Writes the sums of one round to the simdgroup's part of the scratch.
+// Writes the sums of one round of a block to the simdgroup's part of the scratch.
 METAL_FUNC void
 write_round(threadgroup float* scratch, thread const float* totals, int round, int lane_index) {
   const Lane lane = lane_of(lane_index);
@@ -168,7 +209,7 @@ METAL_FUNC void store_round(
   }
 }
 
-template <typename L, typename W, typename T, typename S, typename O, typename E>
+template <typename L, int BLOCKS, typename W, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemm_tensor(
     const device T* x,
     Weights<S> weights,
@@ -180,7 +221,7 @@ METAL_FUNC void gemm_tensor(
       simdgroup.index, false, ROUND_ROWS);
   threadgroup float* own =
       simdgroup.scratch + (place.k_slice * L::TILE_M + place.row) * TILE_N;
-  float totals[TENSOR_RESULTS];
+  float totals[TENSOR_RESULTS * BLOCKS];
 
   Splits<L, 1, W::GROUP> splits = {work, simdgroup.threadgroup_index};
   while (splits.remain()) {
@@ -191,29 +232,34 @@ METAL_FUNC void gemm_tensor(
     const int row = split.row + place.row;
     // The condition is uniform in a simdgroup, as tensor operations require.
     if (row < work.m) {  // mutant: uniform
-      tensor_accumulate<L::SIMDGROUPS_M, W>(
+      tensor_accumulate<L::SIMDGROUPS_M, BLOCKS, W>(
           totals, x, row_map, tile, row, work, split, place, simdgroup.lane_index);
     }
-    for (int round = 0; round < 2; ++round) {
-      const int first_row = split.row + round * L::TILE_M;
-      if (first_row >= work.m) {
-        break;
+    // Totals are registers, so what indexes their blocks is a constant.
+    UNROLL for (int block = 0; block < BLOCKS; ++block) {
+      for (int round = 0; round < BLOCK_ROUNDS; ++round) {
+        // mutant: block_rows
+        const int first_row = split.row + (BLOCK_ROUNDS * block + round) * L::TILE_M;
+        if (first_row >= work.m) {
+          break;
+        }
+        if (row < work.m) {
+          // mutant: block_totals
+          write_round(own, totals + TENSOR_RESULTS * block, round, simdgroup.lane_index);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
+        store_round<L::SIMDGROUPS_M, L::SIMDGROUPS_K>(
+            out,
+            epilogue,
+            row_map,
+            simdgroup.scratch,
+            work,
+            split,
+            first_row,
+            simdgroup.index,
+            simdgroup.lane_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
       }
-      if (row < work.m) {
-        write_round(own, totals, round, simdgroup.lane_index);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
-      store_round<L::SIMDGROUPS_M, L::SIMDGROUPS_K>(
-          out,
-          epilogue,
-          row_map,
-          simdgroup.scratch,
-          work,
-          split,
-          first_row,
-          simdgroup.index,
-          simdgroup.lane_index);
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
     }
   }
 }

@@ -16,7 +16,7 @@ from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import LAYOUTS
 from support import drawn_arrays, format_cases, oracles, strategies
 from support.finished_products import EVERYTHING, assert_finished
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
     reason="nothing here runs tensor operations",
 )
 M5_MAX = named("Apple M5 Max")
-ROWS = (1, 5, 8, 9, 16, 17, 24, 33, 40, 64, 70)
+ROWS = (1, 5, 8, 9, 16, 17, 24, 31, 32, 33, 40, 64, 70)
 DTYPES = ("float16", "bfloat16")
 
 
@@ -161,7 +161,7 @@ def test_all_strategies_give_the_same_integers(m: int, layout: str, dtype: str) 
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("reduction", ["none", "workspace"])
-@pytest.mark.parametrize("m", [7, 37])
+@pytest.mark.parametrize("m", [7, 24, 37])
 def test_an_epilogue_finishes_the_product(m: int, reduction: str) -> None:
     problem = Problem(m=m, n=70, k=448, epilogue=EVERYTHING)
     split = {"strategy": "split_k", "k_parallel": 3}
@@ -213,6 +213,41 @@ def test_rows_do_not_depend_on_other_rows() -> None:
         assert mx.array_equal(format_cases.run(plan, x[:m], weight), of_all[:m])
 
 
+@pytest.mark.parametrize("m", [17, 24, 31, 32, 33])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size", "layout", "dtype"),
+    [
+        ("affine", 4, 64, "mlx", "float16"),
+        ("affine", 4, 64, "mlx", "bfloat16"),
+        ("affine", 8, 128, "marlin", "bfloat16"),
+        ("affine", 3, 32, "mlx", "float16"),
+        ("mxfp4", 4, 32, "marlin", "bfloat16"),
+        ("nvfp4", 4, 16, "mlx", "float16"),
+    ],
+)
+def test_two_operations_a_simdgroup_give_the_bits_of_one(
+    mode: str, bits: int, group_size: int, layout: str, dtype: str, m: int
+) -> None:
+    """Rows of x that share decoded weights are added up as they are alone."""
+    problem = problem_of(
+        *(m, 75, 640),
+        mode=mode,
+        bits=bits,
+        group_size=group_size,
+        layout=layout,
+        dtype=dtype,
+    )
+    weight = drawn_arrays.weight_of(problem, seed=12)
+    x = format_cases.activations(m, problem.k, dtype=dtype, seed=13)
+    fixed = {"strategy": "data_parallel", "simdgroups_k": 2}
+    plans = [tensor_plan(problem, fragments_m=count, **fixed) for count in (2, 4)]
+
+    one, two = (format_cases.run(plan, x, weight) for plan in plans)
+
+    assert mx.array_equal(one, two)
+    assert_close(two, x, weight, subtract=plans[1].subtract, dtype=dtype)
+
+
 @pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504), ("bfloat16", 1e36)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_activations_of_any_size_are_kept_as_they_are(
@@ -261,26 +296,30 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
 
 @emulator_only
 @pytest.mark.parametrize(
-    ("m", "along_m", "along_k"), [(7, 1, 8), (24, 2, 4), (64, 4, 2)]
+    ("m", "fragments_m", "along_m", "along_k"),
+    [(7, 2, 1, 8), (24, 2, 2, 4), (64, 2, 4, 2), (7, 4, 1, 8), (24, 4, 1, 8)],
 )
 def test_operations_memory_and_traffic_are_those_of_the_plan(
-    m: int, along_m: int, along_k: int
+    m: int, fragments_m: int, along_m: int, along_k: int
 ) -> None:
     from mlx_marlin.emulator import trace
 
     problem = Problem(m=m, n=128, k=1024, layout="marlin")
-    plan = tensor_plan(problem, strategy="data_parallel")
+    fixed = {"strategy": "data_parallel", "fragments_m": fragments_m}
+    plan = tensor_plan(problem, **fixed)
     assert plan.simdgroup_grid == (along_m, 1, along_k)
     weight = drawn_arrays.weight_of(problem, seed=0)
     x = format_cases.activations(m, problem.k, dtype="float16", seed=1)
 
     found = trace(lambda: format_cases.run(plan, x, weight))[0]
 
-    readers = -(-m // 16)
-    assert found.count("tensor") == readers * 4 * problem.k // 32
+    operations = -(-m // 16)
+    assert found.count("tensor") == operations * 4 * problem.k // 32
+    # Both operations of a simdgroup have the same words.
+    readers = -(-m // (8 * fragments_m))
     assert found.of("w").read_bytes == readers * problem.code_bytes
-    # Two rounds of partial sums, or one if no simdgroup has rows in the second.
-    rounds = 1 if m <= 8 * along_m else 2
+    # Rounds of partial sums in which some simdgroup has rows.
+    rounds = min(-(-m // (8 * along_m)), fragments_m)
     assert found.count("barrier") == 4 * 2 * rounds
     assert found.threadgroup_bytes == plan.threadgroup_bytes <= 8192
 
@@ -320,6 +359,6 @@ def test_products_without_half_operands_are_refused(
 
 def test_wide_tiles_and_other_fragments_are_refused() -> None:
     problem = Problem(m=8, n=640, k=64)
-    for overrides in ({"strategy": "hytis"}, {"fragments_m": 1}):
+    for overrides in ({"strategy": "hytis"}, {"fragments_m": 1}, {"fragments_m": 3}):
         with pytest.raises(ValueError, match="gemm_tensor"):
             tensor_plan(problem, **overrides)

@@ -53,7 +53,10 @@ REPORTS = {
     Detector.MISSING_THREADS: ("barrier not reached by all threads",),
     Detector.MISALIGNED: ("misaligned access",),
     Detector.ENDLESS: (_ENDLESS,),
-    Detector.LANES: ("a lane holds", "has never set", "missing lanes"),
+    Detector.LANES: (
+        *("a lane holds", "has never set", "missing lanes"),
+        "in different operations",
+    ),
 }
 """What the emulator's report says in its first line, by detector."""
 

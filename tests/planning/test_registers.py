@@ -22,7 +22,7 @@ from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS
 
 GENERATIONS = ("M1 Max", "M2", "M3 Max", "M4 Pro", "M5 Max")
 GATED = Epilogue(activation="silu", gated=True)
-ROWS = (1, 2, 3, 4, 5, 8, 16, 64)
+ROWS = (1, 2, 3, 4, 5, 8, 16, 24, 64)
 KINDS: tuple[dict[str, Any], ...] = (
     {},
     {"epilogue": GATED},

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,8 @@ import kernel_times
 from kernel_times import speed
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal import tensor_gates
-from mlx_marlin.backends.metal.cost import loop_of, predict, rates
+from mlx_marlin.backends.metal.cost import loop_of, predict, rates, residency
+from mlx_marlin.backends.metal.cost.tensor import tensor_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
@@ -140,6 +142,65 @@ def test_tiles_that_fill_the_gpu_are_not_split(m: int, n: int, k: int) -> None:
     assert plan.threads <= 256
 
 
+@pytest.mark.parametrize(
+    ("m", "grid", "fragments_m"),
+    [
+        (16, (1, 1, 8), 2),
+        (17, (1, 1, 8), 4),
+        (24, (1, 1, 8), 4),
+        (32, (1, 1, 8), 4),
+        (33, (3, 1, 2), 2),
+    ],
+)
+def test_17_to_32_rows_decode_each_weight_once(
+    m: int, grid: tuple[int, int, int], fragments_m: int
+) -> None:
+    problem = problem_of(m, 17408, 5120)
+    plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
+
+    assert isinstance(plan, MetalPlan)
+    assert plan.simdgroup_grid == grid
+    assert plan.fragments_m == fragments_m
+    assert residency.registers(plan) == {2: 82, 4: 112}[fragments_m]
+
+
+def test_two_operations_a_simdgroup_have_fewer_slots_and_the_same_products() -> None:
+    for m, mode in product((17, 32), ("affine", "mxfp4")):
+        problem = problem_of(m, 17408, 5120, mode=mode, group_size=32)
+        one, two = (tensor_loop(problem, count, M5_MAX) for count in (2, 4))
+
+        assert 0.6 < two.slots / one.slots < 0.83
+        assert two.lane_bytes < one.lane_bytes
+        assert (two.matrix, two.bytes) == (one.matrix, one.bytes)
+    # Up to 16 rows there is one operation, however many a simdgroup could have.
+    few = problem_of(16, 17408, 5120)
+    assert tensor_loop(few, 2, M5_MAX) == tensor_loop(few, 4, M5_MAX)
+
+
+def test_a_simdgroup_has_one_operation_on_request_or_without_registers() -> None:
+    problem = problem_of(24, 17408, 5120)
+    of_96_registers = replace(Device.named("M4 Max"), arch="applegpu_g17s")
+
+    def fragments_m(device: Device, **given: Any) -> int:
+        plan = planner.make(problem, device=device, kernel="gemm_tensor", **given)
+        return plan.fragments_m
+
+    assert fragments_m(M5_MAX) == fragments_m(M5_MAX, simdgroups_m=1) == 4
+    assert fragments_m(M5_MAX, simdgroups_m=2) == 2
+    assert fragments_m(M5_MAX, fragments_m=2) == 2
+    assert fragments_m(of_96_registers) == 2
+
+
+def test_a_tuner_tries_one_operation_a_simdgroup_too() -> None:
+    """The registers of two are counted by hand."""
+
+    def tried(m: int) -> list[int]:
+        found = planner.experiments(problem_of(m, 5120, 17408), M5_MAX)
+        return [each.fragments_m for each in found if each.kernel == "gemm_tensor"]
+
+    assert (tried(16), tried(24)) == ([], [2])
+
+
 def test_few_tiles_are_split_along_k() -> None:
     plan = planner.make(problem_of(16, 512, 17408), device=M5_MAX, kernel="gemm_tensor")
 
@@ -164,6 +225,7 @@ def test_a_prediction_has_three_walls() -> None:
     assert times[8].bound == times[16].bound == "issue"
     assert times[8].matrix == times[16].matrix < times[16].memory
     assert times[32].matrix == pytest.approx(2 * times[16].matrix)
+    assert times[16].issue < times[32].issue < 1.65 * times[16].issue
     assert times[64].matrix > times[64].memory
 
 

@@ -325,12 +325,28 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
             yield body
             if fragments_m and {simdgroups_m, simdgroups_k} <= {*STAGED_SIMDGROUPS}:
                 yield from strategies.stagings(body, STAGING)
-            is_tensor = format_cases.has_tensor_products(
-                problem.mode, problem.group_size, problem.dtype
+    given = problem.mode, problem.group_size, problem.dtype
+    if format_cases.has_tensor_products(*given):
+        yield from _tensor_bodies(problem)
+
+
+def _tensor_bodies(problem: Problem) -> Iterator[Plan]:
+    sides = range(1, MAX_SIMDGROUPS_M + 1)
+    counts = range(1, MAX_SIMDGROUPS + 1)
+    for fragments_m, side, count in product(TENSOR_FRAGMENTS_M, sides, counts):
+        rows = FRAGMENT * fragments_m * side
+        tile = Tile(m=rows, k=k_tile(problem.group_size))
+        for subtract in (False, True) if side * count <= MAX_SIMDGROUPS else ():
+            yield MetalPlan(
+                problem=replace(problem, m=rows),
+                kernel="gemm_tensor",
+                tile=tile,
+                fragments_m=fragments_m,
+                simdgroups_m=side,
+                simdgroups_k=count,
+                work=data_parallel(2, problem.k // tile.k),
+                subtract=subtract,
             )
-            fits = simdgroups_m <= MAX_SIMDGROUPS_M
-            if is_tensor and fits and fragments_m == TENSOR_FRAGMENTS_M:
-                yield replace(body, kernel="gemm_tensor")
 
 
 def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:

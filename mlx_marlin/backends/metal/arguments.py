@@ -44,12 +44,15 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     fused = {} if plan.is_split else _fused_template(plan)
     if plan.kernel == "gemv":
         return {"ROWS": plan.tile.m, **shared, **fused}
-    if plan.has_tensor_operations:
-        del shared["TILES_N"]
-        return {"SIMDGROUPS_M": plan.simdgroups_m, **shared, **fused}
-    return {
+    groups: dict[str, TemplateValue] = {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
+    }
+    if plan.has_tensor_operations:
+        del shared["TILES_N"]
+        return {**groups, **shared, **fused}
+    return {
+        **groups,
         **shared,
         "RAGGED": problem.columns % TILE_N != 0,
         **_staging_template(plan),

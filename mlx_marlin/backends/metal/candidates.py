@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
-from mlx_marlin.backends.metal.cost.residency import product_registers
+from mlx_marlin.backends.metal.cost.residency import TENSOR_REGISTERS, product_registers
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
 from mlx_marlin.backends.metal.limits import (
@@ -135,7 +135,11 @@ def body_of(
     """
     most = most_rows(problem, buffers)
     if fragments_m is None:
-        fragments_m = _fragments_m(problem, device, kernel, most)
+        fragments_m = (
+            _tensor_fragments_m(problem, device, simdgroups_m)
+            if kernel == TENSOR_KERNEL
+            else _fragments_m(problem, device, kernel, most)
+        )
     if simdgroups_m is None:
         simdgroups_m = _simdgroups_m(problem, fragments_m, most)
     if subtract is None:
@@ -218,11 +222,24 @@ def _fragments_m(problem: Problem, device: Device, kernel: Kernel, most: int) ->
     """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":
         return 0
-    if kernel == TENSOR_KERNEL:
-        return TENSOR_FRAGMENTS_M
     few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
     # Invariant plans may have ranges, whatever the number of rows.
     return 1 if few or not has_registers(problem, device, 2, problem.invariant) else 2
+
+
+def _tensor_fragments_m(
+    problem: Problem, device: Device, simdgroups_m: int | None
+) -> int:
+    """Returns the row fragments that a simdgroup of `gemm_tensor` holds.
+
+    With two operations a simdgroup, weights are decoded once for 17 to 32 rows, if a
+    thread has the registers. If a caller wants several simdgroups along m, each has one
+    operation.
+    """
+    one, two = TENSOR_FRAGMENTS_M
+    fits = TENSOR_REGISTERS[two] <= device.core.thread_registers
+    suits = FRAGMENT * one < problem.m <= FRAGMENT * two and simdgroups_m in (None, 1)
+    return two if suits and fits else one
 
 
 def subtracts(problem: Problem, fragments_m: int, kernel: Kernel | None = None) -> bool:

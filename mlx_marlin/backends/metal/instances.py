@@ -152,10 +152,12 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
 
 def _tensor_bodies(problem: Problem) -> Iterator[MetalPlan]:
     """Yields the threadgroups of `gemm_tensor`: few along k only if k is short."""
-    for side, count in product(range(1, MAX_SIMDGROUPS_M + 1), SIMDGROUPS_K):
-        rows = FRAGMENT * TENSOR_FRAGMENTS_M * side
+    one, two = TENSOR_FRAGMENTS_M
+    sides = [(two, 1), *((one, side) for side in range(1, MAX_SIMDGROUPS_M + 1))]
+    for (fragments_m, side), count in product(sides, SIMDGROUPS_K):
+        rows = FRAGMENT * fragments_m * side
         if side * count <= MAX_SIMDGROUPS:
-            yield _body(problem, TENSOR_KERNEL, TENSOR_FRAGMENTS_M, side, count, rows)
+            yield _body(problem, TENSOR_KERNEL, fragments_m, side, count, rows)
 
 
 def _fitting(

@@ -8,10 +8,11 @@ KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", TENSOR_KE
 
 FRAGMENTS_M = (1, 2)
 """Row fragments of x that a simdgroup may hold; with three, group sums would spill."""
-TENSOR_FRAGMENTS_M = 2
-"""The same of `gemm_tensor`, whose operations have 16 rows of x. A lane has 82
-registers of 32 bits by a hand count (`cost.residency`); with 32 rows it would have 110.
-"""
+TENSOR_FRAGMENTS_M = (2, 4)
+"""The same of `gemm_tensor`: one operation of 16 rows of x, or two that share decoded
+weights."""
+OPERATION_FRAGMENTS = min(TENSOR_FRAGMENTS_M)
+"""Row fragments of x of a tensor operation."""
 TENSOR_ROUND_ROWS = 8
 """Rows of a simdgroup of `gemm_tensor` whose sums are in scratch at a time."""
 MAX_SIMDGROUPS = 8

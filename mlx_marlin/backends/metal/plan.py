@@ -37,7 +37,7 @@ class MetalPlan(Plan):
 
     The kernel is "gemv" (dot products, few rows), "gemm_register" (8x8 matrices),
     "gemm_staged" (8x8 matrices from threadgroup memory) or "gemm_tensor" (tensor
-    operations of 16 rows). In a wide tile of `hytis`,
+    operations of 16 rows, one or two a simdgroup). In a wide tile of `hytis`,
     `simdgroups_n` of the simdgroups along k are side by side along n instead; in other
     tiles it is 1. With a gated epilogue it is 2: half of the simdgroups compute a tile
     of gate, the others the same columns of up. A stage of `gemm_staged` holds x and
@@ -164,17 +164,17 @@ class MetalPlan(Plan):
         reason = tensor_reason(self.problem)
         if reason is not None:
             raise ValueError(f"kernel='gemm_tensor': {reason}")
-        if self.fragments_m != TENSOR_FRAGMENTS_M or self.has_wide_tiles:
+        if self.has_wide_tiles:
             raise ValueError(
-                f"gemm_tensor has fragments_m={TENSOR_FRAGMENTS_M} and tiles of one "
-                f"width, got fragments_m={self.fragments_m}, "
+                f"gemm_tensor has tiles of one width, got "
                 f"strategy={self.work.strategy!r}"
             )
 
     def _check_gemm(self) -> None:
-        if self.fragments_m not in FRAGMENTS_M:
+        allowed = TENSOR_FRAGMENTS_M if self.has_tensor_operations else FRAGMENTS_M
+        if self.fragments_m not in allowed:
             raise ValueError(
-                f"fragments_m={self.fragments_m} is not one of {FRAGMENTS_M}"
+                f"{self.kernel}: fragments_m={self.fragments_m} is not one of {allowed}"
             )
         rows = FRAGMENT * self.fragments_m * self.simdgroups_m
         if self.tile.m != rows:

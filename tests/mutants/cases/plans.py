@@ -8,7 +8,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.division import Partition
-from mlx_marlin.planning.work.tiles import Reduction, Tile, k_tile
+from mlx_marlin.planning.work.tiles import Kernel, Reduction, Tile, k_tile
 from mlx_marlin.weights.formats import TILE_N, format_of
 
 
@@ -50,15 +50,19 @@ def whole_tiles(
     simdgroups_m: int = 1,
     simdgroups_k: int = 2,
     subtract: bool = True,
+    kernel: Kernel | None = None,
 ) -> Plan:
-    """Returns a plan with one tile a threadgroup."""
+    """Returns a plan with one tile a threadgroup.
+
+    The kernel is `gemm_register`, or `gemv` without fragments, if it is not given.
+    """
     rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
     columns = columns_of_tile(problem)
     tile = Tile(m=rows, n=columns, k=k_tile(problem.group_size))
     tiles = problem.batch * -(-problem.m // tile.m) * -(-problem.n // tile.n)
     return MetalPlan(
         problem=problem,
-        kernel="gemm_register" if fragments_m else "gemv",
+        kernel=kernel or ("gemm_register" if fragments_m else "gemv"),
         tile=tile,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,

@@ -10,26 +10,32 @@ from mutants.cases.plans import in_ranges, problem_of, whole_tiles
 TENSOR_WHOLE = "tensor, ragged m and n, four simdgroups along k"
 TENSOR_SIDE = "tensor, two simdgroups side by side, packed groups of 32"
 TENSOR_BFLOAT = "tensor, bfloat16, packed codes of 8 bits, slices"
+TENSOR_TWO = "tensor, two operations a simdgroup, two simdgroups side by side"
 TENSOR_ONE_ROW = "tensor, one row"
 TENSOR_ORDER = "tensor, exact operands, four simdgroups along k"
 
 
-def tensor(problem: Problem, simdgroups_m: int, simdgroups_k: int) -> Plan:
+def tensor(
+    problem: Problem, simdgroups_m: int, simdgroups_k: int, fragments_m: int = 2
+) -> Plan:
     """Returns a plan of whole tiles, which subtracts if its operands are bfloat."""
-    plan = whole_tiles(
+    return whole_tiles(
         problem,
-        fragments_m=2,
+        fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         subtract=problem.dtype == "bfloat16",
+        kernel="gemm_tensor",
     )
-    return replace(plan, kernel="gemm_tensor")
 
 
 TENSOR_CASES = {
     TENSOR_WHOLE: Case(plan=tensor(problem_of(13, 70, 9, 64, "float16", "mlx"), 1, 4)),
     TENSOR_SIDE: Case(
         plan=tensor(problem_of(27, 70, 11, 32, "float16", "marlin"), 2, 2)
+    ),
+    TENSOR_TWO: Case(
+        plan=tensor(problem_of(43, 70, 5, 64, "float16", "marlin"), 2, 2, fragments_m=4)
     ),
     TENSOR_BFLOAT: Case(
         plan=replace(

@@ -5,6 +5,7 @@ from mutants.cases.tensor import (
     TENSOR_ONE_ROW,
     TENSOR_ORDER,
     TENSOR_SIDE,
+    TENSOR_TWO,
     TENSOR_WHOLE,
 )
 from mutants.mutant import Detector, Mutant
@@ -227,4 +228,60 @@ _STORE = (
         Detector.RACE,
     ),
 )
-MUTANTS = (*_OPERANDS, *_LOOP, *_STORE)
+_TWO = (
+    Mutant(
+        "tensor: the second operation of a simdgroup has the rows of the first",
+        _GEMM,
+        "second_starts",
+        "starts + BLOCK_ROUNDS * (BLOCKS - 1)",
+        "starts",
+        TENSOR_TWO,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "tensor: the second operation is left out",
+        _GEMM,
+        "has_second",
+        "BLOCKS > 1",
+        "BLOCKS > 2",
+        TENSOR_TWO,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "tensor: some lanes of a simdgroup have no second operation",
+        _GEMM,
+        "has_second",
+        "first_row + TENSOR_ROWS",
+        "lane_index + first_row + TENSOR_ROWS",
+        TENSOR_TWO,
+        Detector.LANES,
+    ),
+    Mutant(
+        "tensor: operations of a step decode to the same elements",
+        _GEMM,
+        "operation_weights",
+        "weights + OPERATION_WEIGHTS * operation",
+        "weights",
+        TENSOR_TWO,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "tensor: the second block of a tile stores the sums of the first",
+        _GEMM,
+        "block_totals",
+        "totals + TENSOR_RESULTS * block",
+        "totals",
+        TENSOR_TWO,
+        Detector.WRONG_RESULT,
+    ),
+    Mutant(
+        "tensor: the second block of a tile stores the rows of the first",
+        _GEMM,
+        "block_rows",
+        "BLOCK_ROUNDS * block + round",
+        "round",
+        TENSOR_TWO,
+        Detector.WRONG_RESULT,
+    ),
+)
+MUTANTS = (*_OPERANDS, *_LOOP, *_STORE, *_TWO)

@@ -16,9 +16,12 @@ from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
-TENSOR_REGISTERS = 82
-"""32-bit registers of `gemm_tensor`, by a hand count: operands take 24, a group's sums
-16, all sums 16, words, scales and biases 16, and addresses 10."""
+TENSOR_REGISTERS = {2: 82, 4: 112}
+"""32-bit registers of `gemm_tensor` by fragments_m, by a hand count (docs/m5.md). With
+2: operands take 24, a group's sums 16, all sums 16, words, scales and biases 16, and
+addresses 10. With 4, when words are no longer needed: decoded weights of a step take
+32, x 8, a group's sums 16, all sums 32, scales and biases 8, sums of x 4, and
+addresses 12."""
 FLOAT_HALVES = {
     "float16": {0: 0, 1: 0, 2: 0},
     "bfloat16": {0: 16, 1: 14, 2: 30},
@@ -54,7 +57,7 @@ def registers(plan: MetalPlan | MetalGatherPlan) -> int:
     if isinstance(plan, MetalGatherPlan):
         return _whole(_halves_of_experts(plan))
     if plan.has_tensor_operations:
-        return TENSOR_REGISTERS
+        return TENSOR_REGISTERS[plan.fragments_m]
     return product_registers(plan.problem, plan.fragments_m, not plan.is_whole)
 
 

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    OPERATION_FRAGMENTS,
+    TENSOR_KERNEL,
+)
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
@@ -20,9 +25,10 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     """Returns further plans for a tuner, as `Backend.experiments`."""
     chosen = best(problem, device)
     limit = EXPERIMENT_CUTOFF * cost.predict(chosen, device).seconds
+    larger, staged = _larger(problem, chosen), _staged(problem, chosen)
     found = (
         best(problem, device, overrides)
-        for overrides in (*_larger(problem, chosen), *_staged(problem, chosen))
+        for overrides in (*larger, *_smaller(chosen), *staged)
     )
     return [plan for plan in found if cost.predict(plan, device).seconds <= limit]
 
@@ -38,6 +44,15 @@ def _larger(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
         yield PlanOverrides(kernel="gemv")
     elif chosen.fragments_m == 1 and problem.m > FRAGMENT:
         yield PlanOverrides(fragments_m=max(FRAGMENTS_M))
+
+
+def _smaller(chosen: MetalPlan) -> Iterator[PlanOverrides]:
+    """Yields `gemm_tensor` with one operation a simdgroup if the model chooses two.
+
+    Apple's compiler may need more registers than the hand count.
+    """
+    if chosen.has_tensor_operations and chosen.fragments_m > OPERATION_FRAGMENTS:
+        yield PlanOverrides(kernel=TENSOR_KERNEL, fragments_m=OPERATION_FRAGMENTS)
 
 
 def _staged(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
