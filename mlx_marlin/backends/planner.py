@@ -131,9 +131,9 @@ def usable(
         is_measured: Whether the plan was measured: its alternative was not.
 
     Returns:
-        The plan if its kernels may be used. Otherwise the back end's alternative, if it
-        has one that may be used and stock MLX is not known to be faster, or a refusal
-        with the fault.
+        The plan if its kernels may be used. Otherwise the back end's alternative, or
+        the alternative of that, if it has one that may be used and stock MLX is not
+        known to be faster, or a refusal with the fault.
     """
     if isinstance(plan, Refusal):
         return plan
@@ -149,8 +149,7 @@ def usable(
         is_measured or backend.handover(other.problem, device, predicted)
     ):
         return Refusal(reason, "fault")
-    reason = fault(other)
-    return other if reason is None else Refusal(reason, "fault")
+    return usable(other, device, fault, hands_over=hands_over)
 
 
 def predict(plan: Plan, device: PlanningDevice) -> Prediction:

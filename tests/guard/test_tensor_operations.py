@@ -11,6 +11,7 @@ import mlx_marlin
 from mlx_marlin import emulator, guard
 from mlx_marlin.backends import kernels, planner, registry
 from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.cli.doctor import kernel_checks
 from mlx_marlin.guard import known_answers
@@ -140,8 +141,9 @@ def test_every_product_of_a_probe_is_compared(add: bool) -> None:
 
 
 @pytest.mark.usefixtures("_tensor")
-def test_the_kernel_serves_after_its_probes() -> None:
-    x, w = operands(16)
+@pytest.mark.parametrize("m", [16, 24])
+def test_the_kernel_serves_after_its_probes(m: int) -> None:
+    x, w = operands(m)
 
     y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
 
@@ -155,8 +157,33 @@ def test_the_kernel_serves_after_its_probes() -> None:
 
 
 @pytest.mark.usefixtures("_tensor")
-def test_another_layout_switches_the_kernel_off_with_one_warning() -> None:
-    x, w = operands(16)
+def test_one_operation_a_simdgroup_serves_where_two_give_wrong_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a compiler spills registers."""
+    right = metal_source.kernel_source
+
+    def broken(name: str, atomic: bool = False) -> Any:
+        text = right(name, atomic)
+        return replace(text, header=text.header.replace("BLOCKS>1&&", "BLOCKS>2&&"))
+
+    monkeypatch.setattr(metal_source, "kernel_source", broken)
+    x, w = operands(24)
+
+    y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
+
+    assert ["marlin_gemm_tensor failed" in message for message in messages] == [True]
+    assert is_right(y, x, w)
+    problem = problem_of(24, N, K)
+    used = serving.serve_problem(problem, serving.here(guard.known_fault))
+    assert isinstance(used, Plan)
+    assert (used.kernel, used.fragments_m) == ("gemm_tensor", 2)
+
+
+@pytest.mark.usefixtures("_tensor")
+@pytest.mark.parametrize("m", [16, 24])
+def test_another_layout_switches_the_kernel_off_with_one_warning(m: int) -> None:
+    x, w = operands(m)
     packed = mlx_marlin.pack(*w)
     with emulator.emulated(tensor_layout="g16"):
         y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))

@@ -18,11 +18,17 @@ from mlx_marlin.backends.metal.cost.residency import residency as residency
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.launches import BY_TYPE
 from mlx_marlin.backends.metal.launches import launches as launches
-from mlx_marlin.backends.metal.limits import KERNELS, NORM_ROWS
+from mlx_marlin.backends.metal.limits import (
+    KERNELS,
+    NORM_ROWS,
+    OPERATION_FRAGMENTS,
+    TENSOR_KERNEL,
+)
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
@@ -187,9 +193,15 @@ def probes(plan: Any) -> Sequence[Any]:
 
 
 def alternative(plan: MetalPlan, device: Device) -> Plan | None:
-    """Returns the best plan without tensor operations for one with them."""
+    """Returns the best plan with fewer tensor operations a simdgroup, or with none.
+
+    A kernel with two may spill registers, and with one be right.
+    """
     if not plan.has_tensor_operations:
         return None
+    if plan.fragments_m > OPERATION_FRAGMENTS:
+        one = PlanOverrides(kernel=TENSOR_KERNEL, fragments_m=OPERATION_FRAGMENTS)
+        return best(plan.problem, device, one)
     kernel = default_kernel(plan.problem, device)
     return best(plan.problem, device, {"kernel": kernel})
 
