@@ -94,23 +94,13 @@ STORED = {
         "zero_point", 8, 128, 16, stored_bits=7
     ),
     "compressed-tensors, nvfp4": Stored("nvfp4", 4, 16, 8),
-    "GGUF Q4_0": Stored("symmetric", 4, 32, 16),
-    "GGUF Q4_1": Stored("affine", 4, 32, 32),
-    "GGUF Q5_0": Stored("symmetric", 5, 32, 16),
-    "GGUF Q5_1": Stored("affine", 5, 32, 32),
-    "GGUF Q8_0": Stored("symmetric", 8, 32, 16),
-    "GGUF MXFP4": Stored("mxfp4", 4, 32, 8),
-    "GGUF NVFP4": Stored("nvfp4", 4, 16, 8),
-    "GGUF Q4_K": Stored("k_quant", 4, 32, 16),
-    "GGUF Q5_K": Stored("k_quant", 5, 32, 16),
-    "GGUF Q6_K": Stored("k_quant", 6, 16, 9),
 }
 
 
 def cells() -> dict[str, list[str]]:
     """Returns the cells of the table, by the first one."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    table = text.partition("\n## Sizes and kernels\n")[2].partition("\n### ")[0]
+    table = text.partition("\n## Sizes and kernels\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| ([^|]+?) \|(.*)\|$", table, re.MULTILINE)
     return {
         name: [cell.strip() for cell in rest.split("|")]

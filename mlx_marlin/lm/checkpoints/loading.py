@@ -37,7 +37,7 @@ def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
     other formats are packed, exactly, and run on our kernels.
 
     Args:
-        path: A folder in the format of MLX, GPTQ, AWQ or compressed-tensors, one that
+        path: A folder in a format of docs/import.md, one that
             `mlx-marlin convert` made, or a GGUF file.
         lazy: Whether arrays are read only when they are used.
 
