@@ -69,6 +69,7 @@ def kernel(text: Source) -> KernelCall:
             header=text.header,
             source=text.source,
             atomic_outputs=text.atomic,
+            compile_options={"math_mode": "safe"},  # exp(-inf) is 0
         ),
     )
     reason = selection.missing()

@@ -1,7 +1,7 @@
 // Heads of q and k: RMSNorm, and RoPE as MLX's up to the rounding of the angle: features i and
 // i + FEATURES / 2 of a head are a point, which is rotated by position / freqs[i].
 
-// A head before and after its rotation.
+// A head before and after its rotation. In Metal 4.1 `this` is generic in members without `thread`.
 template <int FEATURES>
 struct Head {
   static constant constexpr int HALF = FEATURES / 2;
@@ -10,7 +10,7 @@ struct Head {
   float y[POINTS];
 
   template <typename T>
-  METAL_FUNC void load(const device T* head, uint lane) {
+  METAL_FUNC void load(const device T* head, uint lane) thread {
     UNROLL for (int i = 0; i < POINTS; ++i) {
       const uint point = lane + 32 * i;
       x[i] = point < HALF ? float(head[point]) : 0.0f;  // mutant: load
@@ -19,7 +19,7 @@ struct Head {
   }
 
   template <typename T>
-  METAL_FUNC void apply_norm(const device T* weight, float epsilon, uint lane) {
+  METAL_FUNC void apply_norm(const device T* weight, float epsilon, uint lane) thread {
     float squares = 0;
     UNROLL for (int i = 0; i < POINTS; ++i) {
       squares += x[i] * x[i] + y[i] * y[i];  // mutant: squares
@@ -34,13 +34,15 @@ struct Head {
 
   template <typename T>
   METAL_FUNC void store_rotated(
-      device T* out, const device float* freqs, int position, float factor, uint lane) const {
+      device T* out, const device float* freqs, int position, float factor, uint lane) const
+      thread {
     UNROLL for (int i = 0; i < POINTS; ++i) {
       const uint point = lane + 32 * i;
       if (point < HALF) {
         const float angle = float(position) / freqs[point];
-        const float sine = sin(angle) * factor;
-        const float cosine = cos(angle) * factor;
+        // Not the fast ones, whose error grows with the angle: a position may be 10^6.
+        const float sine = metal::precise::sin(angle) * factor;
+        const float cosine = metal::precise::cos(angle) * factor;
         out[point] = T(x[i] * cosine - y[i] * sine);  // mutant: rotate
         out[point + HALF] = T(x[i] * sine + y[i] * cosine);
       }

@@ -192,11 +192,11 @@ struct Splits {
   uint index;  // of the threadgroup
   Range left = range_of_threadgroup<L::WHOLE>(index, work);
 
-  METAL_FUNC bool remain() {
+  METAL_FUNC bool remain() thread {
     return left.begin < left.end;
   }
 
-  METAL_FUNC Split next() {  // mutant: next
+  METAL_FUNC Split next() thread {  // mutant: next
     const Split split =
         split_at<TILES_N, L::WHOLE, GROUP, L::BATCHED>(left.begin, left.end, index, work);
     left.begin += split.k_tile_count;
@@ -204,7 +204,7 @@ struct Splits {
   }
 
   // Returns whether a split was the last one. Otherwise waits until all simdgroups have stored it.
-  METAL_FUNC bool done() {
+  METAL_FUNC bool done() thread {
     if (L::SINGLE) {  // mutant: done
       return true;
     }

@@ -1,6 +1,7 @@
 """Our shaders use of Metal what MLX's own shipped kernels use: Apple compiles that."""
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from mlx_marlin import emulator
 from mlx_marlin.backends.metal import source
+from mlx_marlin.emulator.language.tokens import Tokens
+from mlx_marlin.emulator.static.text import _methods
 from support import matmul2d
 from support.metal_vocabulary import used, used_tensors
 from support.shader_variants import Variant, checked, covering_variants
@@ -65,6 +68,22 @@ TEXTS = {
 @pytest.mark.parametrize("kernel", TEXTS)
 def test_a_kernel_uses_what_mlx_uses_or_what_was_reviewed(kernel: str) -> None:
     assert used(TEXTS[kernel]) - {*MLX["names"]} - {*REVIEWED} == set()
+
+
+@pytest.mark.parametrize("kernel", TEXTS)
+def test_members_say_where_their_object_is(kernel: str) -> None:
+    """Metal 4.1 takes the space of `this` for generic where nothing is said."""
+    tokens = Tokens(TEXTS[kernel])
+
+    assert [tokens.text(tokens.before(last)) for last in _methods(tokens)] == []
+
+
+@pytest.mark.parametrize("kernel", TEXTS)
+def test_angles_of_any_size_are_precise(kernel: str) -> None:
+    calls = re.findall(r"[\w:]*\b(?:sin|cos|sincos|tan)\(", TEXTS[kernel])
+
+    assert {*calls} <= {"metal::precise::sin(", "metal::precise::cos("}
+    assert bool(calls) == (kernel == "marlin_rotate_heads")
 
 
 @pytest.mark.parametrize("kernel", TEXTS)

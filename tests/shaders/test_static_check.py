@@ -1,6 +1,7 @@
 """Our shaders pass the static check: what is chosen, and every pair of values."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlx_marlin.weights.formats import CODES, FORMATS
 from support import launches
 from support.shader_variants import (
     EPILOGUES,
+    OLDEST,
     Variant,
     checked,
     chosen_variants,
@@ -70,6 +72,24 @@ def test_every_chosen_instance_and_pair_of_values_passes(
 
     with capsys.disabled():
         print(f"\nstatic check: {len(variants)} instances of {kernel}")
+
+
+@pytest.mark.parametrize("kernel", ["marlin_reduce", "marlin_gemm_tensor"])
+def test_a_word_of_a_newer_language_than_mlx_takes_is_refused(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = of_kernel(kernel, covering_variants())[0]
+    text = variant.source
+    order = "metal::mem_flags::mem_device, metal::memory_order_seq_cst"
+    planted = f"metal::atomic_thread_fence({order});\n"
+    newer = replace(text, source=text.source + planted)
+    monkeypatch.setattr(Variant, "source", newer)
+
+    if kernel == "marlin_gemm_tensor":  # only macOS 26.2 and later run it
+        checked([variant])
+        return
+    with pytest.raises(emulator.CompileError, match=r"macOS 14\.0 compiles Metal 3\.1"):
+        checked([variant])
 
 
 def test_an_ordinary_run_checks_no_more_than_it_may() -> None:
@@ -132,7 +152,7 @@ def test_kernels_that_are_no_products_pass(
     calls()
     (text,) = set(texts)
     names = text.name, text.input_names, text.output_names
-    emulator.check(*names, text.source, text.header, calls=found)
+    emulator.check(*names, text.source, text.header, calls=found, macos=OLDEST)
 
 
 @pytest.mark.grid

@@ -26,6 +26,7 @@ from mlx_marlin.backends.metal.limits import (
     TENSOR_FRAGMENTS_M,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.source import TENSOR_HEADER
 from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GATES, GatherProblem
@@ -440,6 +441,10 @@ def chosen_variants() -> tuple[Variant, ...]:
     return tuple(found)
 
 
+OLDEST, OLDEST_TENSORS = "14.0", "26.2"
+"""Versions of macOS that MLX's wheel and its tensor operations need. The language is
+that in which MLX compiles there."""
+
 RECORDED = Path(__file__).parents[1] / "data" / "covering_variants.json"
 
 
@@ -480,6 +485,7 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
         text.header,
         atomic_outputs=text.atomic,
         calls=[variant.call() for variant in variants],
+        macos=OLDEST_TENSORS if TENSOR_HEADER in text.header else OLDEST,
     )
 
 
