@@ -220,7 +220,7 @@ def _summary(result: ResultFile, path: Path) -> str:
         )
     lines.append(
         "It has the chip, its memory, versions, times and failures. It has no names of "
-        "people, computers or folders. docs/first-mac.md lists every field."
+        "people, computers or folders. docs/measuring.md lists every field."
     )
     return "\n".join(lines)
 

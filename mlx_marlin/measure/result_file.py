@@ -1,6 +1,6 @@
 """Result files of benchmarks: JSON with a version, without personal data.
 
-docs/first-mac.md describes the fields. `read` decodes a file of limited size into
+docs/measuring.md describes the fields. `read` decodes a file of limited size into
 dataclasses, and raises ValueError for what is missing, unknown or of another type.
 """
 
