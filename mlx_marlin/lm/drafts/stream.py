@@ -137,14 +137,15 @@ class _Decoding:
         prompt_progress_callback: Callable[[int, int], None] | None = None,
     ) -> None:
         own, others = _split(prompt_cache, model, draft_model, max_kv_size)
+        quantize_caches = partial(
+            maybe_quantize_kv_cache,
+            quantized_kv_start=quantized_kv_start,
+            kv_group_size=kv_group_size,
+            kv_bits=kv_bits,
+        )
 
         def quantize(cache: list[Any]) -> None:
-            maybe_quantize_kv_cache(
-                cache,
-                quantized_kv_start=quantized_kv_start,
-                kv_group_size=kv_group_size,
-                kv_bits=kv_bits,
-            )
+            quantize_caches(cache)
             if prompt_cache is not None and draft_model is not None:
                 prompt_cache[:] = own + others  # quantizing replaces caches in a list
 
