@@ -16,16 +16,16 @@ METAL_FUNC void dequantize(
   const uint steps = ceil_div(length, W::STEP);
   const int tile_row = simdgroup / steps * TILE_N;
   const uint k = simdgroup % steps * W::STEP;
-  if (tile_row >= rows) {  // mutant: block
+  if (tile_row >= rows) {
     return;
   }
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile = weight_tile<W>(source, row + tile_row, work, lane, 0);
   const float weight_scale = W::GLOBAL ? global_scale(source.biases) : 1.0f;
   uint words[words_of_step<W>()];
-  load_words<W, false>(words, tile, first_k + k, work);  // mutant: words
+  load_words<W, false>(words, tile, first_k + k, work);
   const GroupParams<T> params =
-      group_params_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));  // mutant: store
+      group_params_of<W, T>(load_numbers<W, false>(tile, first_k + k, work));
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;
     if (inside < rows) {
@@ -34,7 +34,7 @@ METAL_FUNC void dequantize(
         const Pair<T> pair = as_type<Pair<T>>(weights<W>(words, f, p, params));
         first[first_of_pair<W>(p)] = W::GLOBAL ? T(float(pair.x) * weight_scale) : pair.x;
         first[first_of_pair<W>(p) + XValues<W>::DISTANCE] =
-            W::GLOBAL ? T(float(pair.y) * weight_scale) : pair.y;  // mutant: global_scale
+            W::GLOBAL ? T(float(pair.y) * weight_scale) : pair.y;
       }
     }
   }

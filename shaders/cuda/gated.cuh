@@ -14,7 +14,7 @@ struct Biases {
   const T* up;
 
   METAL_FUNC Point added(Point sums, int pair) const {
-    return {sums.x + float(gate[pair]), sums.y + float(up[pair])};  // mutant: biases
+    return {sums.x + float(gate[pair]), sums.y + float(up[pair])};
   }
 };
 
@@ -35,6 +35,6 @@ struct Gated {
   METAL_FUNC void store_pairs(O out, uint row, int pair, const Point* sums, Work work) const {
     const Point both = biases.added(*sums, pair);
     const float value = gated<ACTIVATION>(both.x, both.y);
-    store(out, 0, 0, row * (work.n / 2) + pair, value);  // mutant: row
+    store(out, 0, 0, row * (work.n / 2) + pair, value);
   }
 };

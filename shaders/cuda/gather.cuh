@@ -19,12 +19,12 @@ struct GatheredRows {
 };
 
 METAL_FUNC uint input_row(GatheredRows<0> row_map, uint row) {
-  return row_map.sources[row_map.pairs[row]];  // mutant: input_row
+  return row_map.sources[row_map.pairs[row]];
 }
 
 template <int EACH>
 METAL_FUNC uint input_row(GatheredRows<EACH> row_map, uint row) {
-  return uint(row_map.pairs[row]) / EACH;  // mutant: pair_row
+  return uint(row_map.pairs[row]) / EACH;
 }
 
 template <int EACH>
@@ -51,7 +51,7 @@ METAL_FUNC Pairs list_pairs(
   Pairs found = {0, count};
   for (int base = 0; base < count; base += 32) {
     const int pair = base + lane_index;
-    const bool chosen = pair < count && experts[min(pair, count - 1)] == expert;  // mutant: list
+    const bool chosen = pair < count && experts[min(pair, count - 1)] == expert;
     const uint lanes = __ballot_sync(0xffffffffu, chosen);
     const int place = found.count + __popc(lanes & ((1u << lane_index) - 1)) - first;
     if (chosen && warp == 0 && place >= 0 && place < TILE_M) {
@@ -89,14 +89,14 @@ METAL_FUNC E of_expert(E epilogue, uint, uint) {
 
 template <typename T>
 METAL_FUNC Biased<T> of_expert(Biased<T> epilogue, uint expert, uint n) {
-  return {epilogue.bias + expert * n};  // mutant: bias
+  return {epilogue.bias + expert * n};
 }
 
 template <int ACTIVATION, typename T>
 METAL_FUNC Paired<Gated<ACTIVATION, Biases<T>>> of_expert(
     Paired<Gated<ACTIVATION, Biases<T>>> epilogue, uint expert, uint n) {
   const Biases<T> all = epilogue.how.biases;
-  return {{{all.gate + expert * n, all.up + expert * n}}};  // mutant: gate_biases
+  return {{{all.gate + expert * n, all.up + expert * n}}};
 }
 
 // The weights of all experts. The arrays of the second ones are null if there are none.
@@ -143,7 +143,6 @@ METAL_FUNC void gather(
   work.n *= weights.second.w == nullptr ? 1 : 2;
   const uint n_tiles = ceil_div(work.n, TILE_N * SIMDGROUPS_N);
   const uint own = blockIdx.x / n_tiles;  // index of the block's pair or expert
-  // mutant: expert
   const uint expert = BY_PAIR ? choices.experts[own] : own;
   const int warp = threadIdx.x / 32;
   const int column = warp % SIMDGROUPS_N;
@@ -161,7 +160,6 @@ METAL_FUNC void gather(
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile = col < one.n
                                  ? weight_tile<W>(weights.first, col, one, lane, expert)
-                                 // mutant: up
                                  : weight_tile<W>(weights.second, col - one.n, one, lane, expert);
   const bool aligned = is_aligned(x) && is_aligned(weights.first) && is_aligned(weights.second);
   const E own_epilogue = of_expert(epilogue, expert, one.n);
@@ -169,7 +167,7 @@ METAL_FUNC void gather(
   const GatheredRows<EACH> row_map = {pairs, choices.sources};
   float* sums = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
 
-  for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
+  for (int first = 0, found = count; first < found; first += TILE_M) {
     const Pairs listed =
         list_pairs<TILE_M>(pairs, choices.experts, count, expert, first, warp, lane_index);
     found = listed.count;
@@ -187,6 +185,6 @@ METAL_FUNC void gather(
     __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
         out, own_epilogue, row_map, scratch, work, split, SIMDGROUPS_K, warp, lane_index);
-    __syncthreads();  // mutant: after_store
+    __syncthreads();
   }
 }

@@ -22,7 +22,6 @@ METAL_FUNC Lane lane_of(int index) {
 
 // Returns the Metal lane that owns the words which this lane reads.
 METAL_FUNC int packed_lane(Lane lane) {
-  // mutant: packed_lane
   return (lane.row >> 2) << 4 | (lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1);
 }
 
@@ -78,7 +77,7 @@ METAL_FUNC void load_plane(uint* words, const uint* from, int owner) {
 template <typename W>
 struct XValues {
   static constexpr int REGISTERS = W::CODES / 2;
-  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;  // mutant: distance
+  static constexpr int DISTANCE = !W::PACKED && W::BITS == 4 ? 4 : W::PAIRS;
 };
 
 template <typename W>
@@ -103,7 +102,7 @@ METAL_FUNC void load_activations(uint* x_values, const T* from) {
   } else {
     const ushort* values = (const ushort*)from;
     UNROLL for (int i = 0; i < REGISTERS; ++i) {
-      x_values[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;  // mutant: odd_x
+      x_values[i] = values[2 * i] | uint(values[2 * i + 1]) << 16;
     }
   }
 }
@@ -114,12 +113,11 @@ METAL_FUNC void columns_of_x(uint* columns, const uint* x_values, int j) {
   const int first = first_of_pair<W>(2 * j) / 2;
   const int second = first + XValues<W>::DISTANCE / 2;
   columns[0] = __byte_perm(x_values[first], x_values[second], 0x5410);
-  columns[1] = __byte_perm(x_values[first], x_values[second], 0x7632);  // mutant: halves
+  columns[1] = __byte_perm(x_values[first], x_values[second], 0x7632);
 }
 
 // Returns the index in the warp's scratch of a lane's sum i, of four, for row fragments 2 f and
 // 2 f + 1 of w and fragment j of x. The rows of the scratch are rows of x.
 METAL_FUNC int index_of_sum(Lane lane, int f, int j, int i) {
-  // mutant: sums
   return (8 * j + 2 * lane.pair + (i & 1)) * SCRATCH_ROW + 16 * f + 8 * (i >> 1) + lane.row;
 }

@@ -85,7 +85,7 @@ METAL_FUNC void accumulate(
       if (GROUP_TILES == 1 && here >= k_stop) {
         break;
       }
-      if (nth % GROUP_TILES == 0) {  // mutant: group
+      if (nth % GROUP_TILES == 0) {
         UNROLL for (int i = 0; i < GROUPS; ++i) {
           params[i] = group_params_of<W, T>(next[i]);
         }
@@ -102,7 +102,7 @@ METAL_FUNC void accumulate(
         }
       }
       UNROLL for (int step = 0; step < STEPS; ++step) {
-        if (STEPS == 1 || here + step * W::STEP < k_stop) {  // mutant: last_step
+        if (STEPS == 1 || here + step * W::STEP < k_stop) {
           multiply_step<FRAGMENTS, W>(
               totals,
               words[nth % AHEAD] + step * words_of_step<W>(),
@@ -111,7 +111,6 @@ METAL_FUNC void accumulate(
         }
       }
       if (here + AHEAD * TILE_K < k_stop) {
-        // mutant: prefetch
         load_tile<W, ALIGNED>(words[nth % AHEAD], tile, here + AHEAD * TILE_K, k_stop, work);
       }
     }
@@ -144,7 +143,7 @@ METAL_FUNC void multiply_split(
   decltype(row_of(x, 0, work)) rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row; their results are never stored.
-    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);  // mutant: row
+    const uint row = min(split.row + 8 * i + tile.lane.row, work.m - 1);
     rows[i] = row_of(x, input_row(row_map, row), work) + W::CODES * tile.lane.pair;
   }
   float totals[2][FRAGMENTS][4];

@@ -46,7 +46,6 @@ METAL_FUNC void mma(R rows, Weights<S> weights, Work work, O out, E epilogue, fl
   const int column = warp % SIMDGROUPS_N;
   const int slice = warp / SIMDGROUPS_N;
   const Lane lane = lane_of(threadIdx.x % 32);
-  // mutant: aligned
   const bool aligned = is_aligned(rows.x) && is_aligned(weights);
   typename R::Type* storage = (typename R::Type*)(scratch + SIMDGROUPS * TILE_M * SCRATCH_ROW);
   const auto x = prepare_rows(rows, scratch, storage, work);
@@ -62,7 +61,7 @@ METAL_FUNC void mma(R rows, Weights<S> weights, Work work, O out, E epilogue, fl
       multiply_split<L::FRAGMENTS_M, SIMDGROUPS_K, W>(
           own, x, row_map, tile, work, split, slice, aligned);
     }
-    __syncthreads();  // mutant: before_store
+    __syncthreads();
     store_tile<TILE_M, SIMDGROUPS, SIMDGROUPS_N, SIMDGROUPS>(
         out, epilogue, row_map, scratch, work, split, SIMDGROUPS_K, warp, threadIdx.x % 32);
     if (splits.done()) {

@@ -17,7 +17,7 @@ struct Warps {
     }
     template <int FRAGMENTS>
     static METAL_FUNC constexpr int of_last(int product) {
-      return (STAGE_PRODUCTS * (FRAGMENTS / 2) + product / 2) * BYTES;  // mutant: odd_fragment
+      return (STAGE_PRODUCTS * (FRAGMENTS / 2) + product / 2) * BYTES;
     }
     static METAL_FUNC int of_lane(Lane lane) {
       return 16 * (4 * lane.row + lane.pair);
@@ -27,7 +27,7 @@ struct Warps {
     static METAL_FUNC void store(Shared stage, int product, const uint (*columns)[2], Lane lane) {
       const Shared own = stage + of_lane(lane);
       UNROLL for (int i = 0; i + 1 < FRAGMENTS; i += 2) {
-        store_four(own + of_pair<FRAGMENTS>(product, i), columns[i]);  // mutant: store
+        store_four(own + of_pair<FRAGMENTS>(product, i), columns[i]);
       }
       if (FRAGMENTS % 2) {
         store_two(own + (of_last<FRAGMENTS>(product) + product % 2 * 8), columns[FRAGMENTS - 1]);
@@ -72,7 +72,7 @@ struct Warps {
     Shared stage = kept(ring.at(turn.stage) + Order::of_lane(lane_of(lane_index)));
     while (k < split.k_stop) {
       UNROLL for (int ahead = 0; ahead < incoming.AHEAD; ++ahead) {
-        if (ahead > 0 && k >= split.k_stop) {  // mutant: stage_end
+        if (ahead > 0 && k >= split.k_stop) {
           break;
         }
         barrier_wait(ring.full(turn.stage), turn.parity);
@@ -84,7 +84,7 @@ struct Warps {
           UNROLL for (int step = 0; step < STEPS; ++step) {
             params[step] = incoming.template params<T>(ahead, half, step);
           }
-          uint last[4];  // mutant: last
+          uint last[4];
           UNROLL for (int j = 0; j < PRODUCTS; ++j) {
             const int product = half * PRODUCTS + j;
             uint rows[2][4];
@@ -94,7 +94,7 @@ struct Warps {
             }
             UNROLL for (int i = 0; i + 1 < FRAGMENTS; i += 2) {
               uint columns[4];
-              load_four(columns, stage + Order::of_pair<FRAGMENTS>(product, i));  // mutant: columns
+              load_four(columns, stage + Order::of_pair<FRAGMENTS>(product, i));
               multiply_fragments<2, FRAGMENTS>(totals, i, rows, columns, T());
             }
             if (FRAGMENTS % 2) {
@@ -107,7 +107,6 @@ struct Warps {
           }
           incoming.load(ahead, half, work);
         }
-        // mutant: release
         warp_sync();  // all lanes have read the stage
         if (lane_index == 0) {
           barrier_arrive(ring.empty(turn.stage));

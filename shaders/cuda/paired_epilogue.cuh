@@ -33,14 +33,13 @@ METAL_FUNC int column_of_warp(Paired<HOW>, int col, int column, Work work) {
   if (pair >= work.n / 2) {
     return work.n;
   }
-  // mutant: second_column
   return HOW::first_of_pair(pair, work.n) + column / PAIRS * HOW::distance_of_pair(work.n);
 }
 
 // Adds a scratch element of all slices of k, in ascending order.
 METAL_FUNC float sum_of_slices(const float* partial, int slices, int distance) {
   float total = partial[0];
-  for (int slice = 1; slice < slices; ++slice) {  // mutant: slices
+  for (int slice = 1; slice < slices; ++slice) {
     total += partial[slice * distance];
   }
   return total;
@@ -72,7 +71,7 @@ METAL_FUNC void store_tile(
   static_assert(PAIRS % TOGETHER == 0, "what is stored together lies in a tile");
   const int rows = min(TILE_M, work.m - split.row);
   for (int line = warp; line < PAIRS / TOGETHER * TILE_M; line += SIMDGROUPS) {
-    const int column = line / TILE_M * TOGETHER;  // mutant: columns
+    const int column = line / TILE_M * TOGETHER;
     const int row = line % TILE_M;
     const int pair = split.col / 2 + column * TILE_N + lane_index;
     if (row >= rows || pair >= work.n / 2) {

@@ -14,7 +14,7 @@ namespace marlin {
 template <uint ROWS>
 METAL_FUNC bool is_thread_of_reduce(uint index, const int* shape, const int* schedule) {
   const Work work = read_work(shape, schedule);
-  return index < work.batch * ceil_div(work.m, ROWS) * work.n;  // mutant: bound
+  return index < work.batch * ceil_div(work.m, ROWS) * work.n;
 }
 
 }  // namespace marlin

@@ -7,7 +7,7 @@
 METAL_FUNC Point turned(Point point, float angle) {
   const float turns = rintf(angle * 0.15915494f);
   angle = fmaf(turns, -6.2831855f, angle);
-  angle = fmaf(turns, 1.7484556e-7f, angle);  // mutant: angle
+  angle = fmaf(turns, 1.7484556e-7f, angle);
   float sine;
   float cosine;
   __sincosf(angle, &sine, &cosine);
@@ -34,7 +34,7 @@ struct Normalized {
   // A lane has the points i, i + TILE_N and so on of a head that begins at col - i.
   METAL_FUNC void normalize(Point* points, int i, int col) const {
     float squares = 0.0f;
-    UNROLL for (int j = 0; j < TOGETHER; ++j) {  // mutant: norm
+    UNROLL for (int j = 0; j < TOGETHER; ++j) {
       squares = fmaf(points[j].x, points[j].x, squares);
       squares = fmaf(points[j].y, points[j].y, squares);
     }
@@ -42,7 +42,7 @@ struct Normalized {
     const T* weight = (col < QUERIES ? q : k) + i;
     UNROLL for (int j = 0; j < TOGETHER; ++j) {
       points[j].x *= factor * float(weight[j * TILE_N]);
-      points[j].y *= factor * float(weight[j * TILE_N + HALF]);  // mutant: weight
+      points[j].y *= factor * float(weight[j * TILE_N + HALF]);
     }
   }
 };
@@ -68,7 +68,7 @@ struct Rotated {
   N norms;
 
   static METAL_FUNC int first_of_pair(int pair, int) {
-    return pair / HALF * FEATURES + pair % HALF;  // mutant: first_of_pair
+    return pair / HALF * FEATURES + pair % HALF;
   }
 
   static METAL_FUNC int distance_of_pair(int) {
@@ -83,7 +83,7 @@ struct Rotated {
     UNROLL for (int i = 0; i < TOGETHER; ++i) {
       points[i] = with_bias(sums[i], index + i * TILE_N, col + i * TILE_N);
     }
-    if (col < ROTATED) {  // mutant: rotate
+    if (col < ROTATED) {
       norms.normalize(points, pair % HALF, col);
       const int at = positions[EACH ? row : 0];
       UNROLL for (int i = 0; i < TOGETHER; ++i) {
@@ -102,6 +102,6 @@ struct Rotated {
   METAL_FUNC Point with_bias(Point sums, uint index, int col) const {
     return {
         apply_epilogue(sums.x, before, index, col),
-        apply_epilogue(sums.y, before, index + HALF, col + HALF)};  // mutant: bias
+        apply_epilogue(sums.y, before, index + HALF, col + HALF)};
   }
 };

@@ -53,7 +53,7 @@ METAL_FUNC const T* row_of(Rows<T> rows, size_t row, Work work) {
 
 template <typename T>
 METAL_FUNC InShared<T> row_of(SharedRows<T> rows, size_t row, Work work) {
-  return {rows.x + row * (work.k + SharedRows<T>::PADDING)};  // mutant: stride
+  return {rows.x + row * (work.k + SharedRows<T>::PADDING)};
 }
 
 template <int REGISTERS, bool ALIGNED, typename T>
@@ -109,7 +109,7 @@ METAL_FUNC Share share_of_thread(int rows) {
   const int row = warp % each;
   const int member = warp / each;
   const int members = (WARPS - row + each - 1) / each;
-  const int first = Chunk::SIZE * (32 * member + threadIdx.x % 32);  // mutant: chunks
+  const int first = Chunk::SIZE * (32 * member + threadIdx.x % 32);
   return {first, Chunk::SIZE * 32 * members, row, each, member, members};
 }
 
@@ -140,7 +140,6 @@ METAL_FUNC void scale_row(T* row, const T* weight, float factor, int k, Share sh
     Chunk scaled = {{0, 0, 0, 0}};
     UNROLL for (int j = 0; j < Chunk::SIZE; ++j) {
       const T value = T(values.value(j, T()) * factor);
-      // mutant: weight
       const ushort bits = as_type<ushort>(T(float(value) * weights.value(j, T())));
       scaled.pairs[j / 2] |= uint(bits) << 16 * (j % 2);
     }
@@ -156,7 +155,7 @@ METAL_FUNC void copy_rows(
   copy_row<ALIGNED>(
       storage, weight, work.k, Chunk::SIZE * threadIdx.x, Chunk::SIZE * THREADS);
   for (int row = share.row; row < work.m; row += share.rows) {
-    T* own = storage + (row + 1) * (work.k + SharedRows<T>::PADDING);  // mutant: own_row
+    T* own = storage + (row + 1) * (work.k + SharedRows<T>::PADDING);
     const T* from = x + size_t(row) * work.k;
     const float squares =
         sum_of_warp(copy_row<ALIGNED>(own, from, work.k, share.first, share.step));
@@ -169,7 +168,7 @@ METAL_FUNC void copy_rows(
 template <int EPSILON, typename T>
 METAL_FUNC SharedRows<T> prepare_rows(NormedRows<EPSILON, T> rows, float* scratch, T* storage, Work work) {
   const Share share = share_of_thread(work.m);
-  if (is_aligned(rows.x) && is_aligned(rows.weight)) {  // mutant: squares
+  if (is_aligned(rows.x) && is_aligned(rows.weight)) {
     copy_rows<true>(scratch, storage, rows.x, rows.weight, work, share);
   } else {
     copy_rows<false>(scratch, storage, rows.x, rows.weight, work, share);
@@ -180,7 +179,7 @@ METAL_FUNC SharedRows<T> prepare_rows(NormedRows<EPSILON, T> rows, float* scratc
     for (int i = 0; i < share.members; ++i) {
       squares += scratch[row * (THREADS / 32) + i];
     }
-    const float factor = rsqrtf(squares / work.k + as_type<float>(EPSILON));  // mutant: factor
+    const float factor = rsqrtf(squares / work.k + as_type<float>(EPSILON));
     T* own = storage + (row + 1) * (work.k + SharedRows<T>::PADDING);
     scale_row(own, storage, factor, work.k, share);
   }

@@ -10,7 +10,7 @@ struct SplitOutput {
     T* array = arrays[0];
     uint begin = 0;
     UNROLL for (int i = 1; i < PARTS; ++i) {
-      if (index >= uint(rows * first[i])) {  // mutant: part
+      if (index >= uint(rows * first[i])) {
         array = arrays[i];
         begin = rows * first[i];
       }

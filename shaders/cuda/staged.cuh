@@ -24,7 +24,7 @@ struct Incoming {
   static constexpr int AHEAD = stages_ahead<W>();
   static constexpr int GROUPS = groups_of_tile<W>();
   static constexpr int SETS = W::GROUP == 128 ? 1 : HALVES;  // one group of 128 per stage
-  static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;  // mutant: long_groups
+  static constexpr bool LONG_GROUPS = W::GROUP == 0 || W::GROUP > STAGE_K;
   uint words[AHEAD][HALVES][words_of_tile<W>()] = {};
   Numbers<W, S> numbers[AHEAD][SETS][GROUPS] = {};
   WeightTile<S> tile;  // begins at the stage that is loaded next
@@ -45,7 +45,7 @@ struct Incoming {
   METAL_FUNC void load(int ahead, int half, Work work) {
     if (k + half * TILE_K < k_stop) {
       load_tile<W, ALIGNED>(words[ahead][half], tile, half * TILE_K, STAGE_K, work);
-      if (half + 1 == HALVES || SETS > 1) {  // mutant: numbers
+      if (half + 1 == HALVES || SETS > 1) {
         const int first = (SETS == 1 ? 0 : half * TILE_K) + (LONG_GROUPS ? k : 0);
         load_groups<W, ALIGNED>(numbers_of(ahead, half), tile, first, first + TILE_K, work);
       }
@@ -53,7 +53,7 @@ struct Incoming {
   }
 
   METAL_FUNC void pass() {
-    advance(SLICES * STAGE_K);  // mutant: advance
+    advance(SLICES * STAGE_K);
     k += SLICES * STAGE_K;
   }
 
@@ -109,7 +109,7 @@ METAL_FUNC void staged(
   const Ring<FRAGMENTS_M, STAGES> ring = {shared_at(shared)};
   float* scratch = shared + BARRIERS_BYTES / 4;  // shares its memory with the stages
   float* own = scratch + (column * SIMDGROUPS_K + slice) * TILE_M * SCRATCH_ROW;
-  const bool aligned = is_aligned(x) && is_aligned(weights);  // mutant: init
+  const bool aligned = is_aligned(x) && is_aligned(weights);
   if (threadIdx.x == 0) {
     UNROLL for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full(i), pieces_of_stage<FRAGMENTS_M>());
@@ -145,7 +145,7 @@ METAL_FUNC void staged(
       MULTIPLIER::template multiply_stages<FRAGMENTS_M, SIMDGROUPS_K, STAGES, W, false, T>(
           totals, ring, first, tile, has_columns, work, split, slice, lane_index);
     }
-    first += ceil_div(split.k_stop - split.k_start, STAGE_K);  // mutant: next_split
+    first += ceil_div(split.k_stop - split.k_start, STAGE_K);
     __syncthreads();
     if (warp < MULTIPLIERS && has_columns) {
       store_sums<FRAGMENTS_M, W>(own, totals, tile);

@@ -27,7 +27,7 @@ struct Turn {
     stage += stages;
     if (stage >= STAGES) {
       stage -= STAGES;
-      parity ^= 1;  // mutant: parity
+      parity ^= 1;
     }
   }
 };
@@ -68,7 +68,7 @@ template <typename W, bool ALIGNED, typename T>
 METAL_FUNC void load_tile_of_x(uint* x_values, const T* row, int k, Work work, Lane lane) {
   constexpr int REGISTERS = XValues<W>::REGISTERS;
   UNROLL for (int step = 0; step < TILE_K / W::STEP; ++step) {
-    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);  // mutant: k_bound
+    const int own = min(first_of_step<W>(k, step, lane), work.k - W::CODES);
     load_activations<REGISTERS, ALIGNED>(x_values + step * REGISTERS, row + own);
   }
 }
@@ -85,7 +85,7 @@ METAL_FUNC void store_tile_of_x(
     UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
       columns_of_x<W>(columns[i], x_values[i] + step * XValues<W>::REGISTERS, product % PRODUCTS);
       UNROLL for (int j = 0; j < 2; ++j) {
-        columns[i][j] = inside ? columns[i][j] : 0;  // mutant: padding
+        columns[i][j] = inside ? columns[i][j] : 0;
       }
     }
     ORDER::template store<FRAGMENTS>(stage, half * (TILE_K / 16) + product, columns, lane);
@@ -120,7 +120,7 @@ METAL_FUNC void fill_stages(
   uint rows[FRAGMENTS];
   UNROLL for (int i = 0; i < FRAGMENTS; ++i) {
     // Rows past the end read the last row; their results are never stored.
-    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);  // mutant: pieces
+    const uint row = min(split.row + FRAGMENT_ROWS * i + lane.row, work.m - 1);
     rows[i] = input_row(row_map, row) * work.k;
   }
   for (int piece = loader; piece < stages * PIECES; piece += LOADERS) {
@@ -133,7 +133,7 @@ METAL_FUNC void fill_stages(
         load_tile_of_x<W, ALIGNED>(x_values[h][i], x + rows[i], k + h * TILE_K, work, lane);
       }
     }
-    const Turn<STAGES> turn(first + nth);  // mutant: fill
+    const Turn<STAGES> turn(first + nth);
     if (first + nth >= STAGES) {
       barrier_wait(ring.empty(turn.stage), turn.parity ^ 1);
     }

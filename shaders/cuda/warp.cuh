@@ -1,7 +1,7 @@
 // Reductions over the lanes of a warp.
 
 METAL_FUNC float sum_of_warp(float value) {
-  UNROLL for (int distance = 16; distance > 0; distance /= 2) {  // mutant: butterfly
+  UNROLL for (int distance = 16; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
   return value;

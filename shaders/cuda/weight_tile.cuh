@@ -11,7 +11,7 @@ struct Numbers {
 
   METAL_FUNC void set(int i, uint bits) {
     constexpr int EACH = 4 / sizeof(S);
-    const uint shifted = bits << i % EACH * (8 * sizeof(S));  // mutant: slot
+    const uint shifted = bits << i % EACH * (8 * sizeof(S));
     words[i / EACH] = i % EACH == 0 ? shifted : words[i / EACH] | shifted;
   }
 };
@@ -55,7 +55,7 @@ METAL_FUNC Weights<S> weights(const uint* w, const S* scales, const S* biases) {
 
 template <typename S>
 METAL_FUNC bool is_aligned(Weights<S> weights) {
-  return is_aligned(weights.w) && is_aligned(weights.scales);  // mutant: aligned
+  return is_aligned(weights.w) && is_aligned(weights.scales);
 }
 
 // A lane's view of the 32 rows of w of one column of tiles.
@@ -84,7 +84,7 @@ METAL_FUNC constexpr uint words_of_tiles(uint k_tiles) {
 // Whether a lane's words have the same offset in all planes.
 template <typename W>
 METAL_FUNC constexpr bool in_whole_chunks() {
-  return Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0;  // mutant: whole_chunks
+  return Planes<W>::LOW_WORDS >= 4 && Planes<W>::HIGH_WORDS % 4 == 0;
 }
 
 template <typename W, typename S>
@@ -98,7 +98,7 @@ METAL_FUNC WeightTile<S> weight_tile(Weights<S> weights, int col, Work work, Lan
     tile.words += column * k_tiles * words_of_tiles<W>(1);
     tile.scales += column * packed_groups<W>(k_tiles) * (FACTORS * TILE_N) + 4 * FACTORS * lane.row;
     if (W::GROUP == 16) {
-      tile.scales += lane.pair * (FACTORS * TILE_N);  // mutant: pair_scales
+      tile.scales += lane.pair * (FACTORS * TILE_N);
     }
     if (in_whole_chunks<W>()) {
       tile.words += 4 * tile.owner;
@@ -107,7 +107,6 @@ METAL_FUNC WeightTile<S> weight_tile(Weights<S> weights, int col, Work work, Lan
   } else {
   UNROLL for (int f = 0; f < 4; ++f) {
       // Rows past the end read the last row; their results are never stored.
-      // mutant: row_bound
       tile.rows[f] = product * work.n + min(col + lane.row + 8 * f, work.n - 1);
     }
   }

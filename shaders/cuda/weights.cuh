@@ -26,7 +26,7 @@ METAL_FUNC bfloat2 twice(bfloat value) {
 // Returns scale * code + bias, scale * (code - zero point), or scale * code.
 template <typename W, typename T, typename T2>
 METAL_FUNC uint scaled(T2 codes, T scale, T bias) {
-  if (W::MODE == ZERO_POINT) {  // mutant: zero_point
+  if (W::MODE == ZERO_POINT) {
     return as_type<uint>(__hmul2(__hsub2(codes, twice(bias)), twice(scale)));
   }
   return as_type<uint>(
@@ -44,7 +44,7 @@ METAL_FUNC half2 codes_of_word(uint word, int slot, half) {
     const uint codes = masked(shifted, 0x000F000Fu, 0x64006400u);
     return __hsub2(as_type<half2>(codes), as_type<half2>(0x64006400u + SURPLUS * 0x00010001u));
   }
-  const uint codes = masked(shifted, 0x00F000F0u, 0x54005400u);  // mutant: exponent
+  const uint codes = masked(shifted, 0x00F000F0u, 0x54005400u);
   return __hsub2(as_type<half2>(codes), as_type<half2>(0x54005400u + SURPLUS * 0x00100010u));
 }
 
@@ -52,7 +52,6 @@ template <typename W>
 METAL_FUNC bfloat2 codes_of_word(uint word, int slot, bfloat) {
   constexpr uint SURPLUS = uint(W::ZERO - W::OFFSET);
   const uint codes = masked(word >> 4 * slot, 0x000F000Fu, 0x43004300u);
-  // mutant: surplus
   return __hsub2(as_type<bfloat2>(codes), as_type<bfloat2>(0x43004300u + SURPLUS * 0x00010001u));
 }
 
@@ -88,7 +87,7 @@ METAL_FUNC vec<half, 2> decode(const uint* words, int f, int p) {
 template <typename W>
 METAL_FUNC uint four_bit_floats(const uint* words, int f, int p, bfloat scale) {
   const uint sign = pair_at<W>(words, f, p, 12) & 0x80008000u;
-  const uint rest = pair_at<W>(words, f, p, 6) & 0x01C001C0u;  // mutant: four_bit_floats
+  const uint rest = pair_at<W>(words, f, p, 6) & 0x01C001C0u;
   const bfloat2 values = __hmul2(as_type<bfloat2>(sign | rest), as_type<bfloat2>(0x7E807E80u));
   return as_type<uint>(__hmul2(values, twice(scale)));
 }

@@ -16,7 +16,7 @@ struct Warpgroups {
     template <int FRAGMENTS>
     static METAL_FUNC void store(Shared stage, int product, const uint (*columns)[2], Lane lane) {
       UNROLL for (int i = 0; i < 2 * FRAGMENTS; ++i) {
-        const int matrix = (2 * product + i % 2) * FRAGMENTS + i / 2;  // mutant: matrix
+        const int matrix = (2 * product + i % 2) * FRAGMENTS + i / 2;
         store_word(stage, matrix * 32 + 4 * lane.row + lane.pair, columns[i / 2][i % 2]);
       }
     }
@@ -45,7 +45,7 @@ struct Warpgroups {
     static_assert(STAGES % SLICES == 0, "a place has one slice");
     static_assert(SETS == 1 || STAGES > SLICES, "a slice reads a stage while it waits for its next");
     uint rows[SETS][4][4];
-    int k = split.k_start + slice * STAGE_K;  // mutant: start
+    int k = split.k_start + slice * STAGE_K;
     Incoming<SLICES, W, ALIGNED, S> incoming(tile, k, has_columns ? split.k_stop : 0, work);
     Turn<STAGES> turn(first + slice);
     int read = -1;  // a stage whose last products may be incomplete
@@ -57,7 +57,7 @@ struct Warpgroups {
         barrier_wait(ring.full(turn.stage), turn.parity);
         const Columns stage = columns_at<FRAGMENTS>(ring.at(turn.stage));
         UNROLL for (int half = 0; half < HALVES; ++half) {
-          if (half > 0 && k + half * TILE_K >= split.k_stop) {  // mutant: half_stage
+          if (half > 0 && k + half * TILE_K >= split.k_stop) {
             break;
           }
           GroupParams<T> params[STEPS];
@@ -77,7 +77,7 @@ struct Warpgroups {
             }
             products_begin();
             UNROLL for (int i = 0; i < 4; ++i) {
-              const int matrix = 2 * (half * PRODUCTS + j + i / 2) * FRAGMENTS;  // mutant: fragment
+              const int matrix = 2 * (half * PRODUCTS + j + i / 2) * FRAGMENTS;
               multiply_by_shared(
                   totals[i % 2],
                   own[i],
@@ -88,7 +88,7 @@ struct Warpgroups {
             products_commit();
             products_wait<SETS - 1>();
             if (SETS > 1 && half == 0 && j == 0 && read >= 0 && lane_index == 0) {
-              barrier_arrive(ring.empty(read));  // mutant: release
+              barrier_arrive(ring.empty(read));
             }
           }
         }

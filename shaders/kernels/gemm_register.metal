@@ -12,6 +12,6 @@ marlin::gemm_register<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPE
     marlin::Plain{},
     marlin::Simdgroup{
         scratch,
-        threadgroup_position_in_grid.x,  // mutant: range
+        threadgroup_position_in_grid.x,
         int(simdgroup_index_in_threadgroup),
         int(thread_index_in_simdgroup)});

@@ -9,7 +9,7 @@ marlin::gemm_register<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPE
     marlin::read_work(shape, schedule),
     out,
     marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
-        bias, multiplier, residual, parts},  // mutant: epilogue
+        bias, multiplier, residual, parts},
     marlin::Simdgroup{
         scratch,
         threadgroup_position_in_grid.x,

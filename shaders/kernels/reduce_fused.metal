@@ -7,5 +7,5 @@ marlin::reduce<ROWS, BATCHED, T>(
     schedule,
     out,
     marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS>{
-        bias, multiplier, residual, parts},  // mutant: epilogue
+        bias, multiplier, residual, parts},
     thread_position_in_grid.x);

@@ -23,7 +23,7 @@ METAL_FUNC void add_norm(
     UNROLL for (int i = 0; i < SIDE; ++i) {
       const uint col = first + turn * SIDE * THREADS + i;
       const uint index = row * N + col;
-      const T total = col < N ? T(float(x[index]) + float(y[index])) : T(0);  // mutant: sum
+      const T total = col < N ? T(float(x[index]) + float(y[index])) : T(0);
       values[turn][i] = float(total);
       squares += values[turn][i] * values[turn][i];
       if (col < N) {
@@ -35,14 +35,14 @@ METAL_FUNC void add_norm(
   if (lane == 0) {
     partials[simdgroup] = squares;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: barrier
-  const float all = simd_sum(lane < THREADS / 32 ? partials[lane] : 0.0f);  // mutant: partials
-  const float factor = rsqrt(all / N + epsilon);  // mutant: factor
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float all = simd_sum(lane < THREADS / 32 ? partials[lane] : 0.0f);
+  const float factor = rsqrt(all / N + epsilon);
   UNROLL for (int turn = 0; turn < TURNS; ++turn) {
     UNROLL for (int i = 0; i < SIDE; ++i) {
       const uint col = first + turn * SIDE * THREADS + i;
       if (col < N) {
-        out[row * N + col] = T(values[turn][i] * factor * float(weight[col]));  // mutant: weight
+        out[row * N + col] = T(values[turn][i] * factor * float(weight[col]));
       }
     }
   }

@@ -24,7 +24,6 @@ constant constexpr int FLOAT_WEIGHTS = 3;  // scale * q + bias
 template <int MODE_, int BITS_, int GROUP_, bool PACKED_, int OPERAND_ = EXACT_CODES>
 struct WeightFormat {
   STATIC bool GLOBAL = MODE_ == GLOBAL_FLOATING;
-  // mutant: k_modes
   STATIC bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC;
   STATIC int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING
                     : MODE_ == K_AFFINE      ? AFFINE
@@ -34,13 +33,11 @@ struct WeightFormat {
   STATIC int GROUP = GROUP_;
   STATIC bool PACKED = PACKED_;
   // Whether a group has a bias, which is multiplied by the sum of its activations.
-  // mutant: flags
   STATIC bool BIASED = MODE == AFFINE || MODE == ZERO_POINT;
   STATIC int OPERAND = OPERAND_;
   // What fragments hold. A group of 16 belongs to one lane: scale and bias are applied in the
   // fragment. The product of an E2M1 value and its E4M3 scale fits in a half, 3 bits times 4
   // bits; integers need a float.
-  // mutant: fragment
   STATIC int FRAGMENT = GROUP_ != 16 ? OPERAND_ : MODE == FLOATING ? HALF_WEIGHTS : FLOAT_WEIGHTS;
   // CODES is the number of consecutive codes of a row that a lane has in one step of the main
   // loop. Four lanes share a row of a fragment, and this row must not span two groups.
@@ -53,9 +50,7 @@ struct WeightFormat {
   STATIC int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
   STATIC int OFFSET = 1 << (10 - BIT_OFFSET);
   // Excess of the decoded half over the value that is scaled, until it is subtracted.
-  STATIC int ZERO =
-      // mutant: symmetric
-      MODE == FLOATING ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
+  STATIC int ZERO = MODE == FLOATING ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
   // Factor from the decoded half to the small float, which has another exponent bias.
   STATIC int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };
@@ -64,11 +59,11 @@ struct WeightFormat {
 template <typename W>
 METAL_FUNC uint group_at(uint k) {
   // The divisor is never 0, so that this compiles for GROUP == 0.
-  return W::GROUP == 0 ? 0 : k / (W::GROUP == 0 ? 1 : W::GROUP);  // mutant: group
+  return W::GROUP == 0 ? 0 : k / (W::GROUP == 0 ? 1 : W::GROUP);
 }
 
 METAL_FUNC uint both_halves(uint bits) {
-  return bits | bits << 16;  // mutant: both_halves
+  return bits | bits << 16;
 }
 
 METAL_FUNC uint ones(int count) {

@@ -6,7 +6,7 @@ template <typename W>
 METAL_FUNC void decode_row(
     thread float* values, thread const uint* words, int f, GroupParams params, float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
-    const float2 codes = decode<W, float, EXACT_CODES>(words, f, t);  // mutant: values
+    const float2 codes = decode<W, float, EXACT_CODES>(words, f, t);
     const int first = vec4_offset<W>(0, t / 4) + t % 4;
     const int second = vec4_offset<W>(1, t / 4) + t % 4;
     values[first] = fma(params.scale[f], codes.x, params.bias[f]) * weight_scale;
@@ -53,9 +53,9 @@ METAL_FUNC void dequantize(
   }
   const Lane lane = lane_of(lane_index);
   const WeightTile<S> tile =
-      weight_tile<W>(weights, row + tile_row, work, lane_index);  // mutant: block_row
+      weight_tile<W>(weights, row + tile_row, work, lane_index);
   uint words[words_of_step<W>()];
-  load_words<W>(words, tile, first_k + k, lane_index);  // mutant: block
+  load_words<W>(words, tile, first_k + k, lane_index);
   const GroupParams params = load_group_params<W>(tile, first_k + k);
   UNROLL for (int f = 0; f < 4; ++f) {
     const int inside = tile_row + 8 * f + lane.row;

@@ -2,7 +2,7 @@
 
 // Columns of a scratch row: 32, plus four of padding against bank conflicts. The 32 lanes of a
 // fragment (eight rows of w by four pairs of columns) then access 32 different banks.
-constant constexpr int SCRATCH_ROW = TILE_N + 4;  // mutant: padding
+constant constexpr int SCRATCH_ROW = TILE_N + 4;
 
 // The epilogue that changes nothing.
 struct Plain {};
@@ -17,7 +17,7 @@ struct Epilogue {
   const constant int32_t* parts;  // first columns of the PARTS results, and the end
 };
 
-constant constexpr int SILU = 1;  // mutant: activations
+constant constexpr int SILU = 1;
 constant constexpr int GELU = 2;
 constant constexpr int GELU_APPROX = 3;
 
@@ -26,7 +26,6 @@ METAL_FUNC float error_function(float x) {
   const float t = 1.0f / (1.0f + 0.3275911f * abs(x));
   const float series =
       t * (0.254829592f +
-           // mutant: erf
            t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
   return copysign(1.0f - series * exp(-x * x), x);
 }
@@ -34,7 +33,7 @@ METAL_FUNC float error_function(float x) {
 template <int ACTIVATION>
 METAL_FUNC float activate(float x) {
   if (ACTIVATION == SILU) {
-    return x / (1.0f + exp(-x));  // mutant: activate
+    return x / (1.0f + exp(-x));
   }
   if (ACTIVATION == GELU) {
     return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
@@ -57,8 +56,8 @@ METAL_FUNC float apply_epilogue(
     Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue,
     uint index,
     uint col) {
-  value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);  // mutant: bias
-  value = MULTIPLY ? value * float(epilogue.multiplier[index]) : value;  // mutant: operands
+  value = activate<ACTIVATION>(BIAS ? value + float(epilogue.bias[col]) : value);
+  value = MULTIPLY ? value * float(epilogue.multiplier[index]) : value;
   return RESIDUAL ? value + float(epilogue.residual[index]) : value;
 }
 
@@ -79,7 +78,7 @@ METAL_FUNC uint output_index(
   }
   uint first = 0;
   uint end = epilogue.parts[1];
-  UNROLL for (int i = 1; i < PARTS; ++i) {  // mutant: parts
+  UNROLL for (int i = 1; i < PARTS; ++i) {
     if (col >= uint(epilogue.parts[i])) {
       first = epilogue.parts[i];
       end = epilogue.parts[i + 1];
@@ -91,7 +90,7 @@ METAL_FUNC uint output_index(
 // Stores to the split's slot of the workspace, `size` elements. `lib/atomic` adds instead.
 template <typename O>
 METAL_FUNC void store(device O* out, uint slot, uint size, uint index, float value) {
-  out[slot * size + index] = O(value);  // mutant: slot
+  out[slot * size + index] = O(value);
 }
 
 // Maps a row of the product to its rows of x and of the output: the same row, after the rows of
@@ -105,23 +104,23 @@ template <bool BATCHED>
 METAL_FUNC IdentityRows rows_of_product(Split split, Work work) {
   IdentityRows row_map = {0, 0};
   if (BATCHED) {
-    row_map.first = split.product * work.m;  // mutant: batch
+    row_map.first = split.product * work.m;
     row_map.others = (work.batch - 1) * work.m;
   }
   return row_map;
 }
 
 METAL_FUNC uint input_row(IdentityRows row_map, uint row) {
-  return row_map.first + row;  // mutant: input_row
+  return row_map.first + row;
 }
 
 METAL_FUNC uint output_row(IdentityRows row_map, uint row) {
-  return row_map.first + row;  // mutant: output_row
+  return row_map.first + row;
 }
 
 // Returns the number of rows of a slot of the workspace.
 METAL_FUNC uint rows_of_slot(IdentityRows row_map, Work work) {
-  return work.m + row_map.others;  // mutant: slot_rows
+  return work.m + row_map.others;
 }
 
 // The rows of w that an epilogue needs. TILES_N: those of leading tiles, in units of TILE_N.
@@ -135,7 +134,7 @@ struct WeightRows {
 
   // Returns the first row of a simdgroup.
   static METAL_FUNC int first(Split split, Place place, Work) {
-    return split.col + TILE_N * place.column;  // mutant: first
+    return split.col + TILE_N * place.column;
   }
 };
 
@@ -143,7 +142,6 @@ struct WeightRows {
 // partial: that of the first simdgroup, in the given column of a row of scratch.
 template <int TILE_M, int SIMDGROUPS_K, int TILES_N, typename E>
 METAL_FUNC float tile_value(E, const threadgroup float* partial, int, int k_slices) {
-  // mutant: slices
   float total = partial[0];
   UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
     if (TILES_N == 1 || s < k_slices) {
@@ -173,7 +171,7 @@ METAL_FUNC void store_tile(
     int k_slices,
     int simdgroup_index,
     int lane_index) {
-  const int rows = min(TILE_M, work.m - split.row);  // mutant: bounds
+  const int rows = min(TILE_M, work.m - split.row);
   const int cols = work.n - split.col;
   const int columns = TILES_N > 1 ? SIMDGROUPS_K / k_slices : 1;
   // A simdgroup stores one row at a time; a lane always stores the same column.
@@ -182,7 +180,7 @@ METAL_FUNC void store_tile(
     const int column = TILES_N > 1 ? line / TILE_M : 0;
     const int row = TILES_N > 1 ? line % TILE_M : line;
     const int col = column * TILE_N + lane_index;
-    if (TILES_N > 1 && (row >= rows || col >= cols)) {  // mutant: add_partials
+    if (TILES_N > 1 && (row >= rows || col >= cols)) {
       continue;
     }
     const threadgroup float* partial =
@@ -191,7 +189,7 @@ METAL_FUNC void store_tile(
         tile_value<TILE_M, SIMDGROUPS_K, TILES_N>(epilogue, partial, lane_index, k_slices);
     const uint index =
         output_index(epilogue, output_row(row_map, split.row + row), split.col + col, work);
-    total = apply_epilogue(total, epilogue, index, split.col + col);  // mutant: epilogue
+    total = apply_epilogue(total, epilogue, index, split.col + col);
     store(out, split.slot, rows_of_slot(row_map, work) * work.n, index, total);
   }
 }

@@ -27,13 +27,13 @@ METAL_FUNC ExpertEpilogue<GATE, BIAS, T, S> expert_epilogue(
 template <int GATE, bool BIAS, typename T, typename S>
 METAL_FUNC Weights<S> weights_of(
     ExpertEpilogue<GATE, BIAS, T, S> epilogue, Weights<S> first, int column) {
-  return GATE != NO_GATE && column == 1 ? epilogue.second : first;  // mutant: second
+  return GATE != NO_GATE && column == 1 ? epilogue.second : first;
 }
 
 template <int GATE, bool BIAS, typename T, typename S>
 METAL_FUNC ExpertEpilogue<GATE, BIAS, T, S> at_column(
     ExpertEpilogue<GATE, BIAS, T, S> epilogue, ulong first) {
-  epilogue.bias += first;  // mutant: biases
+  epilogue.bias += first;
   epilogue.second_bias += first;
   return epilogue;
 }
@@ -46,14 +46,13 @@ METAL_FUNC float tile_value(
     int k_slices) {
   if (GATE == NO_GATE) {
     const float total = tile_value<TILE_M, SIMDGROUPS_K, TILES_N>(Plain{}, partial, col, k_slices);
-    return BIAS ? total + float(epilogue.bias[col]) : total;  // mutant: bias
+    return BIAS ? total + float(epilogue.bias[col]) : total;
   }
   float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, TILES_N>(partial, 1.0f);
   if (BIAS) {
-    // mutant: both_biases
     both += float2(float(epilogue.bias[col]), float(epilogue.second_bias[col]));
   }
-  return gated<GATE>(both.x, both.y);  // mutant: gate
+  return gated<GATE>(both.x, both.y);
 }
 
 template <int GATE, bool BIAS, typename T, typename S>

@@ -46,7 +46,6 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
     const int h = i / FRAGMENTS_M / 4;
     const int s = i / FRAGMENTS_M % 4;
     const int j = i % FRAGMENTS_M;
-    // mutant: columns
     columns[i] = make_fragment<F>(x_vec4[2 * j * VEC4S + h][s], x_vec4[(2 * j + 1) * VEC4S + h][s]);
   }
 }
@@ -56,7 +55,7 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
 template <typename W, typename V>
 METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
-  vec<V, 2> values = decode<W, V, W::FRAGMENT>(words, f, step);  // mutant: decode
+  vec<V, 2> values = decode<W, V, W::FRAGMENT>(words, f, step);
   if (W::FRAGMENT >= HALF_WEIGHTS) {
     const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
                                      : float2(values) * scale;
@@ -75,7 +74,7 @@ METAL_FUNC void multiply(
     thread const float2* sums,
     float scale,
     float bias) {
-  constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;  // mutant: start
+  constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
     const float2 start = HAS_OFFSET ? -float(W::ZERO) * sums[j] : float2(0.0f);
@@ -103,7 +102,6 @@ METAL_FUNC void add_scaled(
 // corner: index in scratch of the lane's first element of its simdgroup's tile.
 template <int FRAGMENTS_M>
 METAL_FUNC void
-// mutant: write_scratch
 write_scratch(threadgroup float* scratch, thread const float2* totals, int corner) {
   UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
     const int place = corner + 8 * (i % FRAGMENTS_M) * SCRATCH_ROW + 8 * (i / FRAGMENTS_M);
@@ -129,7 +127,6 @@ METAL_FUNC void add_products(
     int cols) {
   if (W::FRAGMENT < HALF_WEIGHTS && W::BIASED) {
     UNROLL for (int i = 0; i < 4 * FRAGMENTS; ++i) {
-      // mutant: ragged
       totals[i] = fma(float2(params.bias[i / FRAGMENTS]), sums[i % FRAGMENTS], totals[i]);
     }
   }
@@ -143,7 +140,6 @@ METAL_FUNC void add_products(
     multiply<FRAGMENTS, W, F>(
         products, codes, f, columns, sums, scale, params.bias[f]);
     add_scaled<FRAGMENTS>(
-        // mutant: scale
         totals + f * FRAGMENTS,
         products,
         W::FRAGMENT >= HALF_WEIGHTS ? weight_scale : scale);

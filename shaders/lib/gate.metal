@@ -8,10 +8,9 @@ constant constexpr int CLIPPED_SWIGLU = 4;
 template <int ACTIVATION>
 METAL_FUNC float gated(float gate, float up) {
   if (ACTIVATION == CLIPPED_SWIGLU) {
-    // mutant: clipped
     gate = gate > 7.0f ? 7.0f : gate;  // NaN stays NaN
     up = up > 7.0f ? 7.0f : up < -7.0f ? -7.0f : up;
     return gate / (1.0f + exp(-1.702f * gate)) * (up + 1.0f);
   }
-  return activate<ACTIVATION>(gate) * up;  // mutant: gated
+  return activate<ACTIVATION>(gate) * up;
 }

@@ -11,12 +11,12 @@ struct WeightRows<Gated<ACTIVATION>, TILES_N> {
   STATIC int WIDTH = TILES_N / 2;
 
   static METAL_FUNC Work sizes(Work work) {
-    work.n *= 2;  // mutant: sizes
+    work.n *= 2;
     return work;
   }
 
   static METAL_FUNC int first(Split split, Place place, Work work) {
-    return split.col + work.n * place.column;  // mutant: half
+    return split.col + work.n * place.column;
   }
 };
 
@@ -24,7 +24,6 @@ struct WeightRows<Gated<ACTIVATION>, TILES_N> {
 template <int TILE_M, int SIMDGROUPS_K, int TILES_N>
 METAL_FUNC float2 gate_and_up(const threadgroup float* partial, float factor) {
   constexpr int K_SLICES = SIMDGROUPS_K / 2;
-  // mutant: gate
   const threadgroup float* other = partial + K_SLICES * TILE_M * SCRATCH_ROW;
   const float gate = tile_value<TILE_M, K_SLICES, TILES_N>(Plain{}, partial, 0, K_SLICES);
   const float up = tile_value<TILE_M, K_SLICES, TILES_N>(Plain{}, other, 0, K_SLICES);
@@ -34,7 +33,7 @@ METAL_FUNC float2 gate_and_up(const threadgroup float* partial, float factor) {
 template <int TILE_M, int SIMDGROUPS_K, int TILES_N, int ACTIVATION>
 METAL_FUNC float tile_value(Gated<ACTIVATION>, const threadgroup float* partial, int, int) {
   const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, TILES_N>(partial, 1.0f);
-  return gated<ACTIVATION>(both.x, both.y);  // mutant: activation
+  return gated<ACTIVATION>(both.x, both.y);
 }
 
 template <int ACTIVATION>
@@ -44,5 +43,5 @@ METAL_FUNC float apply_epilogue(float value, Gated<ACTIVATION>, uint, uint) {
 
 template <int ACTIVATION>
 METAL_FUNC uint output_index(Gated<ACTIVATION>, uint row, uint col, Work work) {
-  return row * work.n + col;  // mutant: index
+  return row * work.n + col;
 }

@@ -24,11 +24,11 @@ struct Choices {
 
 METAL_FUNC uint input_row(GatheredRows row_map, uint row) {
   const uint pair = row_map.pairs[row];
-  return row_map.each == 0 ? row_map.sources[pair] : pair / row_map.each;  // mutant: input_row
+  return row_map.each == 0 ? row_map.sources[pair] : pair / row_map.each;
 }
 
 METAL_FUNC uint output_row(GatheredRows row_map, uint row) {
-  return row_map.pairs[row];  // mutant: output_row
+  return row_map.pairs[row];
 }
 
 // Lists up to TILE_M pairs of an expert in ascending order, beginning with pair number `first`.
@@ -43,7 +43,7 @@ METAL_FUNC int list_pairs(
     int simdgroup_index,
     int lane_index) {
   int found = 0;
-  for (int base = 0; base < count; base += 32) {  // mutant: list
+  for (int base = 0; base < count; base += 32) {
     const int pair = base + lane_index;
     const int chosen = pair < count && experts[min(pair, count - 1)] == expert ? 1 : 0;
     const int place = found + simd_prefix_exclusive_sum(chosen) - first;
@@ -103,7 +103,6 @@ METAL_FUNC void gather_rows(
     Work work,
     Split split,
     Simdgroup simdgroup) {
-  // mutant: dot_rows
   const Place place =
       place_of_simdgroup<1, SIMDGROUPS, WeightsOf<E>::COUNT>(simdgroup.index, true, 0);
   RowOffsets<ROWS> starts;
@@ -114,7 +113,7 @@ METAL_FUNC void gather_rows(
   accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, simdgroup.lane_index);
   const int corner = simdgroup.index * ROWS * SCRATCH_ROW;
   write_rows<ROWS>(simdgroup.scratch, totals, corner, lane_of(simdgroup.lane_index), starts);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: dot_store
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   store_tile<ROWS, SIMDGROUPS, 1, SIMDGROUPS>(
       out,
       epilogue,
@@ -130,7 +129,7 @@ METAL_FUNC void gather_rows(
 // Returns the offset of an expert's part of an array. It has 64 bits, because the array of all
 // experts may have more than 2^32 elements.
 METAL_FUNC ulong offset_of_expert(uint expert, uint size) {
-  return ulong(expert) * size;  // mutant: expert_offset
+  return ulong(expert) * size;
 }
 
 template <
@@ -152,7 +151,7 @@ METAL_FUNC void gather_register(
   constexpr int FRAGMENTS_M = L::ROWS / 8;
   constexpr int TILE_M = L::TILE_M;
   constexpr int SIMDGROUPS = L::SIMDGROUPS;
-  const int count = choices.shape[0];  // mutant: expert
+  const int count = choices.shape[0];
   Work work;
   work.n = choices.shape[1];
   work.k = choices.shape[2];
@@ -170,19 +169,17 @@ METAL_FUNC void gather_register(
       simdgroup.index, true, L::ROWS);
   Weights<S> weights = weights_of(epilogue, first_weights, place.column);
   const uint2 size = weight_size<W>(work);
-  weights.w += offset_of_expert(expert, size.x);  // mutant: codes
-  weights.scales += offset_of_expert(expert, size.y);  // mutant: parameters
+  weights.w += offset_of_expert(expert, size.x);
+  weights.scales += offset_of_expert(expert, size.y);
   weights.biases += offset_of_expert(expert, size.y);
   epilogue = at_column(epilogue, offset_of_expert(expert, work.n) + split.col);
   const int corner =
-      // mutant: corner
       (simdgroup.index / L::SIMDGROUPS_M * TILE_M + place.row + 2 * lane.pair) * SCRATCH_ROW +
       lane.row;
-  // mutant: each
   const GatheredRows row_map = {choices.pairs, choices.sources, uint(choices.shape[3])};
   float2 totals[4 * FRAGMENTS_M];
 
-  for (int first = 0, found = count; first < found; first += TILE_M) {  // mutant: rounds
+  for (int first = 0, found = count; first < found; first += TILE_M) {
     found = list_pairs<TILE_M>(
         choices.pairs,
         choices.experts,
@@ -198,7 +195,7 @@ METAL_FUNC void gather_register(
     work.m = min(found - first, TILE_M);
     const WeightTile<S> tile = weight_tile<W>(weights, split.col, work, simdgroup.lane_index);
     // All threads found the same number of pairs, so the branches are uniform.
-    if (DOT_ROWS >= 1 && work.m == 1) {  // mutant: dot
+    if (DOT_ROWS >= 1 && work.m == 1) {
       gather_rows<1, SIMDGROUPS, W>(
           x, row_map, tile, out, epilogue, work, split, simdgroup);
     } else if (DOT_ROWS >= 2 && work.m == 2) {
@@ -219,7 +216,7 @@ METAL_FUNC void gather_register(
             simdgroup.lane_index);
         write_scratch<FRAGMENTS_M>(simdgroup.scratch, totals, corner);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: store
+      threadgroup_barrier(mem_flags::mem_threadgroup);
       store_tile<TILE_M, L::SIMDGROUPS_K, 1, SIMDGROUPS>(
           out,
           epilogue,

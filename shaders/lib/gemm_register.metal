@@ -10,7 +10,7 @@
 template <int FRAGMENTS, bool RAGGED, typename W, typename T, typename S, typename R>
 METAL_FUNC void accumulate(
     thread float2* totals,
-    const device T* x,  // mutant: address_space
+    const device T* x,
     R row_map,
     WeightTile<S> tile,
     int first_row,
@@ -26,7 +26,6 @@ METAL_FUNC void accumulate(
   uint starts[COLUMNS];
   UNROLL for (int i = 0; i < COLUMNS; ++i) {
     // Rows past the end read the last row; their results are never stored.
-    // mutant: row_bound
     const int row = min(first_row + 8 * (i / 2) + 2 * lane.pair + i % 2, work.m - 1);
     starts[i] = input_row(row_map, row) * work.k + vec4_offset<W>(lane.row, 0);
   }
@@ -61,7 +60,7 @@ METAL_FUNC void gemm_register(
   typedef WeightRows<E, L::TILES_N> R;
   const Lane lane = lane_of(simdgroup.lane_index);
   const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, L::TILES_N>(
-      simdgroup.index, simdgroup.threadgroup_index < work.whole, L::ROWS);  // mutant: corner
+      simdgroup.index, simdgroup.threadgroup_index < work.whole, L::ROWS);
   const int corner = (simdgroup.index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
           SCRATCH_ROW + lane.row;
   float2 totals[4 * FRAGMENTS_M];
@@ -73,7 +72,6 @@ METAL_FUNC void gemm_register(
     const int col = R::first(split, place, work);
     const Work weight = R::sizes(work);
     const WeightTile<S> tile =
-        // mutant: fragments
         weight_tile<W>(weights, col, weight, simdgroup.lane_index, split.product);
     const int cols = weight.n - col;
     const int row = split.row + place.row;
@@ -87,7 +85,7 @@ METAL_FUNC void gemm_register(
           totals, x, row_map, tile, row, cols, work, split, place, simdgroup.lane_index);
       write_scratch<1>(simdgroup.scratch, totals, corner);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
+    threadgroup_barrier(mem_flags::mem_threadgroup);
     store_tile<L::TILE_M, L::SIMDGROUPS_K, R::WIDTH, L::SIMDGROUPS>(
         out,
         epilogue,

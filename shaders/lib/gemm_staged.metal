@@ -28,7 +28,7 @@ METAL_FUNC void multiply_stage(
     Place place,
     int k) {
   typedef typename L::W W;
-  const threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
+  const threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
   simdgroup_matrix<F, 8, 8> columns[W::PAIRS * FRAGMENTS];
   float2 sums[FRAGMENTS];
   UNROLL for (int j = 0; j < FRAGMENTS; ++j) {
@@ -38,7 +38,6 @@ METAL_FUNC void multiply_stage(
     UNROLL for (int step = 0; step < W::PAIRS; ++step) {
       const int i = step * FRAGMENTS + j;
       simdgroup_load(columns[i], column + 64 * step, 8);
-      // mutant: sums
       sums[j] += float2(columns[i].thread_elements()[0], columns[i].thread_elements()[1]);
     }
     if (needs_sums<W>()) {
@@ -49,7 +48,7 @@ METAL_FUNC void multiply_stage(
   if (W::FRAGMENT < HALF_WEIGHTS) {  // otherwise the staged values are scaled weights
     params = load_group_params<W>(tile, k);
   }
-  const int nth = place.column * place.k_slices + place.k_slice;  // mutant: codes
+  const int nth = place.column * place.k_slices + place.k_slice;
   const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
   add_products<FRAGMENTS, RAGGED, W, F>(
       totals, codes, columns, sums, params, tile.weight_scale, cols);
@@ -66,12 +65,12 @@ METAL_FUNC void gemm_staged(
   typedef typename L::W W;
   typedef typename Fragment<T, W::FRAGMENT == FLOAT_WEIGHTS>::type F;
   constexpr int FRAGMENTS_M = L::ROWS / 8;
-  constexpr int AHEAD = L::BUFFERS - 1;  // mutant: ahead
+  constexpr int AHEAD = L::BUFFERS - 1;
 
   const Lane lane = lane_of(simdgroup.lane_index);
   const Place place = place_of_simdgroup<L::SIMDGROUPS_M, L::SIMDGROUPS_K, L::TILES_N>(
       simdgroup.index, simdgroup.threadgroup_index < work.whole, L::ROWS);
-  const bool multiplies = simdgroup.index < L::MULTIPLYING;  // mutant: roles
+  const bool multiplies = simdgroup.index < L::MULTIPLYING;
   const bool loads = L::LOADERS == 0 || !multiplies;
   const int loader = simdgroup.index - (L::LOADERS == 0 ? 0 : L::MULTIPLYING);
   const int corner = (simdgroup.index / L::SIMDGROUPS_M * L::TILE_M + place.row + 2 * lane.pair) *
@@ -87,7 +86,6 @@ METAL_FUNC void gemm_staged(
         weight_tile<W>(weights, col, work, simdgroup.lane_index);
     const int cols = work.n - col;
     const int rows = multiplies ? work.m - split.row - place.row : 0;
-    // mutant: stages
     const int stages = ceil_div(split.k_stop - split.k_start, W::STEP * place.k_slices);
     UNROLL for (int i = 0; i < 4 * FRAGMENTS_M; ++i) {
       totals[i] = float2(0.0f);
@@ -103,7 +101,7 @@ METAL_FUNC void gemm_staged(
         load_stage<L>(
             buffers, x, weights, stage + AHEAD, work, split, place, loader, simdgroup.lane_index);
       }
-      if (AHEAD == 0) {  // mutant: after_load
+      if (AHEAD == 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
       const int k = step_of_stage<W>(stage, place.k_slice, split, place);
@@ -114,7 +112,7 @@ METAL_FUNC void gemm_staged(
       } else if (k < split.k_stop && rows > 0) {
         multiply_stage<1, RAGGED, L>(totals, buffers, stage, tile, cols, place, k);
       }
-      threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_stage
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     if (rows > 8 * (FRAGMENTS_M - 1)) {
       write_scratch<FRAGMENTS_M>(simdgroup.scratch, totals, corner);
@@ -122,7 +120,7 @@ METAL_FUNC void gemm_staged(
       write_scratch<1>(simdgroup.scratch, totals, corner);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_tile<L::TILE_M, L::SIMDGROUPS_K, L::TILES_N, L::MULTIPLYING + L::LOADERS>(  // mutant: store
+    store_tile<L::TILE_M, L::SIMDGROUPS_K, L::TILES_N, L::MULTIPLYING + L::LOADERS>(
         out,
         epilogue,
         IdentityRows{},

@@ -24,7 +24,7 @@ METAL_FUNC void load_elements(thread half* elements, const device half* x, uint 
 }
 
 METAL_FUNC void load_elements(thread bfloat* elements, const device bfloat* x, uint offset) {
-  const ushort4 raw = load_vec4((const device ushort*)x, offset);  // mutant: load_raw
+  const ushort4 raw = load_vec4((const device ushort*)x, offset);
   UNROLL for (int s = 0; s < 4; ++s) {
     elements[s] = as_type<bfloat>(raw[s]);
   }
@@ -38,7 +38,6 @@ METAL_FUNC void load_activations(
     const int operation = i / 4;
     const int part = i / 2 % 2;
     const int row = i % 2;
-    // mutant: x_element
     load_elements(
         elements + 16 * operation + 8 * part + 4 * row,
         x + vec4_offset<W>(part, operation),
@@ -54,7 +53,7 @@ METAL_FUNC float4 sums_of_results(thread const T* elements, int lane_index) {
     sums[i / 4 % 2] += float(elements[i]);
   }
   sums = float2(sum_over_pairs(sums.x), sum_over_pairs(sums.y));
-  const float own = lane_of(lane_index).pair < 2 ? sums.x : sums.y;  // mutant: own_sum
+  const float own = lane_of(lane_index).pair < 2 ? sums.x : sums.y;
   float4 result;
   UNROLL for (int s = 0; s < 4; ++s) {
     result[s] = from_row_of_result(own, s, lane_index);
@@ -75,16 +74,15 @@ METAL_FUNC void multiply_step(
   constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;
   if (HAS_OFFSET) {
     UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
-      products[i] = -float(W::ZERO) * sums[i % 4];  // mutant: offset
+      products[i] = -float(W::ZERO) * sums[i % 4];
     }
   }
   UNROLL for (int operation = 0; operation < W::VEC4S; ++operation) {
-    // mutant: operation_weights
     thread half* of_operation = weights + OPERATION_WEIGHTS * operation;
     if (DECODES) {
       tensor_weights<W>(of_operation, words, operation, scale);
     }
-    if (HAS_OFFSET || operation > 0) {  // mutant: accumulate
+    if (HAS_OFFSET || operation > 0) {
       tensor_multiply<true>(products, of_operation, x_elements + 16 * operation);
     } else {
       tensor_multiply<false>(products, of_operation, x_elements);
@@ -115,7 +113,7 @@ METAL_FUNC void accumulate_block(
   UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
     const int f = i / 4;  // row of w
     const float scale =
-        W::FRAGMENT >= HALF_WEIGHTS ? weight_scale : params.scale[f];  // mutant: scale
+        W::FRAGMENT >= HALF_WEIGHTS ? weight_scale : params.scale[f];
     totals[i] = fma(scale, products[i], totals[i]);
     totals[i] = W::BIASED ? fma(params.bias[f], sums[i % 4], totals[i]) : totals[i];
   }
@@ -144,7 +142,6 @@ METAL_FUNC void tensor_accumulate(
     totals[i] = 0.0f;
   }
   // Uniform in a simdgroup: whether a second block has rows.
-  // mutant: has_second
   const bool has_second = BLOCKS > 1 && first_row + TENSOR_ROWS * SIMDGROUPS_M < work.m;
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
@@ -159,7 +156,7 @@ METAL_FUNC void tensor_accumulate(
           weights,
           words,
           x,
-          starts + BLOCK_ROUNDS * (BLOCKS - 1),  // mutant: second_starts
+          starts + BLOCK_ROUNDS * (BLOCKS - 1),
           k,
           params,
           tile.weight_scale,
@@ -172,9 +169,8 @@ METAL_FUNC void tensor_accumulate(
 METAL_FUNC void
 write_round(threadgroup float* scratch, thread const float* totals, int round, int lane_index) {
   const Lane lane = lane_of(lane_index);
-  if (lane.pair / 2 == round) {  // mutant: round
+  if (lane.pair / 2 == round) {
     UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
-      // mutant: write_round
       scratch[(lane.pair % 2 * 4 + i % 4) * TILE_N + 8 * (i / 4) + lane.row] = totals[i];
     }
   }
@@ -196,12 +192,12 @@ METAL_FUNC void store_round(
   constexpr int ROWS = ROUND_ROWS * SIMDGROUPS_M;
   const int rows = min(ROWS, work.m - first_row);
   const int col = split.col + lane_index;
-  const int stored = col < work.n ? rows : 0;  // mutant: stored
+  const int stored = col < work.n ? rows : 0;
   for (int row = simdgroup_index; row < stored; row += SIMDGROUPS_M * SIMDGROUPS_K) {
     const threadgroup float* partial = scratch + row * TILE_N + lane_index;
     float total = partial[0];
     UNROLL for (int s = 1; s < SIMDGROUPS_K; ++s) {
-      total += partial[s * ROWS * TILE_N];  // mutant: partials
+      total += partial[s * ROWS * TILE_N];
     }
     const uint index = output_index(epilogue, output_row(row_map, first_row + row), col, work);
     total = apply_epilogue(total, epilogue, index, col);
@@ -231,23 +227,21 @@ METAL_FUNC void gemm_tensor(
         weight_tile<W>(weights, split.col, work, simdgroup.lane_index, split.product);
     const int row = split.row + place.row;
     // The condition is uniform in a simdgroup, as tensor operations require.
-    if (row < work.m) {  // mutant: uniform
+    if (row < work.m) {
       tensor_accumulate<L::SIMDGROUPS_M, BLOCKS, W>(
           totals, x, row_map, tile, row, work, split, place, simdgroup.lane_index);
     }
     // Totals are registers, so what indexes their blocks is a constant.
     UNROLL for (int block = 0; block < BLOCKS; ++block) {
       for (int round = 0; round < BLOCK_ROUNDS; ++round) {
-        // mutant: block_rows
         const int first_row = split.row + (BLOCK_ROUNDS * block + round) * L::TILE_M;
         if (first_row >= work.m) {
           break;
         }
         if (row < work.m) {
-          // mutant: block_totals
           write_round(own, totals + TENSOR_RESULTS * block, round, simdgroup.lane_index);
         }
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: before_store
+        threadgroup_barrier(mem_flags::mem_threadgroup);
         store_round<L::SIMDGROUPS_M, L::SIMDGROUPS_K>(
             out,
             epilogue,
@@ -258,7 +252,7 @@ METAL_FUNC void gemm_tensor(
             first_row,
             simdgroup.index,
             simdgroup.lane_index);
-        threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: after_store
+        threadgroup_barrier(mem_flags::mem_threadgroup);
       }
     }
   }

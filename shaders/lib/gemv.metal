@@ -40,7 +40,7 @@ METAL_FUNC GroupParams load_vectors(
     int k) {
   constexpr int VEC4S = W::VEC4S;
   load_words<W>(words, tile, k, lane_index);
-  const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);  // mutant: x
+  const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * VEC4S; ++i) {
     const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
     x_vec4[i] = Vec4(load_vec4(first, start_of(starts, i / VEC4S / 2) + start));
@@ -62,7 +62,6 @@ METAL_FUNC void add_products(
       UNROLL for (int row = 0; row < ROWS; ++row) {
         thread const Vec4* columns = x_vec4 + 2 * row * VEC4S;
         products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
-        // mutant: second_column
         products[row][f] = fma(values.y, float(columns[VEC4S + h][s]), products[row][f]);
       }
     }
@@ -85,7 +84,6 @@ METAL_FUNC void accumulate_rows(
   UNROLL for (int row = 0; row < ROWS; ++row) {
     totals[row] = float4(0.0f);
   }
-  // mutant: loop
   for (int k = first_step(split, place); k < split.k_stop; k = next_step<W::STEP>(k, place)) {
     uint words[words_of_step<W>()];
     vec<F, 4> x_vec4[2 * ROWS * VEC4S];
@@ -95,7 +93,7 @@ METAL_FUNC void accumulate_rows(
     UNROLL for (int row = 0; row < ROWS; ++row) {
       const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);
       if (W::BIASED) {
-        totals[row] = fma(params.bias, float4(sum), totals[row]);  // mutant: bias
+        totals[row] = fma(params.bias, float4(sum), totals[row]);
       }
       // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
       products[row] = float4(HAS_OFFSET ? -float(W::ZERO) * sum : 0.0f);
@@ -113,7 +111,7 @@ template <int ROWS, typename R>
 METAL_FUNC void write_rows(
     threadgroup float* scratch, thread const float4* totals, int corner, Lane lane, R) {
   UNROLL for (int i = 0; i < 4 * ROWS; ++i) {
-    const float total = sum_over_pairs(totals[i / 4][i % 4]);  // mutant: write_scratch
+    const float total = sum_over_pairs(totals[i / 4][i % 4]);
     if (lane.pair == 0) {
       scratch[corner + i / 4 * SCRATCH_ROW + lane.row + 8 * (i % 4)] = total;
     }
@@ -134,12 +132,11 @@ METAL_FUNC void gemv(
   Splits<L, R::WIDTH, W::GROUP> splits = {work, simdgroup.threadgroup_index};
   const Place place = place_of_simdgroup<1, L::SIMDGROUPS_K, L::TILES_N>(
       simdgroup.index, simdgroup.threadgroup_index < work.whole, 0);
-  const int corner = simdgroup.index * ROWS * SCRATCH_ROW;  // mutant: corner
+  const int corner = simdgroup.index * ROWS * SCRATCH_ROW;
   while (splits.remain()) {
     const Split split = splits.next();
     const IdentityRows row_map = rows_of_product<L::BATCHED>(split, work);
     const WeightTile<S> tile = weight_tile<W>(
-        // mutant: tile
         weights,
         R::first(split, place, work),
         R::sizes(work),

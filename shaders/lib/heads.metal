@@ -13,7 +13,7 @@ struct Head {
   METAL_FUNC void load(const device T* head, uint lane) thread {
     UNROLL for (int i = 0; i < POINTS; ++i) {
       const uint point = lane + 32 * i;
-      x[i] = point < HALF ? float(head[point]) : 0.0f;  // mutant: load
+      x[i] = point < HALF ? float(head[point]) : 0.0f;
       y[i] = point < HALF ? float(head[point + HALF]) : 0.0f;
     }
   }
@@ -22,13 +22,13 @@ struct Head {
   METAL_FUNC void apply_norm(const device T* weight, float epsilon, uint lane) thread {
     float squares = 0;
     UNROLL for (int i = 0; i < POINTS; ++i) {
-      squares += x[i] * x[i] + y[i] * y[i];  // mutant: squares
+      squares += x[i] * x[i] + y[i] * y[i];
     }
-    const float factor = rsqrt(simd_sum(squares) / FEATURES + epsilon);  // mutant: factor
+    const float factor = rsqrt(simd_sum(squares) / FEATURES + epsilon);
     UNROLL for (int i = 0; i < POINTS; ++i) {
       const uint point = lane + 32 * i;
       x[i] *= factor * (point < HALF ? float(weight[point]) : 0.0f);
-      y[i] *= factor * (point < HALF ? float(weight[point + HALF]) : 0.0f);  // mutant: weight
+      y[i] *= factor * (point < HALF ? float(weight[point + HALF]) : 0.0f);
     }
   }
 
@@ -43,7 +43,7 @@ struct Head {
         // Not the fast ones, whose error grows with the angle: a position may be 10^6.
         const float sine = metal::precise::sin(angle) * factor;
         const float cosine = metal::precise::cos(angle) * factor;
-        out[point] = T(x[i] * cosine - y[i] * sine);  // mutant: rotate
+        out[point] = T(x[i] * cosine - y[i] * sine);
         out[point + HALF] = T(x[i] * sine + y[i] * cosine);
       }
     }
@@ -80,15 +80,15 @@ METAL_FUNC void rotate_heads(
   const uint head = index % (HEADS + KV_HEADS);
   const uint stream = row / TOKENS;
   const uint token = row % TOKENS;
-  const bool is_query = head < HEADS;  // mutant: query
+  const bool is_query = head < HEADS;
   Head<FEATURES> own;
   own.load(qkv + row * COLUMNS + head * FEATURES, lane);
   if (NORM) {
     own.apply_norm(is_query ? q_norm : k_norm, epsilon, lane);
   }
-  const int position = positions[PER_STREAM ? stream : 0] + int(token);  // mutant: position
+  const int position = positions[PER_STREAM ? stream : 0] + int(token);
   const uint of_q = (stream * HEADS + head) * TOKENS + token;
-  const uint of_k = (stream * KV_HEADS + head - HEADS) * TOKENS + token;  // mutant: result
+  const uint of_k = (stream * KV_HEADS + head - HEADS) * TOKENS + token;
   device T* out = is_query ? q + of_q * FEATURES : k + of_k * FEATURES;
   own.store_rotated(out, freqs, position, factor, lane);
 }

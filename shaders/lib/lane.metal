@@ -26,7 +26,7 @@ struct Fragment {
 };
 template <>
 struct Fragment<half, false> {
-  typedef half type;  // mutant: half_type
+  typedef half type;
 };
 
 struct Lane {
@@ -37,7 +37,7 @@ struct Lane {
 METAL_FUNC Lane lane_of(int index) {
   const int quad = index >> 2;
   Lane lane;
-  lane.row = (quad & 4) + ((index >> 1) & 3);  // mutant: lane
+  lane.row = (quad & 4) + ((index >> 1) & 3);
   lane.pair = (quad & 2) + (index & 1);
   return lane;
 }
@@ -45,13 +45,13 @@ METAL_FUNC Lane lane_of(int index) {
 // Sums over the lanes that hold one column, or one row, of a fragment.
 METAL_FUNC float sum_over_rows(float value) {
   value += simd_shuffle_xor(value, ushort(2));
-  value += simd_shuffle_xor(value, ushort(4));  // mutant: sum_rows
+  value += simd_shuffle_xor(value, ushort(4));
   return value + simd_shuffle_xor(value, ushort(16));
 }
 
 METAL_FUNC float sum_over_pairs(float value) {
   value += simd_shuffle_xor(value, ushort(1));
-  return value + simd_shuffle_xor(value, ushort(8));  // mutant: sum_pairs
+  return value + simd_shuffle_xor(value, ushort(8));
 }
 
 // Returns the first of the four consecutive k of vector h, within a step of the main loop.
@@ -59,7 +59,7 @@ template <typename W>
 METAL_FUNC int vec4_offset(int fragment_column, int h) {
   const int c = fragment_column;
   if (W::GROUP == 32) {
-    return 4 * c;  // mutant: k_order
+    return 4 * c;
   }
   return W::PACKED || W::BITS != 4 ? 8 * c + 4 * h : 16 * (c >> 1) + 4 * (c & 1) + 8 * h;
 }
@@ -67,21 +67,21 @@ METAL_FUNC int vec4_offset(int fragment_column, int h) {
 // Loads four consecutive activations at once. Arrays may begin at any element of their buffer,
 // which only packed vectors allow.
 METAL_FUNC half4 load_vec4(const device half* x, uint offset) {
-  return *(const device packed_half4*)(x + offset);  // mutant: load_half
+  return *(const device packed_half4*)(x + offset);
 }
 
 METAL_FUNC float4 load_vec4(const device float* x, uint offset) {
-  return *(const device packed_float4*)(x + offset);  // mutant: load_float
+  return *(const device packed_float4*)(x + offset);
 }
 
 // A bfloat is the upper half of a float, so a shift widens it on every Apple GPU.
 METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
-  const ushort4 raw = *(const device packed_ushort4*)(x + offset);  // mutant: load_bfloat
+  const ushort4 raw = *(const device packed_ushort4*)(x + offset);
   return as_type<float4>(uint4(raw) << 16);
 }
 
 METAL_FUNC uchar4 load_vec4(const device uchar* bytes, uint offset) {
-  return *(const device packed_uchar4*)(bytes + offset);  // mutant: load_bytes
+  return *(const device packed_uchar4*)(bytes + offset);
 }
 
 METAL_FUNC ushort4 load_vec4(const device ushort* words, uint offset) {
@@ -95,7 +95,7 @@ METAL_FUNC ushort2 load_vec2(const device ushort* words, uint offset) {
 template <int VEC4S, typename Vec4>
 METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
   float4 sum = float4(x_vec4[0]);
-  UNROLL for (int i = 1; i < VEC4S; ++i) {  // mutant: sum_x
+  UNROLL for (int i = 1; i < VEC4S; ++i) {
     sum += float4(x_vec4[i]);
   }
   return (sum.x + sum.y) + (sum.z + sum.w);

@@ -50,11 +50,11 @@ template <typename W, int ROWS, typename T>
 METAL_FUNC void scale_rows(W, thread NormedRows<ROWS, T>& normed, thread float4* x_vec4, uint start) {
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
-    const device T* first = normed.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);  // mutant: weight
+    const device T* first = normed.weight + vec4_offset<W>(i / VEC4S, i % VEC4S);
     const float4 weight = float4(load_vec4(first, start));
     UNROLL for (int row = 0; row < ROWS; ++row) {
       thread float4& values = x_vec4[2 * VEC4S * row + i];
-      normed.squares[row] = fma(values, values, normed.squares[row]);  // mutant: squares
+      normed.squares[row] = fma(values, values, normed.squares[row]);
       values *= weight;
     }
   }
@@ -70,7 +70,7 @@ METAL_FUNC void write_rows(
     NormedRows<ROWS, T> normed) {
   write_rows<ROWS>(scratch, totals, corner, lane, normed.rows);
   UNROLL for (int row = 0; row < ROWS; ++row) {
-    const float total = sum_over_pairs(sum_of_x<1>(normed.squares + row));  // mutant: total
+    const float total = sum_over_pairs(sum_of_x<1>(normed.squares + row));
     if (lane.row == 0 && lane.pair == 0) {
       scratch[corner + row * SCRATCH_ROW + TILE_N] = total;
     }
@@ -81,7 +81,6 @@ METAL_FUNC void write_rows(
 template <int TILE_M, int K_SLICES, typename E, typename T>
 METAL_FUNC float
 factor_of_row(Normed<E, T> epilogue, const threadgroup float* partial, int column) {
-  // mutant: factor
   const threadgroup float* squares = partial + TILE_N - column;
   const float sum = tile_value<TILE_M, K_SLICES, 1>(Plain{}, squares, 0, K_SLICES);
   return rsqrt(sum / epilogue.k + epilogue.epsilon);
@@ -97,7 +96,6 @@ tile_value(Normed<E, T> epilogue, const threadgroup float* partial, int column, 
 template <int TILE_M, int SIMDGROUPS_K, int TILES_N, int ACTIVATION, typename T>
 METAL_FUNC float tile_value(
     Normed<Gated<ACTIVATION>, T> epilogue, const threadgroup float* partial, int column, int) {
-  // mutant: gated
   const float factor = factor_of_row<TILE_M, SIMDGROUPS_K / 2>(epilogue, partial, column);
   const float2 both = gate_and_up<TILE_M, SIMDGROUPS_K, TILES_N>(partial, factor);
   return activate<ACTIVATION>(both.x) * both.y;

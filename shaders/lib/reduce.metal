@@ -12,7 +12,7 @@ METAL_FUNC void sums_of_splits(
   UNROLL for (uint i = 0; i < ROWS; ++i) {
     totals[i] = i < rows ? partials[index + i * n] : 0.0f;
   }
-  for (uint split = 1; split < splits; ++split) {  // mutant: splits
+  for (uint split = 1; split < splits; ++split) {
     UNROLL for (uint i = 0; i < ROWS; ++i) {
       totals[i] += i < rows ? partials[split * size + index + i * n] : 0.0f;
     }
@@ -32,14 +32,13 @@ METAL_FUNC void reduce(
     uint thread_index) {
   const Work work = read_work(shape, schedule);
   const uint col = thread_index % uint(work.n);
-  // mutant: parts
   const uint parts = ceil_div(work.m, ROWS);  // threads per column
   const uint part = thread_index / uint(work.n);
   const uint product = BATCHED ? part / parts : 0;
   const uint first = (part - product * parts) * ROWS;
   Work tiles = work;
   tiles.n = ceil_div(work.n, TILES_N);
-  const uint splits = splits_of_element(first, col / TILES_N, product, tiles);  // mutant: bounds
+  const uint splits = splits_of_element(first, col / TILES_N, product, tiles);
   const uint rows = min(ROWS, uint(work.m) - first);
   const uint size = (BATCHED ? work.batch : 1) * work.m * work.n;
   const uint first_row = product * work.m + first;
@@ -48,7 +47,7 @@ METAL_FUNC void reduce(
   UNROLL for (uint i = 0; i < ROWS; ++i) {
     if (i < rows) {
       const uint index = (first_row + i) * work.n + col;
-      out[output_index(epilogue, first_row + i, col, work)] =  // mutant: epilogue
+      out[output_index(epilogue, first_row + i, col, work)] =
           T(apply_epilogue(totals[i], epilogue, index, col));
     }
   }

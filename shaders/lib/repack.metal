@@ -14,7 +14,7 @@ struct Plane {
   STATIC int ROW = ROW_;
   STATIC int K = K_;
   STATIC int IN_WORD = 32 / BITS_;
-  STATIC uint MASK = (1u << BITS_) - 1;  // mutant: mask
+  STATIC uint MASK = (1u << BITS_) - 1;
 };
 
 template <int BITS_, int TILES_, int LOW_, int LOW_ROW, int LOW_K, int HIGH_ROW, int HIGH_K>
@@ -32,7 +32,7 @@ struct Codes {
   STATIC int TILES = TILES_;
   STATIC int ROWS = TILES * ROW;
   // Odd, so that adjacent rows begin in different banks.
-  STATIC int STRIDE = ROWS + 1;  // mutant: stride
+  STATIC int STRIDE = ROWS + 1;
 };
 
 // Moves bit i of the value to the position that digit i of BIT_OFFSETS gives; `gathered` is the
@@ -71,16 +71,15 @@ METAL_FUNC Block block_of_threadgroup(const constant int32_t* shape, uint3 posit
   const uint k = shape[1];
   const uint n_tiles = ceil_div(n, TILE_N);
   const uint k_tiles = ceil_div(k, TILE_K);
-  const uint first_tile = position.x * C::TILES;  // mutant: first_row
+  const uint first_tile = position.x * C::TILES;
   const uint first_row = position.y * TILE_N;
   Block block;
   block.pitch = k / 32 * C::BITS;
   block.native = (ulong(position.z) * n + first_row) * block.pitch + first_tile * C::ROW;
-  // mutant: block
   block.packed = ((ulong(position.z) * n_tiles + position.y) * k_tiles + first_tile) * C::TILE;
   block.rows = min(n - first_row, uint(TILE_N));
   block.words = min(block.pitch - first_tile * C::ROW, uint(C::ROWS));
-  block.tiles = min(k_tiles - first_tile, uint(C::TILES));  // mutant: tiles
+  block.tiles = min(k_tiles - first_tile, uint(C::TILES));
   return block;
 }
 
@@ -90,7 +89,7 @@ METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
   const uint slot = index * P::IN_WORD;
   uint word = 0;
   UNROLL for (int i = 0; i < P::IN_WORD; ++i) {
-    const uint row = gathered<P::ROW, 5>(slot | i);  // mutant: pack_code
+    const uint row = gathered<P::ROW, 5>(slot | i);
     const uint bit = gathered<P::K, 6>(slot | i) * C::BITS + P::FIRST;
     const threadgroup uint* source = rows + row * C::STRIDE + bit / 32;
     uint code = source[0] >> bit % 32;
@@ -105,14 +104,13 @@ METAL_FUNC uint packed_word(const threadgroup uint* rows, uint index) {
 // Returns the bits of a code that a plane holds, at their position in the code.
 template <typename P>
 METAL_FUNC uint part_of_code(const threadgroup uint* plane, uint row, uint k) {
-  const uint slot = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);  // mutant: place
+  const uint slot = scattered<P::ROW, 5>(row) | scattered<P::K, 6>(k);
   return (plane[slot / P::IN_WORD] >> slot % P::IN_WORD * P::BITS & P::MASK) << P::FIRST;
 }
 
 // Returns a word of a row of a tile. Its first code may begin in the word before it.
 template <typename C>
 METAL_FUNC uint native_word(const threadgroup uint* tile, uint row, uint index) {
-  // mutant: most_codes
   constexpr int MOST_CODES = 32 % C::BITS == 0 ? 32 / C::BITS : (30 + 2 * C::BITS) / C::BITS;
   const uint first = index * 32 / C::BITS;
   uint word = 0;
@@ -122,7 +120,7 @@ METAL_FUNC uint native_word(const threadgroup uint* tile, uint row, uint index) 
     if (bit < 32) {
       uint code = part_of_code<typename C::Low>(tile, row, k);
       if (C::TWO_PLANES) {
-        code |= part_of_code<typename C::High>(tile + C::LOW_TILE, row, k);  // mutant: unpack_code
+        code |= part_of_code<typename C::High>(tile + C::LOW_TILE, row, k);
       }
       word |= bit < 0 ? code >> -bit : code << bit;
     }
@@ -143,7 +141,7 @@ METAL_FUNC void pack(
   for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
     const uint row = i / C::ROWS;
     const uint word = i % C::ROWS;
-    const bool is_there = row < block.rows && word < block.words;  // mutant: pack
+    const bool is_there = row < block.rows && word < block.words;
     scratch[row * C::STRIDE + word] =
         is_there ? w[block.native + ulong(row) * block.pitch + word] : 0;
   }
@@ -170,7 +168,7 @@ METAL_FUNC void unpack(
   for (uint i = thread_index; i < block.tiles * C::TILE; i += threads) {
     scratch[i] = w[block.packed + i];
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // mutant: unpack
+  threadgroup_barrier(mem_flags::mem_threadgroup);
   for (uint i = thread_index; i < TILE_N * C::ROWS; i += threads) {
     const uint row = i / C::ROWS;
     const uint word = i % C::ROWS;

@@ -4,7 +4,7 @@
 // the largest number, or the smallest if its sign is set. A row with NaN therefore has NaN as
 // scores, or does not choose it.
 METAL_FUNC uint in_order(float value) {
-  const uint bits = as_type<uint>(value + 0.0f);  // mutant: order
+  const uint bits = as_type<uint>(value + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
@@ -24,7 +24,6 @@ METAL_FUNC void route(
   uint left[PER_LANE];
   UNROLL for (int i = 0; i < PER_LANE; ++i) {
     const uint expert = lane + 32 * i;
-    // mutant: logits
     left[i] = expert < EXPERTS ? in_order(float(logits[row * EXPERTS + expert])) : 0;
   }
   float most = 0;
@@ -35,7 +34,7 @@ METAL_FUNC void route(
     uint best = left[0];
     uint best_expert = lane;
     UNROLL for (int i = 1; i < PER_LANE; ++i) {
-      best_expert = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : best_expert;  // mutant: best
+      best_expert = left[i] > best || (LAST && left[i] == best) ? lane + 32 * i : best_expert;
       best = max(best, left[i]);
     }
     const uint top = simd_max(best);
@@ -44,7 +43,7 @@ METAL_FUNC void route(
     const uint expert = LAST ? simd_max(found) : simd_min(found);
     if (choice == 0) {
       most = out_of_order(top);
-      if (OF_ALL) {  // mutant: chosen
+      if (OF_ALL) {
         UNROLL for (int i = 0; i < PER_LANE; ++i) {
           all += lane + 32 * i < EXPERTS ? exp(out_of_order(left[i]) - most) : 0.0f;
         }
@@ -57,7 +56,7 @@ METAL_FUNC void route(
     chosen = choice == lane ? expert : chosen;
   }
   const float score = exp(own - most);  // 0 for lanes without a choice
-  const float sum = simd_sum(OF_ALL ? all : score);  // mutant: sum
+  const float sum = simd_sum(OF_ALL ? all : score);
   if (lane < EACH) {
     experts[row * EACH + lane] = chosen;
     scores[row * EACH + lane] = score / sum;
@@ -74,7 +73,7 @@ METAL_FUNC void combine(
   float sum = 0;
   UNROLL for (uint choice = 0; choice < EACH; ++choice) {
     const uint pair = row * EACH + choice;
-    sum += scores[pair] * float(results[pair * N + col]);  // mutant: combine
+    sum += scores[pair] * float(results[pair * N + col]);
   }
   out[index] = T(float(residual[index]) + sum);
 }

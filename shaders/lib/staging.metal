@@ -18,7 +18,6 @@ struct Staging : L {
   STATIC int BUFFERS = BUFFERS_;
   STATIC int LOADERS = LOADERS_;
   STATIC int MULTIPLYING = L::SIMDGROUPS;
-  // mutant: memory
   STATIC int LOADING = LOADERS > 0 ? LOADERS : MULTIPLYING;
   // Elements of 32 rows of w in a step, of 8 rows of x in a step, of w in a stage, and of a
   // stage.
@@ -28,7 +27,6 @@ struct Staging : L {
   STATIC int STAGE = WEIGHTS + L::SIMDGROUPS_K * L::TILE_M * W::STEP;
   // The buffers and the epilogue's scratch share the same memory. Sizes are in floats.
   STATIC int STAGES = BUFFERS * STAGE * BYTES / 4;
-  // mutant: scratch
   STATIC int FLOATS = STAGES > L::SCRATCH ? STAGES : L::SCRATCH;
 };
 
@@ -38,7 +36,7 @@ METAL_FUNC void stage_weights(threadgroup F* chunk, WeightTile<S> tile, uint k, 
   load_words<W>(words, tile, k, lane_index);
   GroupParams params = {float4(1.0f), float4(0.0f)};
   if (W::FRAGMENT >= HALF_WEIGHTS) {
-    params = load_group_params<W>(tile, k);  // mutant: fragment
+    params = load_group_params<W>(tile, k);
   }
   UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
     const int f = i / W::PAIRS;
@@ -58,7 +56,7 @@ METAL_FUNC void stage_activations(
   vec<F, 4> x_vec4[2 * VEC4S];
   UNROLL for (int i = 0; i < 2 * VEC4S; ++i) {
     // Rows past the end read the last row; their results are never stored.
-    const int row = min(first_row + 2 * lane.pair + i / VEC4S, work.m - 1);  // mutant: row_bound
+    const int row = min(first_row + 2 * lane.pair + i / VEC4S, work.m - 1);
     x_vec4[i] = vec<F, 4>(load_vec4(
         x + vec4_offset<W>(0, i % VEC4S), row * work.k + k + vec4_offset<W>(lane.row, 0)));
   }
@@ -72,7 +70,7 @@ METAL_FUNC void stage_activations(
 // Returns the first k of a slice's step in a stage.
 template <typename W>
 METAL_FUNC int step_of_stage(int stage, int k_slice, Split split, Place place) {
-  return split.k_start + W::STEP * (stage * place.k_slices + k_slice);  // mutant: stage_k
+  return split.k_start + W::STEP * (stage * place.k_slices + k_slice);
 }
 
 // Loads one simdgroup's share of a stage. The pieces of a stage are the chunks of w, followed
@@ -89,7 +87,7 @@ METAL_FUNC void load_stage(
     int loader,
     int lane_index) {
   typedef typename L::W W;
-  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;  // mutant: buffer
+  threadgroup F* buffer = buffers + stage % L::BUFFERS * L::STAGE;
   // Fragments entirely past the last row are not loaded.
   const int fragments = ceil_div(min(L::TILE_M, work.m - split.row), 8);
   const int pieces = L::SIMDGROUPS_K + fragments * place.k_slices;
@@ -100,7 +98,7 @@ METAL_FUNC void load_stage(
     if (k >= split.k_stop) {  // a split may have fewer stages than there are buffers
       continue;
     }
-    if (is_weight) {  // mutant: weight
+    if (is_weight) {
       const int col = split.col + TILE_N * (nth / place.k_slices);
       const WeightTile<S> tile = weight_tile<W>(
           weights, col, work, lane_index);

@@ -23,7 +23,6 @@ constant constexpr int TENSOR_RESULTS = 16;  // elements of a lane
 template <bool ADD, typename T>
 METAL_FUNC void tensor_multiply(thread float* products, thread const half* w, thread const T* x) {
   typedef mpp::tensor_ops::matmul2d_descriptor Descriptor;
-  // mutant: descriptor
   constexpr auto descriptor = Descriptor(
       32,
       16,
@@ -40,14 +39,14 @@ METAL_FUNC void tensor_multiply(thread float* products, thread const half* w, th
       metal::remove_addrspace_t<decltype(right)>,
       float>();
   UNROLL for (int i = 0; i < 32; ++i) {
-    left[i] = w[i];  // mutant: left
+    left[i] = w[i];
   }
   UNROLL for (int i = 0; i < 16; ++i) {
-    right[i] = x[i];  // mutant: right
+    right[i] = x[i];
   }
   if (ADD) {
     UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
-      result[i] = products[i];  // mutant: initial
+      result[i] = products[i];
     }
   }
   operation.run(left, right, result);
@@ -66,7 +65,7 @@ tensor_weights(thread half* elements, thread const uint* words, int operation, f
       half2 codes = decode<W, half, W::FRAGMENT>(words, f, 4 * operation + s);
       codes = W::FRAGMENT >= HALF_WEIGHTS ? half2(float2(codes) * scale[f]) : codes;
       // Part (n / 16, k / 16) of row f is 2 * (f / 2) + k / 16.
-      const int element = 16 * (f / 2) + 4 * (f % 2) + s;  // mutant: weight_element
+      const int element = 16 * (f / 2) + 4 * (f % 2) + s;
       elements[element] = codes.x;
       elements[element + 8] = codes.y;
     }
@@ -77,7 +76,7 @@ tensor_weights(thread half* elements, thread const uint* words, int operation, f
 // are of the rows 4 * pair + s of x, or of these rows less 8.
 METAL_FUNC float from_row_of_result(float value, int s, int lane_index) {
   const Lane lane = lane_of(lane_index);
-  const int row = 4 * (lane.pair % 2) + s;  // mutant: source_row
+  const int row = 4 * (lane.pair % 2) + s;
   const int source = (row & 4) * 4 + (lane.pair & 2) * 4 + (row & 3) * 2 + (lane.pair & 1);
   return simd_shuffle(value, ushort(source));
 }

@@ -18,7 +18,7 @@ struct Tiling {
   STATIC bool BATCHED = BATCHED_;  // there are several products, each with its own weight
   STATIC int TILE_M = ROWS_ * SIMDGROUPS_M_;
   STATIC int SIMDGROUPS = SIMDGROUPS_M_ * SIMDGROUPS_K_;
-  STATIC int SCRATCH = SIMDGROUPS_K_ * TILE_M * SCRATCH_ROW;  // mutant: scratch
+  STATIC int SCRATCH = SIMDGROUPS_K_ * TILE_M * SCRATCH_ROW;
 };
 
 // A simdgroup's place in the launch, and the floats that its threadgroup shares.

@@ -7,7 +7,7 @@ template <typename W, typename V, int OPERAND>
 METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
   const half2 halves = pair_as_halves<W>(words, f, t);
   if (W::MODE == FLOATING) {
-    return vec<V, 2>(halves * half(W::FACTOR));  // mutant: factor
+    return vec<V, 2>(halves * half(W::FACTOR));
   }
   const vec<V, 2> values = vec<V, 2>(halves);
   return OPERAND == OFFSET_CODES ? values : values - V(W::ZERO);
@@ -21,5 +21,5 @@ METAL_FUNC constexpr bool needs_sums() {
 
 // Returns two E4M3 scales that are 16 bits apart.
 METAL_FUNC half2 scales_of_small_floats(uint bits) {
-  return small_floats(bits) * half(256.0f);  // mutant: small_scale
+  return small_floats(bits) * half(256.0f);
 }

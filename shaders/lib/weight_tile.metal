@@ -36,13 +36,13 @@ METAL_FUNC float global_scale(const device S*) {
 }
 
 METAL_FUNC float global_scale(const device uchar* biases) {
-  return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);  // mutant: global_scale
+  return as_type<float>(load_vec4(biases, 0)) / (6.0f * 448.0f);
 }
 
 // Returns the number of groups along k of a packed row, including padding.
 template <typename W>
 METAL_FUNC uint packed_groups(uint k_tiles) {
-  return group_at<W>(k_tiles * TILE_K - 1) + 1;  // mutant: groups
+  return group_at<W>(k_tiles * TILE_K - 1) + 1;
 }
 
 // The parameters of 32 rows in a super-block, in words of 16 bits: two bytes to a word, then a
@@ -51,7 +51,6 @@ template <typename W>
 struct SuperBlock {
   STATIC int PARAMETERS = W::BIASED ? 2 : 1;
   // Words of a group, and of all groups.
-  // mutant: record
   STATIC int OF_GROUP = PARAMETERS * TILE_N / 2;
   STATIC int OF_GROUPS = SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
   STATIC int SIZE = OF_GROUPS + PARAMETERS * TILE_N;
@@ -61,9 +60,9 @@ struct SuperBlock {
 template <typename W>
 METAL_FUNC uint packed_scales(uint k_tiles) {
   if (W::SUPER) {
-    return k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;  // mutant: super_blocks
+    return k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;
   }
-  return packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);  // mutant: packed_scales
+  return packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);
 }
 
 // Returns the number of words and of scales of a weight, which are the strides of the weights
@@ -71,8 +70,8 @@ METAL_FUNC uint packed_scales(uint k_tiles) {
 template <typename W>
 METAL_FUNC uint2 weight_size(Work work) {
   if (W::PACKED) {
-    const uint n_tiles = ceil_div(work.n, TILE_N);  // mutant: n_tiles
-    const uint k_tiles = ceil_div(work.k, TILE_K);  // mutant: k_tiles
+    const uint n_tiles = ceil_div(work.n, TILE_N);
+    const uint k_tiles = ceil_div(work.k, TILE_K);
     const uint words = k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
     return n_tiles * uint2(words, packed_scales<W>(k_tiles));
   }
@@ -87,7 +86,6 @@ METAL_FUNC WeightTile<S> weight_tile(
   const float weight_scale = W::GLOBAL ? global_scale(weights.biases) : 1.0f;
   WeightTile<S> tile = {
       weights.w, weights.scales, weights.biases, uint4(0), uint4(0), weight_scale};
-  // mutant: packed
   const int own = W::GROUP == 16 ? lane.pair : 0;  // index of the lane's group in a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
@@ -97,7 +95,6 @@ METAL_FUNC WeightTile<S> weight_tile(
     const uint first_scale = column * packed_scales<W>(k_tiles);
     const uint row = 4 * FACTORS * lane.row;
     if (W::SUPER) {
-      // mutant: super_row
       tile.first_group.x = first_scale + own * SuperBlock<W>::OF_GROUP + row / 2;
       tile.first_group.y = first_scale + SuperBlock<W>::OF_GROUPS + row;
     } else {
@@ -106,8 +103,8 @@ METAL_FUNC WeightTile<S> weight_tile(
   } else {
     constexpr int UNIT = Native<W>::UNIT;
     // Rows past the end read the last row; their results are never stored.
-    const uint4 rows = product * work.n +  // mutant: native
-                       uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
+    const uint4 rows =
+        product * work.n + uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
     tile.first_word =
         rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
     tile.first_group = rows * group_at<W>(work.k) + own;
@@ -125,7 +122,7 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
     load_plane<Planes<W>::LOW_WORDS>(
         words, tile.words, first + step * Planes<W>::LOW_WORDS, lane_index);
     load_plane<Planes<W>::HIGH_WORDS>(
-        words + Planes<W>::LOW_WORDS,  // mutant: high_plane
+        words + Planes<W>::LOW_WORDS,
         tile.words,
         first + TILE_N * TILE_K / 32 * LOW + step * Planes<W>::HIGH_WORDS,
         lane_index);
@@ -153,7 +150,6 @@ METAL_FUNC float scale_of(S bits) {
 
 template <int GROUP>
 METAL_FUNC float scale_of(uchar bits) {
-  // mutant: byte_scale
   return GROUP == 16 ? float(scales_of_small_floats(bits).x) : power_of_two(bits);
 }
 
@@ -165,7 +161,7 @@ METAL_FUNC float4 scales_of(R vec4) {
 template <int GROUP>
 METAL_FUNC float4 scales_of(uchar4 vec4) {
   if (GROUP != 16) {
-    return as_type<float4>(uint4(vec4) << 23);  // mutant: byte_scales
+    return as_type<float4>(uint4(vec4) << 23);
   }
   const half2 low = scales_of_small_floats(as_type<uint>(ushort2(vec4.x, vec4.y)));
   const half2 high = scales_of_small_floats(as_type<uint>(ushort2(vec4.z, vec4.w)));
@@ -177,14 +173,13 @@ template <typename W>
 METAL_FUNC GroupParams load_super_params(const device ushort* scales, uint group, uint factors) {
   GroupParams params;
   if (W::BIASED) {
-    const uint4 bytes = uint4(load_vec4(scales, group));  // mutant: k_affine
+    const uint4 bytes = uint4(load_vec4(scales, group));
     const half4 low = as_type<half4>(load_vec4(scales, factors));
     const half4 high = as_type<half4>(load_vec4(scales, factors + 4));
     params.scale = float4(bytes & 0xFFu) * float4(low.x, low.z, high.x, high.z);
     params.bias = float4(bytes >> 8) * -float4(low.y, low.w, high.y, high.w);
     return params;
   }
-  // mutant: k_symmetric
   const char4 bytes = as_type<char4>(load_vec2(scales, group));
   params.scale = float4(bytes) * float4(as_type<half4>(load_vec4(scales, factors)));
   params.bias = float4(0.0f);
@@ -201,14 +196,14 @@ template <typename W, typename S>
 METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   GroupParams params;
   if (W::SUPER) {
-    const uint block = k / SUPER_BLOCK * SuperBlock<W>::SIZE;  // mutant: super_block
+    const uint block = k / SUPER_BLOCK * SuperBlock<W>::SIZE;
     const uint group = group_at<W>(k % SUPER_BLOCK) * SuperBlock<W>::OF_GROUP;
     return load_super_params<W>(
         tile.scales, tile.first_group.x + block + group, tile.first_group.y + block);
   }
   if (W::PACKED && W::BIASED) {
     // Packing interleaves scale and bias of the lane's rows in fragments 0, 1, 2, 3.
-    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);  // mutant: biased
+    const uint pair = tile.first_group.x + group_at<W>(k) * (2 * TILE_N);
     const float4 low = float4(load_vec4(tile.scales, pair));
     const float4 high = float4(load_vec4(tile.scales, pair + 4));
     params.scale = float4(low.x, low.z, high.x, high.z);
@@ -221,7 +216,7 @@ METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
   if (W::PACKED) {
     params.bias = float4(0.0f);
     params.scale = scales_of<W::GROUP>(
-        load_vec4(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));  // mutant: scales
+        load_vec4(tile.scales, tile.first_group.x + group_at<W>(k) * TILE_N));
     return params;
   }
   UNROLL for (int f = 0; f < 4; ++f) {

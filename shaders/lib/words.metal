@@ -7,7 +7,6 @@
 // bits first. HIGH is 0 if there is one plane.
 template <typename W>
 struct Planes {
-  // mutant: planes
   STATIC int LOW = W::BITS == 3 ? 2 : W::BITS & 4 ? 4 : W::BITS;
   STATIC int HIGH = W::BITS - LOW;
   // Words that a lane loads for its four rows in a step.
@@ -42,7 +41,7 @@ METAL_FUNC constexpr int words_of_step() {
 template <int COUNT>
 METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint offset) {
   if (COUNT == 4) {
-    const uint4 loaded = *(const device packed_uint4*)(w + offset);  // mutant: wide_loads
+    const uint4 loaded = *(const device packed_uint4*)(w + offset);
     words[0] = loaded.x;
     words[1] = loaded.y;
     words[2] = loaded.z;
@@ -53,7 +52,7 @@ METAL_FUNC void load_vector(thread uint* words, const device uint32_t* w, uint o
     words[1] = loaded.y;
     words[2] = loaded.z;
   } else if (COUNT == 2) {
-    const uint2 loaded = *(const device packed_uint2*)(w + offset);  // mutant: loads
+    const uint2 loaded = *(const device packed_uint2*)(w + offset);
     words[0] = loaded.x;
     words[1] = loaded.y;
   } else if (COUNT == 1) {
@@ -66,7 +65,7 @@ template <int WORDS>
 METAL_FUNC void load_plane(thread uint* words, const device uint32_t* w, uint offset, int lane_index) {
   constexpr int CHUNK = WORDS < 4 ? WORDS : 4;
   UNROLL for (int i = 0; i < WORDS; i += 4) {
-    load_vector<CHUNK>(words + i, w, offset + 32 * i + CHUNK * lane_index);  // mutant: chunk
+    load_vector<CHUNK>(words + i, w, offset + 32 * i + CHUNK * lane_index);
   }
 }
 
@@ -91,7 +90,7 @@ METAL_FUNC void load_row(thread uint* words, const device uint32_t* w, uint offs
 // Returns the 16 bits that begin at `bit`; the upper 16 bits of the result are arbitrary.
 METAL_FUNC uint bits_at(thread const uint* words, int bit) {
   const uint low = words[bit / 32] >> (bit % 32);
-  return bit % 32 > 16 ? low | words[bit / 32 + 1] << (32 - bit % 32) : low;  // mutant: straddle
+  return bit % 32 > 16 ? low | words[bit / 32 + 1] << (32 - bit % 32) : low;
 }
 
 // Converts a row's words to windows. Words of 4-bit codes already are windows, in their own
@@ -101,7 +100,7 @@ METAL_FUNC void make_windows(thread uint* windows, thread const uint* words) {
   UNROLL for (int i = 0; i < Native<W>::WINDOWS; ++i) {
     const int begin = min(16 * i, Native<W>::LAST);
     const ushort first = ushort(bits_at(words, begin));
-    const ushort second = ushort(bits_at(words, Native<W>::HALF + begin));  // mutant: windows
+    const ushort second = ushort(bits_at(words, Native<W>::HALF + begin));
     const bool ready = W::BITS == 4 || Native<W>::HALF == 16;
     windows[i] = ready ? words[i] : as_type<uint>(ushort2(first, second));
   }
@@ -119,7 +118,7 @@ METAL_FUNC uint plane_pair(thread const uint* words, int f, int t, int bit_offse
   constexpr int IN_WORD = 16 / BITS;
   constexpr int SHARING = IN_WORD > PAIRS ? IN_WORD / PAIRS : 1;
   const int word = SHARING > 1 ? f / SHARING : t / IN_WORD * 4 + f;
-  const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;  // mutant: slot
+  const int slot = SHARING > 1 ? f % SHARING * PAIRS + t : t % IN_WORD;
   return shifted_to(words[word], BITS * slot, bit_offset) & both_halves(ones(BITS) << bit_offset);
 }
 
@@ -130,7 +129,7 @@ METAL_FUNC uint window_pair(thread const uint* windows, int t, int bit_offset) {
   const int bit = W::BITS * t;
   const int i = bit >= LAST ? Native<W>::WINDOWS - 1 : bit / 16;
   const int inside = bit - min(16 * i, LAST);
-  const uint mask = both_halves(ones(W::BITS) << bit_offset);  // mutant: window_pair
+  const uint mask = both_halves(ones(W::BITS) << bit_offset);
   const uint pair = shifted_to(windows[i], inside, bit_offset);
   if (inside + W::BITS <= 16) {
     return pair & mask;
@@ -141,7 +140,7 @@ METAL_FUNC uint window_pair(thread const uint* windows, int t, int bit_offset) {
 
 // Returns pair t of row fragment f, each code at `bit_offset` of its half.
 template <typename W>
-METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int bit_offset) {  // mutant: pair
+METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int bit_offset) {
   constexpr int LOW = Planes<W>::LOW;
   constexpr int HIGH = Planes<W>::HIGH;
   if (W::PACKED) {

@@ -13,7 +13,7 @@ constant constexpr int TILE_N = 32;  // rows of w, columns of the output
 constant constexpr int TILE_K = 64;  // values of k that a simdgroup takes at a time
 
 METAL_FUNC constexpr int k_tile_of_group(int group) {
-  return group == 128 ? 128 : TILE_K;  // mutant: k_tile
+  return group == 128 ? 128 : TILE_K;
 }
 
 struct Work {
@@ -58,7 +58,7 @@ METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t*
   const Shape sizes = *(const constant Shape*)shape;
   const Schedule parts = *(const constant Schedule*)schedule;
   Work work;
-  work.m = sizes.m;  // mutant: shape
+  work.m = sizes.m;
   work.n = sizes.n;
   work.k = sizes.k;
   work.tile_m = sizes.tile_m;
@@ -66,29 +66,28 @@ METAL_FUNC Work read_work(const constant int32_t* shape, const constant int32_t*
   work.k_tiles = sizes.k_tiles;
   work.group_tiles = sizes.group_tiles;
   work.whole = parts.whole;
-  work.ranges = parts.ranges;  // mutant: schedule
+  work.ranges = parts.ranges;
   work.slices = parts.slices;
   work.minimum = parts.minimum;
   work.groups = parts.groups;
-  work.ceil_partition = parts.ceil_partition != 0;  // mutant: flags
+  work.ceil_partition = parts.ceil_partition != 0;
   work.batch = parts.batch;
   return work;
 }
 
 METAL_FUNC uint ceil_div(uint value, uint divisor) {
-  return (value + divisor - 1) / divisor;  // mutant: ceil_div
+  return (value + divisor - 1) / divisor;
 }
 
 // Returns part * total / parts, rounded down, without exceeding 32 bits: total is divided into
 // quotient and remainder first.
 METAL_FUNC uint balanced_cut(uint part, uint parts, uint total) {
-  return part * (total / parts) + part * (total % parts) / parts;  // mutant: balanced_cut
+  return part * (total / parts) + part * (total % parts) / parts;
 }
 
 // Returns the first k tile of a range, counted within its group.
 METAL_FUNC uint range_cut(uint member, Work work) {
   const uint units = work.group_tiles * work.slices;
-  // mutant: range_cut
   const uint unit = work.ceil_partition ? min(member * ceil_div(units, work.ranges), units)
                                         : balanced_cut(member, work.ranges, units);
   uint k_tile = balanced_cut(unit % work.slices, work.slices, work.k_tiles);
@@ -104,7 +103,7 @@ METAL_FUNC uint range_cut(uint member, Work work) {
 METAL_FUNC uint range_owner(uint position, Work work) {
   const float share = float(position) / float(work.group_tiles * work.k_tiles);
   uint member = min(uint(share * float(work.ranges)), work.ranges - 1);
-  while (range_cut(member, work) > position) {  // mutant: owner
+  while (range_cut(member, work) > position) {
     --member;
   }
   while (range_cut(member + 1, work) <= position) {
@@ -123,7 +122,7 @@ struct Range {
 template <bool WHOLE>
 METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   Range range;
-  if (WHOLE || index < work.whole) {  // mutant: range
+  if (WHOLE || index < work.whole) {
     range.begin = index * work.k_tiles;
     range.end = range.begin + work.k_tiles;
     return range;
@@ -132,7 +131,7 @@ METAL_FUNC Range range_of_threadgroup(uint index, Work work) {
   const uint group = (index - work.whole) % work.groups;
   range.begin = (work.whole + group * work.group_tiles) * work.k_tiles;
   range.end = range.begin;
-  if (member < work.ranges) {  // mutant: member
+  if (member < work.ranges) {
     range.end += range_cut(member + 1, work);
     range.begin += range_cut(member, work);
   }
@@ -157,7 +156,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   const uint place = WHOLE ? index : position / work.k_tiles;
   const uint k_idx = WHOLE ? 0 : position % work.k_tiles;
   Split split;
-  split.k_tile_count = min(end - position, work.k_tiles - k_idx);  // mutant: tile
+  split.k_tile_count = min(end - position, work.k_tiles - k_idx);
   uint tile = place;
   uint nth = 0;  // index of the tile in its group
   if (!WHOLE && place >= work.whole) {
@@ -167,7 +166,7 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   uint column = tile / work.m_tiles;
   split.product = 0;
   if (BATCHED) {
-    const uint columns = ceil_div(work.n, TILE_N);  // mutant: column
+    const uint columns = ceil_div(work.n, TILE_N);
     split.product = column / columns;
     column %= columns;
   }
@@ -176,7 +175,6 @@ METAL_FUNC Split split_at(uint position, uint end, uint index, Work work) {
   split.col = TILE_N * (column + (TILES_N - 1) * wide);
   split.slot = 0;
   if (k_idx > 0) {  // only the first split of a range begins inside a tile
-    // mutant: slot
     split.slot = (index - work.whole) / work.groups - range_owner(nth * work.k_tiles, work);
   }
   split.k_start = k_idx * K_TILE;
@@ -196,7 +194,7 @@ struct Splits {
     return left.begin < left.end;
   }
 
-  METAL_FUNC Split next() thread {  // mutant: next
+  METAL_FUNC Split next() thread {
     const Split split =
         split_at<TILES_N, L::WHOLE, GROUP, L::BATCHED>(left.begin, left.end, index, work);
     left.begin += split.k_tile_count;
@@ -205,7 +203,7 @@ struct Splits {
 
   // Returns whether a split was the last one. Otherwise waits until all simdgroups have stored it.
   METAL_FUNC bool done() thread {
-    if (L::SINGLE) {  // mutant: done
+    if (L::SINGLE) {
       return true;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -215,7 +213,7 @@ struct Splits {
 
 // Returns the number of splits of the tile that contains an output element.
 METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
-  const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;  // mutant: splits
+  const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
   const uint tile = column * work.m_tiles + row / work.tile_m;
   if (tile < work.whole) {
     return 1;
@@ -224,7 +222,6 @@ METAL_FUNC uint splits_of_element(int row, int col, uint product, Work work) {
     return work.slices;
   }
   const uint first = (tile - work.whole) / work.groups * work.k_tiles;
-  // mutant: count
   return range_owner(first + work.k_tiles - 1, work) - range_owner(first, work) + 1;
 }
 
@@ -241,7 +238,7 @@ struct Place {
 template <int SIMDGROUPS_M, int SIMDGROUPS_K, int TILES_N>
 METAL_FUNC Place place_of_simdgroup(int simdgroup_index, bool is_wide, int rows) {
   Place place;
-  place.k_slices = TILES_N > 1 && is_wide ? SIMDGROUPS_K / TILES_N : SIMDGROUPS_K;  // mutant: place
+  place.k_slices = TILES_N > 1 && is_wide ? SIMDGROUPS_K / TILES_N : SIMDGROUPS_K;
   const int along = simdgroup_index / SIMDGROUPS_M;
   place.row = simdgroup_index % SIMDGROUPS_M * rows;
   place.column = TILES_N > 1 ? along / place.k_slices : 0;
@@ -250,11 +247,11 @@ METAL_FUNC Place place_of_simdgroup(int simdgroup_index, bool is_wide, int rows)
 }
 
 METAL_FUNC int first_step(Split split, Place place) {
-  return split.k_start + TILE_K * place.k_slice;  // mutant: first_step
+  return split.k_start + TILE_K * place.k_slice;
 }
 
 template <int STEP>
 METAL_FUNC int next_step(int k, Place place) {
-  const int skip = TILE_K * (place.k_slices - 1);  // mutant: next_step
+  const int skip = TILE_K * (place.k_slices - 1);
   return STEP == 32 ? k + 32 + (k % TILE_K == 32 ? skip : 0) : k + TILE_K + skip;
 }

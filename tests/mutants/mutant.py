@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from mutants import markers
+from mutants import fragments
 
 
 class Detector(StrEnum):
@@ -35,20 +35,22 @@ class Mutant:
     Attributes:
         name: What is wrong.
         file: Below `shaders/`; of Metal's without its suffix.
-        marker: Of the marked text in which the bug begins: see `markers.py`.
-        old: Fragment that begins there once.
+        function: Name of the function in which the bug begins; "" for the whole file.
+        old: Fragment that begins there: see `fragments.py`.
         new: What stands there instead.
         case: Name of the case in `cases.py` that can see it.
         caught_by: What must notice it.
+        nth: Which occurrence of the fragment it is, and how many there are.
     """
 
     name: str
     file: str
-    marker: str
+    function: str
     old: str
     new: str
     case: str
     caught_by: Detector
+    nth: fragments.Nth = (1, 1)
 
     def plant(self, shaders: Path, folder: Path) -> None:
         """Copies all shaders into a folder, with the bug."""
@@ -59,4 +61,4 @@ class Mutant:
 
     def changed(self, text: str) -> str:
         """Returns the text of the mutant's file with the bug."""
-        return markers.replaced(text, self.marker, self.old, self.new)
+        return fragments.replaced(text, self.function, self.old, self.new, self.nth)

@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         "gather: of an expert's pairs the first tile comes again",
         _GATHER,
-        "list",
+        "list_pairs",
         "- $1",
         "",
         EXPERTS,
@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "gather: an expert has no more pairs than a tile has rows",
         _GATHER,
-        "rounds",
+        "gather",
         "< $1;",
         "< min($1, 1);",
         EXPERTS,
@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "gather: pairs that chose another expert are listed",
         _GATHER,
-        "list",
+        "",
         "$1[min($2, $3 - 1)] == $4",
         "true",
         EXPERTS,
@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "gather: rows are those of pairs",
         _GATHER,
-        "input_row",
+        "",
         "$1[$2[$3]]",
         "min($2[$3], 4)",
         EXPERTS,
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "gather: each pair has a row of its own",
         _GATHER,
-        "pair_row",
+        "input_row",
         "/",
         "%",
         PAIRS,
@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         "gather: a pair's block takes the pair for its expert",
         _GATHER,
-        "expert",
+        "",
         "$1 ? $2[$3] :",
         "",
         PAIRS,
@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         "gather: all blocks of an expert's pairs compute",
         _GATHER,
-        "rounds",
+        "gather",
         "< int",
         "> int",
         PAIRS,
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "gather: up's experts are gate's",
         _GATHER,
-        "up",
+        "",
         "weights.second, $1",
         "Weights<S>{weights.first.w, weights.second.scales, weights.second.biases}, $1",
         GATED,
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "gather: up has the scales of gate",
         _GATHER,
-        "up",
+        "",
         "weights.second, $1",
         "Weights<S>{weights.second.w, weights.first.scales, weights.second.biases}, $1",
         GATED,
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "gather: warps multiply before the pairs are listed",
         _GATHER,
-        "rounds",
+        "",
         "__syncthreads(); $1 =",
         "$1 =",
         EXPERTS,
@@ -110,25 +110,27 @@ MUTANTS = (
     Mutant(
         "gather: the next pairs are listed while results are stored",
         _GATHER,
-        "after_store",
+        "gather",
         "__syncthreads();",
         "",
         EXPERTS,
         Detector.RACE,
+        nth=(3, 3),
     ),
     Mutant(
         "gather: all experts have the first one's bias",
         _GATHER,
-        "bias",
+        "of_expert",
         "+ $1 * $2",
         "",
         BIASED,
         Detector.WRONG_RESULT,
+        nth=(1, 3),
     ),
     Mutant(
         "gather: of gate and up all experts have the first one's bias",
         _GATHER,
-        "gate_biases",
+        "",
         "+ $1 * $2, all.up + $1 * $2",
         ", all.up",
         CLIPPED,
@@ -137,7 +139,7 @@ MUTANTS = (
     Mutant(
         "gather: up has the bias of gate",
         _GATED,
-        "biases",
+        "",
         "y + float($1[$2])",
         "y + float(gate[$2])",
         CLIPPED,
@@ -146,7 +148,7 @@ MUTANTS = (
     Mutant(
         "gather: gate is not clipped",
         _GATE,
-        "clipped",
+        "",
         "> 7.0f ? 7.0f : $1;",
         ";",
         CLIPPED,
@@ -155,7 +157,7 @@ MUTANTS = (
     Mutant(
         "gather: up is clipped on one side",
         _GATE,
-        "clipped",
+        "",
         "< -7.0f ? -7.0f : $1",
         "",
         CLIPPED,
@@ -164,7 +166,7 @@ MUTANTS = (
     Mutant(
         "gather: what gpt-oss adds to up is missing",
         _GATE,
-        "clipped",
+        "",
         "($1 + 1.0f)",
         "$1",
         CLIPPED,
@@ -173,7 +175,7 @@ MUTANTS = (
     Mutant(
         "route: negative logits stand in the wrong order",
         _ROUTING,
-        "order",
+        "in_order",
         "~",
         "",
         CHOSEN,
@@ -182,16 +184,17 @@ MUTANTS = (
     Mutant(
         "route: an expert is chosen again and again",
         _ROUTING,
-        "chosen",
+        "route",
         "? 0",
         "+ EXPERTS ? 0",
         CHOSEN,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "route: experts that there are not are chosen",
         _ROUTING,
-        "logits",
+        "",
         "$1 < $2 ? $3(float($4[$5 * $2 + $1])) : 0",
         "$3(float($4[$5 * $2 + $1 % $2]))",
         CHOSEN_OF_ALL,
@@ -200,7 +203,7 @@ MUTANTS = (
     Mutant(
         "route: scores are of the chosen",
         _ROUTING,
-        "sum",
+        "",
         "$1 ? all :",
         "",
         CHOSEN_OF_ALL,
@@ -209,7 +212,7 @@ MUTANTS = (
     Mutant(
         "route: scores are of all",
         _ROUTING,
-        "chosen",
+        "",
         "if ($1)",
         "if (false)",
         CHOSEN_OF_ALL,
@@ -218,7 +221,7 @@ MUTANTS = (
     Mutant(
         "route: of equal logits a lane takes the first",
         _ROUTING,
-        "best",
+        "",
         "($1 && $2[$3] == $4)",
         "false",
         CHOSEN,
@@ -227,7 +230,7 @@ MUTANTS = (
     Mutant(
         "route: of equal logits the lowest lane's are chosen",
         _ROUTING,
-        "best",
+        "",
         "$1 ? $2($3) : $4($3)",
         "$4(best == top ? $3 : uint(EXPERTS - 1))",
         CHOSEN,
@@ -236,7 +239,7 @@ MUTANTS = (
     Mutant(
         "route: a zero with its sign is less than one without",
         _ROUTING,
-        "order",
+        "",
         "+ 0.0f",
         "",
         CHOSEN_FEW,
@@ -245,7 +248,7 @@ MUTANTS = (
     Mutant(
         "cuda: NaN is the smallest logit",
         _ROUTING,
-        "order",
+        "in_order",
         "$1 >> 31 ?",
         "($1 & 0x7fffffffu) > 0x7f800000u ? 0 : $1 >> 31 ?",
         CHOSEN_SPECIAL,
@@ -254,16 +257,17 @@ MUTANTS = (
     Mutant(
         "route: a row reads the logits of the first",
         _ROUTING,
-        "logits",
+        "route",
         "$1 * $2 +",
         "",
         CHOSEN,
         Detector.WRONG_RESULT,
+        nth=(1, 3),
     ),
     Mutant(
         "combine: all experts have the first score",
         _ROUTING,
-        "combine",
+        "",
         "[$1] *",
         "[row * EACH] *",
         ADDED_UP,
@@ -272,7 +276,7 @@ MUTANTS = (
     Mutant(
         "combine: the residual is missing",
         _ROUTING,
-        "combine",
+        "",
         "float($1[$2]) +",
         "",
         ADDED_UP,
@@ -286,5 +290,6 @@ MUTANTS = (
         "$1 + $2 / 2",
         ADDED_UP,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
 )

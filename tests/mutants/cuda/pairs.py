@@ -13,7 +13,7 @@ MUTANTS = (
     Mutant(
         "cuda: up is what gates",
         _GATE,
-        "gated",
+        "",
         "($1) * $2",
         "($2) * $1",
         GATED,
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "cuda: up's tiles are those beside gate's",
         _PAIRS,
-        "second_column",
+        "",
         "$1 * $2($3)",
         "$1 * $1 * TILE_N",
         GATED,
@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "cuda: gate and up store past the end of a row",
         _PAIRS,
-        "columns",
+        "",
         "|| $1 >= $2 / 2",
         "",
         GATED,
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "cuda: a row of gate and up is as long as both",
         _GATED,
-        "row",
+        "",
         "($1 / 2)",
         "$1",
         GATED,
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "cuda: of gate and up the first slice alone counts",
         _PAIRS,
-        "slices",
+        "sum_of_slices",
         "< $1",
         "< 1",
         GATED,
@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads store past the end of a row",
         _PAIRS,
-        "columns",
+        "",
         "|| $1 >= $2 / 2",
         "",
         ROTATED,
@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         "cuda: tiles that are stored together are the first one again",
         _PAIRS,
-        "columns",
+        "",
         "($1 + $2)",
         "$1",
         ROTATED_NORMS,
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "cuda: a head begins in the tile after another one's first",
         _PAIRS,
-        "columns",
+        "",
         "* $1; const",
         "; const",
         ROTATED_NORMS,

@@ -11,7 +11,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads are rotated the other way",
         _ROTATED,
-        "angle",
+        "",
         "$1 - $2.y * $3, $2.x * $3 +",
         "$1 + $2.y * $3, $2.y * $1 - $2.x * $3 + 0 *",
         ROTATED,
@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         "cuda: all rows have the first one's place",
         _ROTATED,
-        "rotate",
+        "store_pairs",
         "$1 ? $2 :",
         "",
         ROTATED,
@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads that are rotated are not multiplied",
         "cuda/rotated.cuh",
-        "rotate",
+        "",
         "$1[$2].y *= as_type<float>($3);",
         "",
         ROTATED,
@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads of v are rotated too",
         _ROTATED,
-        "rotate",
+        "",
         "($1 < $2)",
         "($1 < work.n)",
         ROTATED,
@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "cuda: places wrap at 65,536",
         _ROTATED,
-        "rotate",
+        "",
         "positions[EACH ? $1 : 0]",
         "positions[EACH ? $1 : 0] % 65536",
         ROTATED_FAR,
@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "cuda: a turn is a float",
         _ROTATED,
-        "angle",
+        "",
         "$1 = $2($3, 1.7484556e-7f, $1);",
         "",
         ROTATED_FAR,
@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads are one, as wide as all",
         _ROTATED,
-        "first_of_pair",
+        "",
         "/ $1 * $2 + $3 % $1",
         "",
         ROTATED,
@@ -74,7 +74,7 @@ MUTANTS = (
     Mutant(
         "cuda: both halves of a head have the first one's bias",
         _ROTATED,
-        "bias",
+        "",
         "$1, $2 + $1",
         "$1, $2",
         ROTATED,
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads of k have the weight of q's norm",
         _ROTATED,
-        "norm",
+        "",
         "($1 < $2 ? $3 : $4)",
         "$3",
         ROTATED_NORMS,
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "cuda: heads are normalized without epsilon",
         _ROTATED,
-        "norm",
+        "",
         "+ as_type<float>($1)",
         "",
         ROTATED_NORMS,
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "cuda: a head's second tile is no part of its norm",
         _ROTATED,
-        "norm",
+        "",
         "$1; ++$2) { $3 =",
         "1; ++$2) { $3 =",
         ROTATED_NORMS,
@@ -110,16 +110,17 @@ MUTANTS = (
     Mutant(
         "cuda: both halves of a head have the first one's weight",
         _ROTATED,
-        "weight",
+        "normalize",
         "+ $1",
         "",
         ROTATED_NORMS,
         Detector.WRONG_RESULT,
+        nth=(5, 5),
     ),
     Mutant(
         "cuda: a lane of a head has its own squares only",
         _ROTATED,
-        "norm",
+        "normalize",
         "$1($2)",
         "$2 * 32",
         ROTATED_NORMS,

@@ -12,7 +12,7 @@ MUTANTS = (
     Mutant(
         "rows: squares are summed up, and not their mean",
         _ROWS,
-        "factor",
+        "prepare_rows",
         "/ $1",
         "",
         NORMED,
@@ -21,7 +21,7 @@ MUTANTS = (
     Mutant(
         "rows: nothing is added to the mean square",
         _ROWS,
-        "factor",
+        "",
         "+ as_type<float>($1)",
         "",
         NORMED,
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "rows: the norm has no weight",
         _ROWS,
-        "weight",
+        "",
         "* $1($2, $3())",
         "",
         NORMED,
@@ -39,7 +39,7 @@ MUTANTS = (
     Mutant(
         "rows: the first warp's squares stand for all",
         _ROWS,
-        "squares",
+        "prepare_rows",
         "$1; ++",
         "1; ++",
         NORMED,
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "rows: a lane's neighbour is left out of the sum",
         "cuda/warp.cuh",
-        "butterfly",
+        "",
         "0",
         "1",
         NORMED,
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "rows: all warps of a row have the same chunks",
         _ROWS,
-        "chunks",
+        "",
         "32 * $1 +",
         "",
         NORMED,
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "rows: they are read as if nothing lay between them",
         _ROWS,
-        "stride",
+        "row_of",
         "($1 + $2<$3>::$4)",
         "$1",
         NORMED,
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "rows: the weight lies in the first row's place",
         _ROWS,
-        "own_row",
+        "copy_rows",
         "($1 + 1)",
         "$1",
         NORMED,
@@ -84,25 +84,27 @@ MUTANTS = (
     Mutant(
         "rows: no barrier before squares are summed up",
         _ROWS,
-        "squares",
+        "prepare_rows",
         "__syncthreads();",
         "",
         NORMED,
         Detector.TOO_EARLY,
+        nth=(1, 2),
     ),
     Mutant(
         "rows: no barrier before they are multiplied",
         _ROWS,
-        "factor",
+        "prepare_rows",
         "__syncthreads();",
         "",
         NORMED,
         Detector.TOO_EARLY,
+        nth=(2, 2),
     ),
     Mutant(
         "rows: x is not looked at for alignment",
         _ROWS,
-        "squares",
+        "",
         "($1.x) && $2",
         "",
         ODD_X,
@@ -111,7 +113,7 @@ MUTANTS = (
     Mutant(
         "rows: a norm's weight is not looked at for alignment",
         _ROWS,
-        "squares",
+        "",
         "&& $1($2)",
         "",
         ODD_NORM,

@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: a turn's parity never changes",
         _STAGES,
-        "parity",
+        "",
         "$1 ^= 1;",
         "",
         WHOLE,
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: nobody waits until a place is free",
         _STAGES,
-        "fill",
+        "",
         "$1 + $2 >= $3",
         "false",
         WHOLE,
@@ -44,17 +44,18 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: a stage is said to be full before it is",
         _STAGES,
-        "fill",
+        "fill_stages",
         "$1<$2,",
         "if (h == 0 && lane_index == 0) { "
         "barrier_arrive(ring.full(turn.stage)); } $1<$2,",
         WHOLE,
         Detector.OUT_OF_STEP,
+        nth=(3, 3),
     ),
     Mutant(
         "cuda: wgmma: the stage that is being read is given back",
         _WGMMA,
-        "release",
+        "",
         "($1($2)); } } } if",
         "($1(turn.stage)); } } } if",
         WHOLE,
@@ -63,7 +64,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: many warps never give a stage back",
         _WGMMA,
-        "release",
+        "",
         "($1 == 0)",
         "(false)",
         MANY_WARPS,
@@ -72,7 +73,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: one column of warpgroups gives stages back for both",
         _STAGED,
-        "init",
+        "",
         "($1($2), $3)",
         "($1($2), TOGETHER)",
         MANY_WARPS,
@@ -81,7 +82,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: a stage is full when half of it is",
         _STAGED,
-        "init",
+        "staged",
         "$1<$2>()",
         "1",
         HALVES,
@@ -90,7 +91,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: loaders stop when half of all pieces are there",
         _STAGES,
-        "pieces",
+        "",
         "< $1 * $2",
         "< $1",
         HALVES,
@@ -99,7 +100,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: every loader of halves brings the first",
         _STAGES,
-        "pieces",
+        "",
         "$1 % $2 * $3",
         "0",
         HALVES,
@@ -108,7 +109,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: matrices of x lie in another order",
         _WGMMA,
-        "matrix",
+        "",
         "(2 * $1 + $2 % 2) * $3 + $2 /",
         "$2 / 2 * (2 * STAGE_PRODUCTS) + 2 * $1 + $2 %",
         WHOLE,
@@ -117,7 +118,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: a product reads another one's matrices",
         _WGMMA,
-        "fragment",
+        "",
         "2 * (half * $1 + $2 + $3 / 2)",
         "(2 * (half * $1 + $2) + $3 / 2)",
         WHOLE,
@@ -126,7 +127,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: rows past the end of x are read",
         _STAGES,
-        "pieces",
+        "",
         "min($1 + $2 * $3 + $4, $5 - 1)",
         "($1 + $2 * $3 + $4)",
         WHOLE,
@@ -135,7 +136,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: values past the end of a row are read",
         _STAGES,
-        "k_bound",
+        "",
         "min($1<$2>($3, step, $4), $5 - $6)",
         "$1<$2>($3, step, $4)",
         TAIL,
@@ -144,7 +145,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: what pads a weight is not multiplied by zeros",
         _STAGES,
-        "padding",
+        "",
         "$1 ? $2[$3][$4] : 0",
         "$2[$3][$4]",
         INFINITE,
@@ -153,7 +154,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: a split's last half stage is multiplied whole",
         _WGMMA,
-        "half_stage",
+        "",
         "half > 0 && $1 + half * $2 >= $3",
         "false",
         SLICED,
@@ -162,16 +163,17 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: every slice begins with the first stage's weights",
         _WGMMA,
-        "start",
+        "multiply_stages",
         "+ $1 * $2",
         "",
         WHOLE,
         Detector.WRONG_RESULT,
+        nth=(1, 2),
     ),
     Mutant(
         "cuda: wgmma: every slice begins at the first place",
         _WGMMA,
-        "start",
+        "",
         "($1 + $2)",
         "($1)",
         WHOLE,
@@ -180,7 +182,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: later splits are multiplied from the ring's beginning",
         _WGMMA,
-        "start",
+        "",
         "($1 + $2)",
         "($2)",
         STREAM,
@@ -189,7 +191,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: later splits are filled in from the ring's beginning",
         _STAGES,
-        "fill",
+        "fill_stages",
         "($1 + $2)",
         "($2)",
         STREAM,
@@ -198,7 +200,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: later splits do not know of those before",
         _STAGED,
-        "next_split",
+        "",
         "$1 += $2($3 - $4, $5);",
         "",
         STREAM,
@@ -207,7 +209,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: only whole stages of a split before count",
         _STAGED,
-        "next_split",
+        "",
         "$1($2 - $3, $4)",
         "($2 - $3) / $4",
         STREAM,
@@ -216,7 +218,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: sums are stored while stages are read",
         _STAGED,
-        "next_split",
+        "",
         "__syncthreads(); if",
         "if",
         WHOLE,
@@ -225,7 +227,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: no barrier before the store",
         _STAGED,
-        "next_split",
+        "",
         "__syncthreads(); $1<",
         "$1<",
         WHOLE,
@@ -234,7 +236,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: no barrier after the store",
         "lib/work.metal",
-        "done",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         STREAM,
@@ -252,7 +254,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: the next weights are those of the next slice's stage",
         _STAGED,
-        "advance",
+        "",
         "($1 * $2)",
         "($2)",
         WHOLE,
@@ -261,7 +263,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: the next numbers are those of another group",
         _STAGED,
-        "numbers",
+        "",
         "($1 == 1 ? 0 : half * $2)",
         "0",
         STREAM,
@@ -270,7 +272,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: x is not looked at for alignment",
         _STAGED,
-        "init",
+        "",
         "= $1($2) && $1",
         "= $1",
         ODD_X,
@@ -279,7 +281,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: words are not looked at for alignment",
         _TILE,
-        "aligned",
+        "",
         "$1($2.w) && $1",
         "$1",
         ODD_WORDS,
@@ -288,7 +290,7 @@ MUTANTS = (
     Mutant(
         "cuda: wgmma: scales are not looked at for alignment",
         _TILE,
-        "aligned",
+        "",
         "&& $1($2);",
         ";",
         ODD_SCALES,

@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: a norm adds one of a point's squares",
         _HEADS,
-        "squares",
+        "",
         "+ $1[$2] * $1[$2]",
         "",
         ROTATED,
@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: a norm is without its epsilon",
         _HEADS,
-        "factor",
+        "",
         "FEATURES + $1)",
         "FEATURES)",
         ROTATED,
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: both halves have the first one's weights",
         _HEADS,
-        "weight",
+        "apply_norm",
         "[$1 + HALF]",
         "[$1]",
         ROTATED,
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: points turn back",
         _HEADS,
-        "rotate",
+        "",
         "- $1[$2] * $3",
         "+ $1[$2] * $3",
         ROTATED_ALIKE,
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: the last head of q is one of k",
         _HEADS,
-        "query",
+        "",
         "$1 < HEADS",
         "$1 < HEADS - 1",
         ROTATED,
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: all streams have the first one's position",
         _HEADS,
-        "position",
+        "",
         "[PER_STREAM ? $1 : 0]",
         "[0]",
         ROTATED,
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: all tokens have the first one's position",
         _HEADS,
-        "position",
+        "",
         "+ int($1)",
         "",
         ROTATED,
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: each stream reads a position of its own",
         _HEADS,
-        "position",
+        "",
         "PER_STREAM ? $1 : 0",
         "$1",
         ROTATED_ALIKE,
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         "rotate_heads: positions wrap at 65,536",
         _HEADS,
-        "position",
+        "",
         "positions[PER_STREAM ? $1 : 0] + int($2)",
         "(positions[PER_STREAM ? $1 : 0] + int($2)) % 65536",
         ROTATED,
@@ -109,16 +109,17 @@ MUTANTS = (
     Mutant(
         "rotate_heads: tokens of k are in the order of heads",
         _HEADS,
-        "result",
+        "rotate_heads",
         "* TOKENS + $1",
         "+ $1 * KV_HEADS",
         ROTATED,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "add_norm: columns past a row are added",
         _ADD_NORM,
-        "sum",
+        "",
         "$1 < N ?",
         "true ?",
         ADDED,
@@ -127,7 +128,7 @@ MUTANTS = (
     Mutant(
         "add_norm: one summand is missing",
         _ADD_NORM,
-        "sum",
+        "",
         "T(float($1[$2]) + float($3[$2]))",
         "T(float($1[$2]))",
         ADDED,
@@ -136,7 +137,7 @@ MUTANTS = (
     Mutant(
         "add_norm: sums of squares are read at once",
         _ADD_NORM,
-        "barrier",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         ADDED,
@@ -145,16 +146,17 @@ MUTANTS = (
     Mutant(
         "add_norm: the first sum of squares is that of all",
         _ADD_NORM,
-        "partials",
+        "add_norm",
         "[$1]",
         "[0]",
         ADDED,
         Detector.WRONG_RESULT,
+        nth=(13, 16),
     ),
     Mutant(
         "add_norm: a norm is without its epsilon",
         _ADD_NORM,
-        "factor",
+        "",
         "N + $1)",
         "N)",
         ADDED,
@@ -163,16 +165,17 @@ MUTANTS = (
     Mutant(
         "add_norm: weights are those of a thread",
         _ADD_NORM,
-        "weight",
+        "add_norm",
         "float($1[$2])",
         "float($1[$2 % THREADS])",
         ADDED,
         Detector.WRONG_RESULT,
+        nth=(3, 3),
     ),
     Mutant(
         "route: the second largest logits are chosen",
         _ROUTING,
-        "best",
+        "",
         "max($1, $2[$3])",
         "min($1, $2[$3])",
         CHOSEN,
@@ -181,7 +184,7 @@ MUTANTS = (
     Mutant(
         "route: logits are rounded to half",
         _ROUTING,
-        "logits",
+        "",
         "float($1[$2 * EXPERTS + $3])",
         "float(half($1[$2 * EXPERTS + $3]))",
         CHOSEN_FLOAT,
@@ -190,7 +193,7 @@ MUTANTS = (
     Mutant(
         "route: NaN is the smallest logit",
         _ROUTING,
-        "order",
+        "in_order",
         "$1 >> 31 ?",
         "($1 & 0x7fffffffu) > 0x7f800000u ? 0 : $1 >> 31 ?",
         CHOSEN_SPECIAL,
@@ -199,7 +202,7 @@ MUTANTS = (
     Mutant(
         "route: NaN with a sign is the largest logit",
         _ROUTING,
-        "order",
+        "in_order",
         "$1 >> 31 ?",
         "($1 & 0x7fffffffu) > 0x7f800000u ? ~0u : $1 >> 31 ?",
         CHOSEN_SPECIAL,
@@ -208,7 +211,7 @@ MUTANTS = (
     Mutant(
         "combine: the last expert is added first",
         _ROUTING,
-        "combine",
+        "",
         "float($1[$2 * N + $3])",
         "float($1[($2 - 2 * choice + EACH - 1) * N + $3])",
         ADDED_IN_ORDER,
@@ -217,7 +220,7 @@ MUTANTS = (
     Mutant(
         "combine: scores do not count",
         _ROUTING,
-        "combine",
+        "",
         "$1[$2] * float",
         "float",
         CHOSEN,

@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         "every pair has the row of x that an array names",
         "lib/gather",
-        "each",
+        "",
         "uint($1[3])",
         "0",
         EXPERTS_GATED,
@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "up of an expert has the weights of gate",
         _EPILOGUE,
-        "second",
+        "",
         "== 1",
         "== 2",
         EXPERTS_GATED,
@@ -42,7 +42,7 @@ MUTANTS = (
     Mutant(
         "gate of an expert has the weights of up",
         _EPILOGUE,
-        "second",
+        "",
         "&& $1 == 1",
         "",
         EXPERTS_GATED,
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "the biases are those of the first expert's first columns",
         _EPILOGUE,
-        "biases",
+        "",
         "$1.bias += $2;",
         "",
         EXPERTS_BIASED,
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "biases of up are those of the first expert's first columns",
         _EPILOGUE,
-        "biases",
+        "",
         "$1.second_bias += $2;",
         "",
         EXPERTS_CLIPPED,
@@ -69,16 +69,17 @@ MUTANTS = (
     Mutant(
         "all columns of an expert have the bias of the first",
         _EPILOGUE,
-        "bias",
+        "tile_value",
         "bias[$1]",
         "bias[0]",
         EXPERTS_BIASED,
         Detector.WRONG_RESULT,
+        nth=(1, 2),
     ),
     Mutant(
         "up of an expert has the bias of gate",
         _EPILOGUE,
-        "both_biases",
+        "",
         "second_bias[$1]",
         "bias[$1]",
         EXPERTS_CLIPPED,
@@ -87,7 +88,7 @@ MUTANTS = (
     Mutant(
         "up gates gate of an expert",
         _EPILOGUE,
-        "gate",
+        "",
         "($1.x, $1.y)",
         "($1.y, $1.x)",
         EXPERTS_GATED,
@@ -96,7 +97,7 @@ MUTANTS = (
     Mutant(
         "gate is activated twice",
         _GATE,
-        "gated",
+        "",
         "$1<ACTIVATION>($2)",
         "$1<ACTIVATION>($1<ACTIVATION>($2))",
         EXPERTS_GATED,
@@ -105,7 +106,7 @@ MUTANTS = (
     Mutant(
         "gpt-oss's gate is not clipped",
         _GATE,
-        "clipped",
+        "",
         "> 7.0f ? 7.0f : $1;",
         ";",
         EXPERTS_CLIPPED,
@@ -114,7 +115,7 @@ MUTANTS = (
     Mutant(
         "gpt-oss's up is clipped on one side",
         _GATE,
-        "clipped",
+        "",
         "< -7.0f ? -7.0f : $1",
         "",
         EXPERTS_CLIPPED,
@@ -123,7 +124,7 @@ MUTANTS = (
     Mutant(
         "a NaN of gpt-oss's gate is clipped",
         _GATE,
-        "clipped",
+        "",
         "$1 = $1 > 7.0f ? 7.0f : $1;",
         "$1 = $1 < 7.0f ? $1 : 7.0f;",
         EXPERTS_GATE_NAN,
@@ -132,7 +133,7 @@ MUTANTS = (
     Mutant(
         "a NaN of gpt-oss's up is clipped",
         _GATE,
-        "clipped",
+        "",
         "$1 > 7.0f ? 7.0f : $1 < -7.0f ? -7.0f : $1",
         "$1 < 7.0f ? ($1 > -7.0f ? $1 : -7.0f) : 7.0f",
         EXPERTS_UP_NAN,
@@ -141,7 +142,7 @@ MUTANTS = (
     Mutant(
         "what gpt-oss adds to up is missing",
         _GATE,
-        "clipped",
+        "",
         "($1 + 1.0f)",
         "$1",
         EXPERTS_CLIPPED,

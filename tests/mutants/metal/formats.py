@@ -32,7 +32,7 @@ _PLANES = (
     Mutant(
         "the high plane is read where the low one is",
         _WEIGHT_TILE,
-        "high_plane",
+        "",
         "$1 * $2 / 32 * $3 +",
         "",
         THREE_PACKED,
@@ -41,16 +41,17 @@ _PLANES = (
     Mutant(
         "the planes change places",
         _WORDS,
-        "planes",
+        "",
         "2",
         "1",
         THREE_PACKED,
         Detector.WRONG_RESULT,
+        nth=(1, 7),
     ),
     Mutant(
         "the high plane is loaded over the low one",
         _WEIGHT_TILE,
-        "high_plane",
+        "load_words",
         "+ $1<$2>::$3",
         "",
         SYMMETRIC,
@@ -59,7 +60,7 @@ _PLANES = (
     Mutant(
         "the high plane's bits are moved by its own width",
         _WORDS,
-        "pair",
+        "",
         ", $1 + $2",
         ", $1 + HIGH",
         SYMMETRIC,
@@ -68,7 +69,7 @@ _PLANES = (
     Mutant(
         "rows that share a word are all the first one",
         _WORDS,
-        "slot",
+        "",
         "$1 % $2 * $3 +",
         "",
         ONE_PACKED,
@@ -77,7 +78,7 @@ _PLANES = (
     Mutant(
         "a pair's upper code keeps a bit of its neighbour",
         _WORDS,
-        "slot",
+        "plane_pair",
         "($1)",
         "($1 + 1)",
         THREE_PACKED,
@@ -89,7 +90,7 @@ _NATIVE = (
     Mutant(
         "a pair that crosses a window loses its upper bits",
         _WORDS,
-        "window_pair",
+        "",
         "<= 16",
         "<= 32",
         FIVE_NATIVE,
@@ -107,7 +108,7 @@ _NATIVE = (
     Mutant(
         "a window that crosses a word loses its upper bits",
         _WORDS,
-        "straddle",
+        "bits_at",
         "16",
         "32",
         FIVE_NATIVE,
@@ -116,7 +117,7 @@ _NATIVE = (
     Mutant(
         "the second code of a pair is the next one",
         _WORDS,
-        "windows",
+        "make_windows",
         "$1<$2>::$3 +",
         "W::BITS +",
         EIGHT_NATIVE,
@@ -125,7 +126,7 @@ _NATIVE = (
     Mutant(
         "nibbles are paired as other codes are",
         _WORDS,
-        "windows",
+        "",
         "= $1 == 4 ||",
         "=",
         GEMM_NATIVE,
@@ -134,7 +135,7 @@ _NATIVE = (
     Mutant(
         "rows are counted in half their units",
         _WEIGHT_TILE,
-        "native",
+        "",
         "8 *",
         "16 *",
         THREE_NATIVE,
@@ -143,7 +144,7 @@ _NATIVE = (
     Mutant(
         "rows are counted in words, whatever a lane loads",
         _WEIGHT_TILE,
-        "native",
+        "weight_tile",
         "* $1 / $2",
         "* $1 / 4",
         FIVE_NATIVE,
@@ -152,7 +153,7 @@ _NATIVE = (
     Mutant(
         "lanes begin a unit apart",
         _WEIGHT_TILE,
-        "native",
+        "",
         "$1<$2>::$3 / $4 *",
         "",
         THREE_NATIVE,
@@ -161,7 +162,7 @@ _NATIVE = (
     Mutant(
         "steps are counted in words, whatever a lane loads",
         _WEIGHT_TILE,
-        "high_plane",
+        "",
         "* 4 / $1<$2>::$3",
         "",
         THREE_NATIVE,
@@ -173,7 +174,7 @@ _VALUES = (
     Mutant(
         "small floats have their mantissa a bit too high",
         _WORDS,
-        "pair",
+        "pair_at",
         "{ constexpr",
         "{ bit_offset += W::MODE == FLOATING && bit_offset < 16 - W::BITS ? 1 : 0; "
         "constexpr",
@@ -183,7 +184,7 @@ _VALUES = (
     Mutant(
         "small floats of another row",
         _WORDS,
-        "pair",
+        "pair_at",
         "{ constexpr",
         "{ f ^= W::MODE == FLOATING ? 1 : 0; constexpr",
         NVFP4,
@@ -192,11 +193,12 @@ _VALUES = (
     Mutant(
         "symmetric codes count a quarter of their range too much",
         _DECODE,
-        "symmetric",
+        "",
         "- 1",
         "- 2",
         SYMMETRIC,
         Detector.WRONG_RESULT,
+        nth=(1, 2),
     ),
     Mutant(
         "the upper half of a constant is a bit off",
@@ -210,11 +212,12 @@ _VALUES = (
     Mutant(
         "the bias of symmetric codes is read, which are stored without",
         _DECODE,
-        "flags",
+        "",
         "== $1 || $2 == $3",
         "!= FLOATING",
         SYMMETRIC,
         Detector.OUTSIDE,
+        nth=(2, 2),
     ),
 )
 
@@ -222,7 +225,7 @@ _GROUPS = (
     Mutant(
         "groups of 256 are taken to be of 512",
         _DECODE,
-        "group",
+        "",
         "0 ? 1 : $1",
         "256 ? 512 : $1 + ($1 == 0 ? 1 : 0)",
         LONG_GROUPS,
@@ -231,7 +234,7 @@ _GROUPS = (
     Mutant(
         "a row has a group for each step",
         _DECODE,
-        "group",
+        "group_at",
         "0 : $1",
         "$1 / 64 : $1",
         WHOLE_ROWS,
@@ -240,7 +243,7 @@ _GROUPS = (
     Mutant(
         "groups of 16: the bias is left out",
         _FRAGMENTS,
-        "decode",
+        "",
         "($1))",
         "(0.0f))",
         SIXTEENS,
@@ -249,7 +252,7 @@ _GROUPS = (
     Mutant(
         "groups of 16: weights are rounded to half",
         _DECODE,
-        "fragment",
+        "",
         ": FLOAT_WEIGHTS",
         ": HALF_WEIGHTS",
         SIXTEENS,
@@ -261,7 +264,7 @@ _GLOBAL = (
     Mutant(
         "a global scale is dropped where tiles are split",
         _FRAGMENTS,
-        "scale",
+        "add_products",
         "? $1",
         "? 1.0f",
         GLOBAL,
@@ -270,7 +273,7 @@ _GLOBAL = (
     Mutant(
         "dot products: a global scale is dropped",
         _GEMV,
-        "bias",
+        "accumulate_rows",
         "* $1;",
         ";",
         GLOBAL_GEMV,
@@ -279,7 +282,7 @@ _GLOBAL = (
     Mutant(
         "weights: a global scale is dropped",
         _DENSE,
-        "block",
+        "",
         ", $1, $2, $3, $4",
         ", $1, $2, $3, 1.0f",
         GLOBAL_DENSE,
@@ -288,7 +291,7 @@ _GLOBAL = (
     Mutant(
         "a global scale is not divided by the largest product",
         _WEIGHT_TILE,
-        "global_scale",
+        "",
         "/ (6.0f * 448.0f)",
         "",
         GLOBAL_GEMV,
@@ -300,7 +303,7 @@ _PLAIN = (
     Mutant(
         "weights: the values of a pair change places",
         _DENSE,
-        "values",
+        "",
         "($1, $2, $3)",
         "($1, $2, $3).yx",
         DENSE,
@@ -309,7 +312,7 @@ _PLAIN = (
     Mutant(
         "weights: lanes store eight values apart",
         _DENSE,
-        "block",
+        "",
         "+ $1 *",
         "+ 8 *",
         DENSE,
@@ -318,7 +321,7 @@ _PLAIN = (
     Mutant(
         "weights: a row past the last is stored",
         _DENSE,
-        "block",
+        "",
         "($1 < $2)",
         "($1 <= $2)",
         DENSE_BACK,
@@ -327,25 +330,27 @@ _PLAIN = (
     Mutant(
         "weights: every block begins at the first row",
         _DENSE,
-        "block_row",
+        "dequantize",
         "$1 +",
         "",
         DENSE,
         Detector.WRONG_RESULT,
+        nth=(1, 11),
     ),
     Mutant(
         "weights: every block has the codes of the first k",
         _DENSE,
-        "block",
+        "dequantize",
         ", $1 + $2,",
         ", $2,",
         DENSE_BACK,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "weights: every block has the scales of the first k",
         _DENSE,
-        "block",
+        "",
         "($1, $2 + $3)",
         "($1, $3)",
         DENSE_BACK,
@@ -354,11 +359,12 @@ _PLAIN = (
     Mutant(
         "weights: rows are as long as the whole weight's",
         _DENSE,
-        "block",
+        "dequantize",
         "length",
         "work.k",
         DENSE_BACK,
         Detector.OUTSIDE,
+        nth=(3, 3),
     ),
 )
 

@@ -21,7 +21,7 @@ _BARRIERS = (
     Mutant(
         "gemm: no barrier before the store",
         _GEMM,
-        "before_store",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         GEMM_NATIVE,
@@ -30,7 +30,7 @@ _BARRIERS = (
     Mutant(
         "gemm: no barrier after the store",
         _WORK,
-        "done",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         GEMM_PACKED,
@@ -39,7 +39,7 @@ _BARRIERS = (
     Mutant(
         "gemm: the barrier before the store orders nothing",
         _GEMM,
-        "before_store",
+        "",
         "mem_flags::mem_threadgroup",
         "mem_flags::mem_none",
         GEMM_NATIVE,
@@ -48,7 +48,7 @@ _BARRIERS = (
     Mutant(
         "gemm: the barrier after the store orders device memory",
         _WORK,
-        "done",
+        "",
         "mem_flags::mem_threadgroup",
         "mem_flags::mem_device",
         GEMM_PACKED,
@@ -57,7 +57,7 @@ _BARRIERS = (
     Mutant(
         "gemm: the barrier before the store is a simdgroup's",
         _GEMM,
-        "before_store",
+        "",
         "threadgroup_barrier",
         "simdgroup_barrier",
         GEMM_PACKED,
@@ -66,7 +66,7 @@ _BARRIERS = (
     Mutant(
         "gemm: simdgroups wait at two barriers",
         _GEMM,
-        "before_store",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "if (place.k_slice == 0) { "
         "threadgroup_barrier(mem_flags::mem_threadgroup); } else { "
@@ -77,7 +77,7 @@ _BARRIERS = (
     Mutant(
         "gemm: only one simdgroup waits after the store",
         _GEMM,
-        "before_store",
+        "",
         "splits.done()",
         "simdgroup.index == 0 && splits.done()",
         GEMM_NATIVE,
@@ -86,7 +86,7 @@ _BARRIERS = (
     Mutant(
         "gemm: a barrier follows a threadgroup's only tile",
         _WORK,
-        "done",
+        "",
         "if ($1) { return true; }",
         "",
         WHOLE_GEMM,
@@ -95,7 +95,7 @@ _BARRIERS = (
     Mutant(
         "gemm: there is no other tile after the first",
         _WORK,
-        "done",
+        "",
         "if ($1) { return true; }",
         "return true;",
         GEMM_NATIVE,
@@ -107,7 +107,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "m is clamped one row late",
         _GEMM,
-        "row_bound",
+        "accumulate",
         "- 1",
         "",
         GEMM_NATIVE,
@@ -116,16 +116,17 @@ _FRAGMENT_BUGS = (
     Mutant(
         "a k tail is left out",
         _GEMM,
-        "row_bound",
+        "accumulate",
         "< $1;",
         "+ TILE_K <= $1;",
         GEMM_TAIL,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "the totals keep what the split before has left",
         _GEMM,
-        "row_bound",
+        "",
         "$1[$2] = float2(0.0f)",
         "$1[$2] = split.k_start == 0 ? float2(0.0f) : $1[$2]",
         GEMM_IDLE,
@@ -134,7 +135,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "the biases of another row fragment",
         _FRAGMENTS,
-        "ragged",
+        "add_products",
         "$1 / $2",
         "$1 % 4",
         GEMM_IDLE,
@@ -143,7 +144,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "a lane's two columns change places",
         _FRAGMENTS,
-        "columns",
+        "",
         "[2 * $1 * $2 + $3][$4], $5[(2 * $1 + 1)",
         "[(2 * $1 + 1) * $2 + $3][$4], $5[2 * $1",
         GEMM_PACKED,
@@ -152,7 +153,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "the offset is taken off by the first fragment's sum",
         _FRAGMENTS,
-        "start",
+        "",
         "[$1] :",
         "[0] :",
         GEMM_PACKED,
@@ -161,7 +162,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "the offset is taken off the other column",
         _FRAGMENTS,
-        "start",
+        "multiply",
         "x, $1.y",
         "y, $1.x",
         GEMM_NATIVE,
@@ -170,7 +171,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "the codes' offset is taken off twice",
         _FRAGMENTS,
-        "start",
+        "",
         "W::FRAGMENT == OFFSET_CODES &&",
         "",
         GEMM_IDLE,
@@ -179,7 +180,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "the codes' offset is never taken off",
         _FRAGMENTS,
-        "start",
+        "",
         "!= 0",
         "== 0",
         FIVE_NATIVE,
@@ -188,16 +189,17 @@ _FRAGMENT_BUGS = (
     Mutant(
         "groups of 16: codes are multiplied without their scale",
         _FRAGMENTS,
-        "decode",
+        "row_fragment",
         "* $1",
         "",
         NVFP4,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "small floats stay as small as halves hold them",
         _VALUES,
-        "factor",
+        "",
         "* half($1)",
         "",
         MXFP4,
@@ -206,7 +208,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "groups of 16: the scale is applied twice",
         _FRAGMENTS,
-        "scale",
+        "",
         ", $1 >= $2 ? $3 :",
         ",",
         NVFP4,
@@ -215,7 +217,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "small floats lose their sign",
         _FRAGMENTS,
-        "decode",
+        "row_fragment",
         "if",
         "values = W::MODE == FLOATING ? abs(values) : values; if",
         MXFP4,
@@ -224,16 +226,17 @@ _FRAGMENT_BUGS = (
     Mutant(
         "row fragments add to each other's totals",
         _FRAGMENTS,
-        "scale",
+        "add_products",
         "* $1",
         "",
         GEMM_NATIVE,
         Detector.WRONG_RESULT,
+        nth=(6, 6),
     ),
     Mutant(
         "weights are narrower than activations",
         _FRAGMENTS,
-        "start",
+        "",
         "simdgroup_matrix<$1, 8, 8> $2 = row_fragment<$3, $1>",
         "simdgroup_matrix<half, 8, 8> $2 = row_fragment<$3, half>",
         GEMM_TAIL,
@@ -242,7 +245,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "a pointer without an address space",
         _GEMM,
-        "address_space",
+        "accumulate",
         "device",
         "",
         GEMM_TAIL,
@@ -251,7 +254,7 @@ _FRAGMENT_BUGS = (
     Mutant(
         "a pointer into the wrong address space",
         _FRAGMENTS,
-        "write_scratch",
+        "",
         "threadgroup",
         "device",
         GEMM_TAIL,
@@ -263,25 +266,27 @@ _TILES = (
     Mutant(
         "a ragged tile is left a row fragment early",
         _FRAGMENTS,
-        "ragged",
+        "add_products",
         ">=",
         "+ 8 >=",
         WHOLE_GEMM,
         Detector.WRONG_RESULT,
+        nth=(1, 2),
     ),
     Mutant(
         "a ragged tile is left a row fragment late",
         _FRAGMENTS,
-        "ragged",
+        "add_products",
         ">=",
         ">",
         WHOLE_GEMM,
         Detector.COUNTERS,
+        nth=(1, 2),
     ),
     Mutant(
         "fragments past the last row are computed",
         _GEMM,
-        "fragments",
+        "",
         "- $1 > 8 * ($2 - 1)",
         "> $1",
         GEMM_LEFT_OUT,
@@ -290,7 +295,7 @@ _TILES = (
     Mutant(
         "weights are read once for each fragment",
         _GEMM,
-        "fragments",
+        "",
         "accumulate<FRAGMENTS_M, RAGGED, W>("
         "totals, x, row_map, tile, row, cols, work, split, place, $1);"
         "write_scratch<FRAGMENTS_M>($2, totals, corner);",
@@ -304,7 +309,7 @@ _TILES = (
     Mutant(
         "a ragged second fragment is left out",
         _GEMM,
-        "fragments",
+        "",
         "> 8 * ($1 - 1)",
         ">= 8 * $1",
         GEMM_NATIVE,
@@ -313,7 +318,7 @@ _TILES = (
     Mutant(
         "simdgroups in m and in k change places",
         _GEMM,
-        "corner",
+        "",
         "/ $1",
         "% L::SIMDGROUPS_K",
         GEMM_PACKED,
@@ -322,7 +327,7 @@ _TILES = (
     Mutant(
         "partial tiles of simdgroups overlap",
         _GEMM,
-        "corner",
+        "",
         "/ $1 * $2",
         "/ $1 * ($2 - 8)",
         GEMM_NATIVE,
@@ -331,7 +336,7 @@ _TILES = (
     Mutant(
         "pairs of lanes write one row",
         _GEMM,
-        "corner",
+        "gemm_register",
         "2 *",
         "",
         GEMM_NATIVE,
@@ -349,7 +354,7 @@ _TILES = (
     Mutant(
         "there is too little scratch",
         "lib/tiling",
-        "scratch",
+        "",
         "* SCRATCH_ROW",
         "* 32",
         GEMM_NATIVE,
@@ -358,16 +363,17 @@ _TILES = (
     Mutant(
         "every threadgroup takes the first range",
         "kernels/gemm_register",
-        "range",
+        "",
         "x",
         "y",
         GEMM_NATIVE,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "gemm: simdgroups side by side read one column's weights",
         "lib/epilogue",
-        "first",
+        "",
         "+ $1 * $2",
         "",
         HYTIS,
@@ -376,11 +382,12 @@ _TILES = (
     Mutant(
         "gemm: the wide tiles are one too few",
         _GEMM,
-        "corner",
+        "gemm_register",
         "<",
         "+ 1 <",
         HYTIS,
         Detector.WRONG_RESULT,
+        nth=(4, 13),
     ),
 )
 

@@ -10,7 +10,7 @@ MUTANTS = (
     Mutant(
         "gemv: no barrier before the store",
         _GEMV,
-        "tile",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         GEMV_IDLE,
@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "gemv: no barrier after the store",
         _WORK,
-        "done",
+        "",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         GEMV_TAIL,
@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "gemv: the barrier after the store orders nothing",
         _WORK,
-        "done",
+        "",
         "mem_flags::mem_threadgroup",
         "mem_flags::mem_none",
         GEMV_TAIL,
@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "gemv: there is no other tile after the first",
         _WORK,
-        "done",
+        "",
         "if ($1) { return true; }",
         "return true;",
         GEMV_NATIVE,
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "gemv: pairs of lanes write their parts over each other",
         _GEMV,
-        "write_scratch",
+        "",
         "$1($2[$3 / 4][$3 % 4]); if ($4 == 0)",
         "$2[$3 / 4][$3 % 4];",
         GEMV_NATIVE,
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "gemv: the lanes of one row write",
         _GEMV,
-        "write_scratch",
+        "write_rows",
         "$1 ==",
         "lane.row ==",
         GEMV_NATIVE,
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "gemv: rows of x are taken to be n wide",
         _GEMV,
-        "tile",
+        "",
         "uint($1)",
         "uint(work.n)",
         GEMV_NATIVE,
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "gemv: activations of another pair",
         _GEMV,
-        "x",
+        "",
         "$1($2).$3",
         "($1($2).$3 ^ 1)",
         GEMV_TAIL,
@@ -82,16 +82,17 @@ MUTANTS = (
     Mutant(
         "gemv: the first column's activations twice",
         _GEMV,
-        "second_column",
+        "add_products",
         "$1 +",
         "",
         GEMV_NATIVE,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "gemv: half of the activations are summed",
         _GEMV,
-        "loop",
+        "accumulate_rows",
         "<2 *",
         "<",
         GEMV_TAIL,
@@ -100,7 +101,7 @@ MUTANTS = (
     Mutant(
         "gemv: partial rows of simdgroups overlap",
         _GEMV,
-        "corner",
+        "gemv",
         "* $1 *",
         "*",
         GEMV_NATIVE,
@@ -109,7 +110,7 @@ MUTANTS = (
     Mutant(
         "gemv: every simdgroup computes all of k",
         _GEMV,
-        "loop",
+        "",
         "$1($2, $3)",
         "split.k_start",
         GEMV_IDLE,
@@ -118,7 +119,7 @@ MUTANTS = (
     Mutant(
         "gemv: the biases are added in each step of the first row only",
         _GEMV,
-        "bias",
+        "accumulate_rows",
         "($1),",
         "(row == 0 ? $1 : 0.0f),",
         GEMV_IDLE,
@@ -127,7 +128,7 @@ MUTANTS = (
     Mutant(
         "gemv: a k tail is left out",
         _GEMV,
-        "loop",
+        "",
         "< $1; $2",
         "+ TILE_K <= $1; $2",
         GEMV_TAIL,
@@ -136,16 +137,17 @@ MUTANTS = (
     Mutant(
         "gemv: a pointer without an address space",
         _GEMV,
-        "x",
+        "load_vectors",
         "device",
         "",
         GEMV_TAIL,
         Detector.STATIC_CHECK,
+        nth=(2, 2),
     ),
     Mutant(
         "gemv: scratch for one simdgroup",
         "lib/tiling",
-        "scratch",
+        "",
         "$1 * TILE_M",
         "TILE_M",
         GEMV_NATIVE,

@@ -32,7 +32,7 @@ _LANES = (
     Mutant(
         "a lane's rows are swapped",
         _LANE,
-        "lane",
+        "",
         "($1 & 4) + (($2 >> 1) & 3)",
         "(($2 >> 1) & 3) * 2 + ($1 >> 2)",
         GEMM_IDLE,
@@ -41,7 +41,7 @@ _LANES = (
     Mutant(
         "a lane's pairs are swapped",
         _LANE,
-        "lane",
+        "",
         "+ ($1 & 1)",
         "/ 2 + 2 * ($1 & 1)",
         GEMM_NATIVE,
@@ -50,7 +50,7 @@ _LANES = (
     Mutant(
         "a sum over rows leaves a bit out",
         _LANE,
-        "sum_rows",
+        "",
         "$1 += simd_shuffle_xor($1, ushort(4));",
         "",
         GEMM_NATIVE,
@@ -59,7 +59,7 @@ _LANES = (
     Mutant(
         "a sum over pairs leaves a bit out",
         _LANE,
-        "sum_pairs",
+        "",
         "+ simd_shuffle_xor($1, ushort(8))",
         "",
         GEMV_NATIVE,
@@ -68,7 +68,7 @@ _LANES = (
     Mutant(
         "groups of 32: activations of every other column",
         _LANE,
-        "k_order",
+        "",
         "4 * $1;",
         "4 * ($1 & 6);",
         GEMM_TAIL,
@@ -77,7 +77,7 @@ _LANES = (
     Mutant(
         "packed: activations in the native order",
         _LANE,
-        "k_order",
+        "",
         "return $1 ||",
         "return",
         GEMM_PACKED,
@@ -86,7 +86,7 @@ _LANES = (
     Mutant(
         "native: activations in the order of nibbles for all widths",
         _LANE,
-        "k_order",
+        "",
         "|| $1 != 4",
         "",
         FIVE_NATIVE,
@@ -95,7 +95,7 @@ _LANES = (
     Mutant(
         "native: activations in the packed order",
         _LANE,
-        "k_order",
+        "",
         "16 * ($1 >> 1) + 4 * ($1 & 1) + 8",
         "8 * $1 + 4",
         GEMV_NATIVE,
@@ -104,7 +104,7 @@ _LANES = (
     Mutant(
         "the sum of activations leaves a run out",
         _LANE,
-        "sum_x",
+        "",
         "; ++",
         "- 1; ++",
         GEMM_NATIVE,
@@ -113,16 +113,17 @@ _LANES = (
     Mutant(
         "half activations are taken to be float",
         _LANE,
-        "half_type",
+        "",
         "half",
         "float",
         GEMM_PACKED,
         Detector.OPERANDS,
+        nth=(2, 3),
     ),
     Mutant(
         "bfloat is widened by a bit too few",
         _LANE,
-        "load_bfloat",
+        "load_vec4",
         "16",
         "15",
         GEMM_TAIL,
@@ -134,7 +135,7 @@ _LOADS = (
     Mutant(
         "half activations by an ordinary vector",
         _LANE,
-        "load_half",
+        "",
         "packed_half4",
         "half4",
         ODD_PACKED,
@@ -143,7 +144,7 @@ _LOADS = (
     Mutant(
         "float activations by an ordinary vector",
         _LANE,
-        "load_float",
+        "",
         "packed_float4",
         "float4",
         ODD_NATIVE,
@@ -152,16 +153,17 @@ _LOADS = (
     Mutant(
         "bfloat activations by an ordinary vector",
         _LANE,
-        "load_bfloat",
+        "load_vec4",
         "packed_ushort4",
         "ushort4",
         ODD_BFLOAT,
         Detector.MISALIGNED,
+        nth=(1, 2),
     ),
     Mutant(
         "scales of one byte by an ordinary vector",
         _LANE,
-        "load_bytes",
+        "",
         "packed_uchar4",
         "uchar4",
         MXFP8,
@@ -170,7 +172,7 @@ _LOADS = (
     Mutant(
         "packed words by an ordinary vector",
         _WORDS,
-        "wide_loads",
+        "",
         "packed_uint4",
         "uint4",
         ODD_PACKED,
@@ -179,7 +181,7 @@ _LOADS = (
     Mutant(
         "native words by an ordinary vector",
         _WORDS,
-        "loads",
+        "",
         "packed_uint2",
         "uint2",
         ODD_NATIVE,
@@ -188,7 +190,7 @@ _LOADS = (
     Mutant(
         "three native words by an ordinary vector",
         _WORDS,
-        "wide_loads",
+        "",
         "packed_uint3",
         "uint3",
         SIX_NATIVE,
@@ -197,7 +199,7 @@ _LOADS = (
     Mutant(
         "a half k tile does not count in the packed words",
         _WEIGHT_TILE,
-        "packed",
+        "weight_tile",
         "$1($2, $3);",
         "$2 / $3;",
         GEMV_TAIL,
@@ -206,7 +208,7 @@ _LOADS = (
     Mutant(
         "the padding's group does not count in the packed scales",
         _WEIGHT_TILE,
-        "groups",
+        "packed_groups",
         "- 1",
         "- 33",
         GEMV_TAIL,
@@ -215,16 +217,17 @@ _LOADS = (
     Mutant(
         "a packed load leaves lanes' words apart",
         _WORDS,
-        "chunk",
+        "load_plane",
         "$1 *",
         "2 * $1 *",
         GEMM_PACKED,
         Detector.OUTSIDE,
+        nth=(3, 3),
     ),
     Mutant(
         "n is clamped one row late",
         _WEIGHT_TILE,
-        "native",
+        "weight_tile",
         "- 1",
         "",
         GEMM_NATIVE,
@@ -233,16 +236,17 @@ _LOADS = (
     Mutant(
         "native groups are taken to be k tiles",
         _WEIGHT_TILE,
-        "native",
+        "weight_tile",
         "$1<$2>($3)",
         "uint($3 / TILE_K)",
         GEMM_NATIVE,
         Detector.OUTSIDE,
+        nth=(2, 2),
     ),
     Mutant(
         "native: the next group too early",
         _WEIGHT_TILE,
-        "scales",
+        "load_group_params",
         "($1);",
         "($1 + TILE_K / 2);",
         GEMM_TAIL,
@@ -251,16 +255,17 @@ _LOADS = (
     Mutant(
         "packed: the next group too early",
         _WEIGHT_TILE,
-        "biased",
+        "load_group_params",
         "($1) *",
         "($1 + TILE_K) *",
         GEMM_PACKED,
         Detector.OUTSIDE,
+        nth=(1, 2),
     ),
     Mutant(
         "packed: the scales of another row",
         _WEIGHT_TILE,
-        "packed",
+        "weight_tile",
         "* $1;",
         "* ($1 ^ 1);",
         GEMM_PACKED,
@@ -269,7 +274,7 @@ _LOADS = (
     Mutant(
         "packed: the second words a quarter early",
         _WORDS,
-        "chunk",
+        "load_plane",
         "32",
         "16",
         GEMM_PACKED,
@@ -278,11 +283,12 @@ _LOADS = (
     Mutant(
         "native: the first word of a pair twice",
         _WORDS,
-        "loads",
+        "load_vector",
         "y",
         "x",
         GEMM_NATIVE,
         Detector.WRONG_RESULT,
+        nth=(3, 3),
     ),
 )
 
@@ -290,7 +296,7 @@ _VALUE_BUGS = (
     Mutant(
         "scales and biases are not interleaved",
         _WEIGHT_TILE,
-        "biased",
+        "load_group_params",
         "$1.z, $2.x, $2.z",
         "$1.y, $1.z, $1.w",
         GEMM_PACKED,
@@ -299,7 +305,7 @@ _VALUE_BUGS = (
     Mutant(
         "native: biases are read from the scales",
         _WEIGHT_TILE,
-        "scales",
+        "",
         "($1[$2]) :",
         "(tile.scales[$2]) :",
         GEMV_NATIVE,
@@ -313,6 +319,7 @@ _VALUE_BUGS = (
         "$1 + 1,",
         GEMM_NATIVE,
         Detector.WRONG_RESULT,
+        nth=(4, 4),
     ),
     Mutant(
         "the highest bit of a code is masked out",
@@ -326,7 +333,7 @@ _VALUE_BUGS = (
     Mutant(
         "zero points are added",
         _WEIGHT_TILE,
-        "biased",
+        "load_group_params",
         "-",
         "",
         ZERO_POINTS,
@@ -335,7 +342,7 @@ _VALUE_BUGS = (
     Mutant(
         "zero points are biases",
         _WEIGHT_TILE,
-        "biased",
+        "",
         "($1 == $2)",
         "(false)",
         ZERO_POINTS,
@@ -344,7 +351,7 @@ _VALUE_BUGS = (
     Mutant(
         "groups of 16: the neighbour lane's scale",
         _WEIGHT_TILE,
-        "packed",
+        "weight_tile",
         ": 0",
         "^ 1 : 0",
         NVFP4,
@@ -353,7 +360,7 @@ _VALUE_BUGS = (
     Mutant(
         "groups of 16: the first lane's scale for all",
         _WEIGHT_TILE,
-        "packed",
+        "",
         "= $1 == 16 ? $2 :",
         "=",
         NVFP4_NATIVE,
@@ -362,16 +369,17 @@ _VALUE_BUGS = (
     Mutant(
         "the powers of two begin at 2^-128",
         _WEIGHT_TILE,
-        "byte_scale",
+        "scale_of",
         "($1);",
         "($1 - 1);",
         MXFP4,
         Detector.WRONG_RESULT,
+        nth=(2, 2),
     ),
     Mutant(
         "packed: the powers of two have half their exponent",
         _WEIGHT_TILE,
-        "byte_scales",
+        "",
         "23",
         "22",
         MXFP8,
@@ -380,7 +388,7 @@ _VALUE_BUGS = (
     Mutant(
         "packed groups of 16: the scales of two rows change places",
         _WEIGHT_TILE,
-        "byte_scales",
+        "",
         "z, $1.w",
         "w, $1.z",
         NVFP4,
@@ -389,7 +397,7 @@ _VALUE_BUGS = (
     Mutant(
         "groups of 16: scales are powers of two",
         _WEIGHT_TILE,
-        "byte_scale",
+        "",
         "$1 == 16 ? float($2($3).x) :",
         "",
         NVFP4_NATIVE,
@@ -398,7 +406,7 @@ _VALUE_BUGS = (
     Mutant(
         "groups of 16: scales stay as small as halves hold them",
         _VALUES,
-        "small_scale",
+        "",
         "* half(256.0f)",
         "",
         NVFP4_NATIVE,
@@ -407,11 +415,12 @@ _VALUE_BUGS = (
     Mutant(
         "packed without biases: groups as far apart as with them",
         _WEIGHT_TILE,
-        "scales",
+        "load_group_params",
         "* $1",
         "* (2 * $1)",
         SYMMETRIC,
         Detector.OUTSIDE,
+        nth=(4, 4),
     ),
 )
 

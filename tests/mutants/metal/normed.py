@@ -9,7 +9,7 @@ MUTANTS = (
     Mutant(
         "normed: rows are not multiplied by the norm's weight",
         _FILE,
-        "squares",
+        "",
         "*= weight",
         "*= 1",
         NORMED,
@@ -18,7 +18,7 @@ MUTANTS = (
     Mutant(
         "normed: all lanes take the weights of the first columns",
         _FILE,
-        "weight",
+        "",
         "$1, start",
         "$1, start & ~63u",
         NORMED,
@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant(
         "normed: both columns of a lane take the weights of one",
         _FILE,
-        "weight",
+        "",
         "$1 / VEC4S, $1 % VEC4S",
         "0, $1 % VEC4S",
         NORMED_GATED,
@@ -36,7 +36,7 @@ MUTANTS = (
     Mutant(
         "normed: only the last squares count",
         _FILE,
-        "squares",
+        "",
         "fma($1, $1, $2[$3])",
         "$1 * $1",
         NORMED,
@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant(
         "normed: squares are those of weighted rows",
         _FILE,
-        "squares",
+        "",
         "fma($1, $1, $2[$3])",
         "fma($1 * weight, $1 * weight, $2[$3])",
         NORMED,
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "normed: squares of a quarter of the lanes count",
         _FILE,
-        "total",
+        "",
         "sum_over_pairs(",
         "(",
         NORMED,
@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "normed: the sum of squares overwrites a result",
         _FILE,
-        "total",
+        "",
         "+ TILE_N]",
         "+ TILE_N - 1]",
         NORMED,
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "normed: squares are read in the lane's column",
         _FILE,
-        "factor",
+        "",
         "- $1;",
         ";",
         NORMED,
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "normed: the mean has no epsilon",
         _FILE,
-        "factor",
+        "",
         "/ $1 + $2",
         "/ $1",
         NORMED,
@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "normed: the sum of squares is taken to be their mean",
         _FILE,
-        "factor",
+        "",
         "/ $1 +",
         "+",
         NORMED,
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "normed: squares of up are added to those of gate",
         _FILE,
-        "gated",
+        "",
         "SIMDGROUPS_K / 2",
         "SIMDGROUPS_K",
         NORMED_GATED,
@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "normed: up is not normalized",
         _FILE,
-        "gated",
+        "",
         "* $1.y",
         "* $1.y / factor",
         NORMED_GATED,

@@ -10,7 +10,7 @@ MUTANTS = (
     Mutant(
         "K-quants of 6 bits are not symmetric",
         _DECODE,
-        "k_modes",
+        "",
         "? SYMMETRIC",
         "? FLOATING",
         K_SIXTEENS,
@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "K-quants of 4 bits have no minima",
         _DECODE,
-        "k_modes",
+        "",
         "? AFFINE",
         "? SYMMETRIC",
         K_GEMV,
@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "a group takes a word for each parameter",
         _WEIGHT_TILE,
-        "record",
+        "",
         "* TILE_N / 2",
         "* TILE_N",
         K_GEMM,
@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "a super-block ends before its factors",
         _WEIGHT_TILE,
-        "record",
+        "",
         "+ PARAMETERS * TILE_N",
         "",
         K_GEMV,
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "columns lie apart by a super-block for each tile",
         _WEIGHT_TILE,
-        "super_blocks",
+        "",
         "* TILE_K / SUPER_BLOCK",
         "",
         K_GEMV,
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "a lane reads the groups of the first row",
         _WEIGHT_TILE,
-        "super_row",
+        "",
         "+ row / 2",
         "",
         K_GEMM,
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "a lane reads the factors of the first row",
         _WEIGHT_TILE,
-        "super_row",
+        "",
         "OF_GROUPS + row",
         "OF_GROUPS",
         K_GEMV,
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "lanes of one row read the same group of 16",
         _WEIGHT_TILE,
-        "super_row",
+        "",
         "own * SuperBlock",
         "0 * SuperBlock",
         K_SIXTEENS,
@@ -82,7 +82,7 @@ MUTANTS = (
     Mutant(
         "the factors lie before the groups",
         _WEIGHT_TILE,
-        "super_row",
+        "",
         "+ SuperBlock<W>::OF_GROUPS",
         "",
         K_SIXTEENS,
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "scales and minima change places",
         _WEIGHT_TILE,
-        "k_affine",
+        "",
         "& 0xFFu",
         "/ 256",
         K_GEMV,
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         "minima are not shifted down",
         _WEIGHT_TILE,
-        "k_affine",
+        "",
         ">> 8",
         "",
         K_GEMM,
@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "minima are added",
         _WEIGHT_TILE,
-        "k_affine",
+        "load_super_params",
         "-",
         "",
         K_GEMM,
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "d and dmin are not interleaved",
         _WEIGHT_TILE,
-        "k_affine",
+        "load_super_params",
         "low.x, low.z, high.x",
         "low.x, low.y, low.z",
         K_GEMV,
@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         "scales of 6 bits have no sign",
         _WEIGHT_TILE,
-        "k_symmetric",
+        "",
         "char4 bytes = as_type<char4>",
         "uchar4 bytes = as_type<uchar4>",
         K_SIXTEENS,
@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "all super-blocks have the first one's parameters",
         _WEIGHT_TILE,
-        "super_block",
+        "",
         "k / SUPER_BLOCK",
         "0",
         K_GEMV,
@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant(
         "all groups have the first one's scale",
         _WEIGHT_TILE,
-        "super_block",
+        "",
         "% SUPER_BLOCK",
         "* 0",
         K_GEMM,
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant(
         "scales are rounded to half",
         _WEIGHT_TILE,
-        "k_affine",
+        "",
         "float4($1 & 0xFFu) * float4(low.x, low.z, high.x, high.z)",
         "float4(half4(float4($1 & 0xFFu) * float4(low.x, low.z, high.x, high.z)))",
         K_GEMV,
@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "minima are rounded to half",
         _WEIGHT_TILE,
-        "k_affine",
+        "",
         "float4($1 >> 8) * -float4(low.y, low.w, high.y, high.w)",
         "float4(half4(float4($1 >> 8) * -float4(low.y, low.w, high.y, high.w)))",
         K_GEMM,
@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "signed scales are rounded to half",
         _WEIGHT_TILE,
-        "k_symmetric",
+        "",
         "float4($1) * float4(as_type<half4>(load_vec4($2, $3)))",
         "float4(half4(float4($1) * float4(as_type<half4>(load_vec4($2, $3)))))",
         K_SIXTEENS,

@@ -16,7 +16,7 @@ _OPERANDS = (
     Mutant(
         "tensor: x is not transposed",
         _FRAGMENTS,
-        "descriptor",
+        "",
         "false, true, false",
         "false, false, false",
         TENSOR_WHOLE,
@@ -26,7 +26,7 @@ _OPERANDS = (
         Mutant(
             f"tensor: the type of the {operand} operand with its address space",
             _FRAGMENTS,
-            "descriptor",
+            "",
             f"metal::remove_addrspace_t<decltype({operand})>",
             f"decltype({operand})",
             TENSOR_WHOLE,
@@ -37,7 +37,7 @@ _OPERANDS = (
     Mutant(
         "tensor: parts of w by k before n",
         _FRAGMENTS,
-        "left",
+        "",
         "left[i]",
         "left[(i & 7) | (i & 8) << 1 | (i & 16) >> 1]",
         TENSOR_WHOLE,
@@ -46,7 +46,7 @@ _OPERANDS = (
     Mutant(
         "tensor: the halves of x along k are swapped",
         _FRAGMENTS,
-        "right",
+        "",
         "right[i]",
         "right[i ^ 8]",
         TENSOR_WHOLE,
@@ -55,7 +55,7 @@ _OPERANDS = (
     Mutant(
         "tensor: an element of x past the lane's",
         _FRAGMENTS,
-        "right",
+        "",
         "right[i]",
         "right[i + 1]",
         TENSOR_WHOLE,
@@ -64,7 +64,7 @@ _OPERANDS = (
     Mutant(
         "tensor: sums begin at 0, not at those of the operation before",
         _FRAGMENTS,
-        "initial",
+        "",
         "= products[i]",
         "= 0.0f",
         TENSOR_WHOLE,
@@ -73,7 +73,7 @@ _OPERANDS = (
     Mutant(
         "tensor: rows of w in another order",
         _FRAGMENTS,
-        "weight_element",
+        "",
         "16 * (f / 2) + 4 * (f % 2)",
         "16 * (f % 2) + 4 * (f / 2)",
         TENSOR_SIDE,
@@ -82,7 +82,7 @@ _OPERANDS = (
     Mutant(
         "tensor: sums of other rows of x",
         _FRAGMENTS,
-        "source_row",
+        "from_row_of_result",
         "$1 % 2",
         "$1 / 2",
         TENSOR_WHOLE,
@@ -93,7 +93,7 @@ _LOOP = (
     Mutant(
         "tensor: bfloat16 activations in descending order",
         _GEMM,
-        "load_raw",
+        "",
         "raw[s]",
         "raw[3 - s]",
         TENSOR_BFLOAT,
@@ -102,7 +102,7 @@ _LOOP = (
     Mutant(
         "tensor: rows of x and halves of k swapped",
         _GEMM,
-        "x_element",
+        "",
         "8 * part + 4 * row",
         "4 * part + 8 * row",
         TENSOR_SIDE,
@@ -111,7 +111,7 @@ _LOOP = (
     Mutant(
         "tensor: sums of the other half of the rows",
         _GEMM,
-        "own_sum",
+        "",
         "sums.x : sums.y",
         "sums.y : sums.x",
         TENSOR_WHOLE,
@@ -120,7 +120,7 @@ _LOOP = (
     Mutant(
         "tensor: the offset of codes is added once more",
         _GEMM,
-        "offset",
+        "",
         "-float",
         "float",
         TENSOR_WHOLE,
@@ -129,7 +129,7 @@ _LOOP = (
     Mutant(
         "tensor: the second operation of a step overwrites the first",
         _GEMM,
-        "accumulate",
+        "",
         "HAS_OFFSET || operation > 0",
         "HAS_OFFSET",
         TENSOR_BFLOAT,
@@ -138,7 +138,7 @@ _LOOP = (
     Mutant(
         "tensor: an operation adds to sums that nobody set",
         _FRAGMENTS,
-        "initial",
+        "",
         "result[i] = products[i];",
         "",
         TENSOR_BFLOAT,
@@ -147,7 +147,7 @@ _LOOP = (
     Mutant(
         "tensor: scales of other rows of w",
         _GEMM,
-        "scale",
+        "",
         "params.scale[f]",
         "params.scale[i % 4]",
         TENSOR_WHOLE,
@@ -156,7 +156,7 @@ _LOOP = (
     Mutant(
         "tensor: some lanes of a simdgroup do not multiply",
         _GEMM,
-        "uniform",
+        "",
         "if (row < work.m) { tensor_accumulate",
         "if (row + simdgroup.lane_index < work.m) { tensor_accumulate",
         TENSOR_WHOLE,
@@ -167,7 +167,7 @@ _STORE = (
     Mutant(
         "tensor: rows of both rounds at once",
         _GEMM,
-        "round",
+        "write_round",
         "$1 / 2",
         "$1 % 2",
         TENSOR_WHOLE,
@@ -176,7 +176,7 @@ _STORE = (
     Mutant(
         "tensor: rows of w in the scratch in another order",
         _GEMM,
-        "write_round",
+        "",
         "8 * (i / 4)",
         "8 * (i % 4)",
         TENSOR_WHOLE,
@@ -185,7 +185,7 @@ _STORE = (
     Mutant(
         "tensor: columns past the last one are stored",
         _GEMM,
-        "stored",
+        "",
         "col < work.n ? rows : 0",
         "rows",
         TENSOR_ONE_ROW,
@@ -194,7 +194,7 @@ _STORE = (
     Mutant(
         "tensor: the sums of another row",
         _GEMM,
-        "partials",
+        "",
         "s * ROWS * TILE_N",
         "s * TILE_N",
         TENSOR_WHOLE,
@@ -203,7 +203,7 @@ _STORE = (
     Mutant(
         "tensor: partial sums are added in descending order",
         _GEMM,
-        "partials",
+        "",
         "[$1 * ROWS * TILE_N]",
         "[(SIMDGROUPS_K - $1) * ROWS * TILE_N]",
         TENSOR_ORDER,
@@ -212,27 +212,29 @@ _STORE = (
     Mutant(
         "tensor: no barrier between writing sums and reading them",
         _GEMM,
-        "before_store",
+        "gemm_tensor",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         TENSOR_WHOLE,
         Detector.TOO_EARLY,
+        nth=(1, 2),
     ),
     Mutant(
         "tensor: no barrier between reading sums and writing the next",
         _GEMM,
-        "after_store",
+        "gemm_tensor",
         "threadgroup_barrier(mem_flags::mem_threadgroup);",
         "",
         TENSOR_WHOLE,
         Detector.RACE,
+        nth=(2, 2),
     ),
 )
 _TWO = (
     Mutant(
         "tensor: the second operation of a simdgroup has the rows of the first",
         _GEMM,
-        "second_starts",
+        "",
         "starts + BLOCK_ROUNDS * (BLOCKS - 1)",
         "starts",
         TENSOR_TWO,
@@ -241,7 +243,7 @@ _TWO = (
     Mutant(
         "tensor: the second operation is left out",
         _GEMM,
-        "has_second",
+        "",
         "BLOCKS > 1",
         "BLOCKS > 2",
         TENSOR_TWO,
@@ -250,7 +252,7 @@ _TWO = (
     Mutant(
         "tensor: some lanes of a simdgroup have no second operation",
         _GEMM,
-        "has_second",
+        "",
         "first_row + TENSOR_ROWS",
         "lane_index + first_row + TENSOR_ROWS",
         TENSOR_TWO,
@@ -259,7 +261,7 @@ _TWO = (
     Mutant(
         "tensor: operations of a step decode to the same elements",
         _GEMM,
-        "operation_weights",
+        "",
         "weights + OPERATION_WEIGHTS * operation",
         "weights",
         TENSOR_TWO,
@@ -268,7 +270,7 @@ _TWO = (
     Mutant(
         "tensor: the second block of a tile stores the sums of the first",
         _GEMM,
-        "block_totals",
+        "",
         "totals + TENSOR_RESULTS * block",
         "totals",
         TENSOR_TWO,
@@ -277,7 +279,7 @@ _TWO = (
     Mutant(
         "tensor: the second block of a tile stores the rows of the first",
         _GEMM,
-        "block_rows",
+        "",
         "BLOCK_ROUNDS * block + round",
         "round",
         TENSOR_TWO,

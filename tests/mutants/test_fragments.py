@@ -1,4 +1,4 @@
-"""Markers in the shaders and mutants belong to each other."""
+"""Every mutant changes one fragment of the shaders, which carry no marks of it."""
 
 import re
 from pathlib import Path
@@ -6,20 +6,22 @@ from pathlib import Path
 import pytest
 
 from mlx_marlin.backends import source
-from mutants import markers
+from mutants import fragments
 from mutants.catalogue import CUDA_MUTANTS, MUTANTS
 
 TEXT = """
 float total(float a, float b) {
-  const float sum = a + b;  // mutant: sum
+  const float sum = a + b;
   return sum;  // a comment + b
 }
 
-float rest(float a, float b) {
-  // mutant: rest
-  const float rest = a - b;
-  return rest;  // mutant: result
-}
+struct Rest {
+  float rest(float a, float b) const thread {
+    const float rest = a - b;
+    return rest;
+  }
+  float rest(float a) { return a - total(a, a); }
+};
 """
 LANGUAGE = frozenset(
     {"abs", "atomic_store_explicit", "mem_device", "mem_none", "simdgroup_barrier"}
@@ -43,16 +45,10 @@ def shader_files() -> list[str]:
 
 
 @pytest.mark.parametrize("file", shader_files())
-def test_every_marker_has_a_mutant_and_a_name_of_its_own(file: str) -> None:
-    used = {mutant.marker for mutant, where in PLANTED if where == file}
-
-    assert sorted(markers.marker_names(read(file))) == sorted(used)
-
-
-@pytest.mark.parametrize("file", shader_files())
 def test_every_mutant_changes_one_fragment(file: str) -> None:
     text = read(file)
 
+    assert "mutant" not in text
     for mutant, where in PLANTED:
         if where == file:
             assert mutant.changed(text) != text
@@ -75,27 +71,28 @@ def test_the_catalogue_repeats_nothing() -> None:
     for mutants in (MUTANTS, CUDA_MUTANTS):
         assert len({mutant.name for mutant in mutants}) == len(mutants)
     changes = {
-        (file, mutant.marker, mutant.old, mutant.new, mutant.case)
+        (file, mutant.function, mutant.nth, mutant.old, mutant.new, mutant.case)
         for mutant, file in PLANTED
     }
     assert len(changes) == len(PLANTED)
 
 
-def test_a_marker_goes_to_the_next_one_or_to_a_blank_line() -> None:
-    assert markers.marker_names(TEXT) == ["sum", "rest", "result"]
-    changed = markers.replaced(TEXT, "sum", "return $1", "return -$1")
+def test_a_function_is_all_definitions_of_its_name() -> None:
+    changed = fragments.replaced(TEXT, "total", "return $1", "return -$1")
     assert changed == TEXT.replace("return sum", "return -sum")
-    with pytest.raises(ValueError, match="occurs 0 times at 'sum'"):
-        markers.replaced(TEXT, "sum", "-", "+")
-    with pytest.raises(ValueError, match="occurs 0 times at 'rest'"):
-        markers.replaced(TEXT, "rest", "return", "")
+    changed = fragments.replaced(TEXT, "rest", "$1 -", "$1 +", (2, 2))
+    assert changed == TEXT.replace("a - total", "a + total")
+    with pytest.raises(ValueError, match="occurs 0 times in total, expected 1"):
+        fragments.replaced(TEXT, "total", "-", "+")
+    with pytest.raises(ValueError, match="occurs 0 times in nothing, expected 1"):
+        fragments.replaced(TEXT, "nothing", "-", "+")
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("left", "right.k"), ("x.n", "y")])
 def test_a_fragment_does_not_depend_on_names(names: tuple[str, str]) -> None:
     text = TEXT.replace("a - b", f"{names[0]} - {names[1]}")
 
-    changed = markers.replaced(text, "rest", "$1 - $2", "$2 - $1")
+    changed = fragments.replaced(text, "", "$1 - $2;", "$2 - $1;")
 
     assert changed == text.replace(
         f"{names[0]} - {names[1]}", f"{names[1]} - {names[0]}"
@@ -105,40 +102,32 @@ def test_a_fragment_does_not_depend_on_names(names: tuple[str, str]) -> None:
 def test_the_same_number_is_the_same_name() -> None:
     text = TEXT.replace("a - b", "a - b + a")
 
-    changed = markers.replaced(text, "rest", "$1 - $2 + $1", "$2")
+    changed = fragments.replaced(text, "rest", "$1 - $2 + $1", "$2")
 
     assert changed == text.replace("a - b + a", "b")
     with pytest.raises(ValueError, match="occurs 0 times"):
-        markers.replaced(text, "rest", "$1 - $1", "$1")
+        fragments.replaced(text, "rest", "$1 - $1", "$1")
 
 
 def test_space_and_comments_do_not_count() -> None:
-    changed = markers.replaced(TEXT, "sum", "a+b;return sum", "a; return b")
+    changed = fragments.replaced(TEXT, "total", "a+b;return sum", "a; return b")
 
     assert "const float sum = a; return b;  // a comment + b" in changed
 
 
 @pytest.mark.parametrize(
-    ("marker", "old", "new", "message"),
+    ("function", "old", "nth", "message"),
     [
-        ("product", "+", "-", "marker='product' occurs 0 times, expected once"),
-        ("sum", "*", "-", "old='\\*' occurs 0 times at 'sum', expected once"),
-        ("rest", "$1", "", "occurs 5 times at 'rest', expected once"),
-        ("sum", "a + b", "a  + b", "expected another text"),
+        ("", "return", (1, 1), "old='return' occurs 3 times in the file, expected 1"),
+        ("rest", "return", (1, 3), "occurs 2 times in rest, expected 3"),
+        ("total", "a + b", (1, 1), "expected another text"),
     ],
 )
-def test_what_is_not_there_once_raises(
-    marker: str, old: str, new: str, message: str
+def test_another_number_of_occurrences_raises(
+    function: str, old: str, nth: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        markers.replaced(TEXT, marker, old, new)
-
-
-def test_a_marker_that_stands_twice_raises() -> None:
-    text = TEXT.replace("mutant: rest", "mutant: sum")
-
-    with pytest.raises(ValueError, match="marker='sum' occurs 2 times"):
-        markers.replaced(text, "sum", "+", "-")
+        fragments.replaced(TEXT, function, old, "a  + b", nth)
 
 
 def test_a_mutant_is_planted_in_a_copy(tmp_path: Path) -> None:
