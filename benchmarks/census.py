@@ -76,7 +76,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if not check["read"]:
             print(f"::warning::{architecture}: {check['reason']}")
     found = faults(rows, checks)
-    print("\n".join(found[:MOST_FAULTS]))
+    print("\n".join(f"::error::{each}" for each in found[:MOST_FAULTS]))
     print(f"census: {len(rows)} instances, {len(found)} failed, {tools.version}")
     return int(bool(found))
 

@@ -17,6 +17,8 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "results.md"
 BEGIN = "<!-- Apple's compiler: python -m benchmarks.calibrate census.json -->"
 END = "<!-- end of Apple's compiler -->"
 """What the document has before and after the table."""
+PRODUCT = "Apple metal version "
+"""Begin of a version of the compiler."""
 FEWEST = 8
 """Instances from which a difference of counts is proposed."""
 
@@ -135,23 +137,23 @@ def _typed(row: Any, name: str, type_: Any) -> Any:
 
 
 def table(census: Census) -> str:
-    """Returns the document's table: a line for each kernel and architecture."""
+    """Returns the document's table: a line for each kernel and generation."""
     lines = [
-        f"Apple's compiler, {census.metal}. 32-bit registers of a thread, ours by "
+        f"Apple's compiler, {census.metal.removeprefix(PRODUCT)}. 32-bit registers of a thread, ours by "
         f"an open compiler; no time is measured:",
         "",
-        "| kernel | architecture | instances | registers | ours less Apple's | spill | "
+        "| kernel | generation | instances | registers | ours less Apple's | spill | "
         "code, KB | bytes per counted instruction |",
         "|---" * 8 + "|",
     ]
-    for (kernel, architecture), rows in _groups(census.rows).items():
+    for (kernel, generation), rows in _groups(census.rows).items():
         registers = [row.registers for row in rows]
         differences = [row.counted - row.registers for row in rows if row.counted]
         ratios = [row.code_bytes / row.instructions for row in rows if row.instructions]
         sizes = [row.code_bytes / 1024 for row in rows]
         cells = [
             f"`{kernel.removeprefix('marlin_')}`",
-            architecture.removeprefix("applegpu_"),
+            generation,
             str(len(rows)),
             _range(registers, "d"),
             _range(differences, "+d"),
@@ -164,9 +166,11 @@ def table(census: Census) -> str:
 
 
 def _groups(rows: Iterable[Compiled]) -> dict[tuple[str, str], list[Compiled]]:
+    """Returns rows by kernel and generation, such as "g16" of both sizes."""
     found: dict[tuple[str, str], list[Compiled]] = {}
     for row in sorted(rows, key=lambda row: (row.kernel, row.architecture)):
-        found.setdefault((row.kernel, row.architecture), []).append(row)
+        generation = row.architecture.removeprefix("applegpu_")[:-1]
+        found.setdefault((row.kernel, generation), []).append(row)
     return found
 
 
@@ -211,7 +215,7 @@ def _limits(census: Census) -> Iterator[str]:
 
 def _differences(census: Census) -> Iterator[str]:
     """Yields by how much the counts of a kernel differ, where that is on one side."""
-    for (kernel, architecture), rows in _groups(census.rows).items():
+    for (kernel, generation), rows in _groups(census.rows).items():
         found = [
             row.registers - row.counted
             for row in rows
@@ -219,7 +223,7 @@ def _differences(census: Census) -> Iterator[str]:
         ]
         if len(found) >= FEWEST and (min(found) > 0 or max(found) < 0):
             yield (
-                f"registers of {kernel} for {architecture}: add {median(found):+g} to "
+                f"registers of {kernel} for {generation}: add {median(found):+g} to "
                 f"our counts ({min(found):+d} to {max(found):+d}), source "
                 f'"{census.metal}, {len(found)} instances"'
             )
