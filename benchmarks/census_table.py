@@ -139,8 +139,8 @@ def _typed(row: Any, name: str, type_: Any) -> Any:
 def table(census: Census) -> str:
     """Returns the document's table: a line for each kernel and generation."""
     lines = [
-        f"Apple's compiler, {census.metal.removeprefix(PRODUCT)}. 32-bit registers of a thread, ours by "
-        f"an open compiler; no time is measured:",
+        f"Apple's compiler, {census.metal.removeprefix(PRODUCT)}. 32-bit registers of "
+        "a thread, ours by an open compiler; no time is measured:",
         "",
         "| kernel | generation | instances | registers | ours less Apple's | spill | "
         "code, KB | bytes per counted instruction |",
