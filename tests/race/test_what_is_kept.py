@@ -10,10 +10,10 @@ from mlx_marlin import state
 from mlx_marlin.backends import tuned_results
 from mlx_marlin.lm import optimize as optimizing
 from mlx_marlin.lm.drafts.pass_cost import cost_of
-from mlx_marlin.lm.race import forward_race
+from mlx_marlin.lm.race import at_load, forward_race
 from mlx_marlin.lm.race.product_race import ROWS
 from mlx_marlin.lm.warn_once import forget
-from race.conftest import SimulatedMac
+from race.conftest import M3_MAX, SimulatedMac
 from race.test_race import layer, one_layer, served
 from support.models import Layers, tiny_llama
 
@@ -160,3 +160,41 @@ def test_a_report_and_a_dry_run_have_the_layout_that_won(
     assert reported is not None
     assert reported.layout == converted.layout
     assert ("marlin" in planned.split("layers")[0]) == (converted.layout == "marlin")
+
+
+def test_an_interrupt_leaves_finished_products_as_they_are(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mac.ours = lambda layout, m: 9.0
+    whole = mac.measure
+
+    def interrupted(*arguments: Any) -> Any:
+        if len(mac.raced) == len(ROWS) + 1:
+            raise KeyboardInterrupt
+        return whole(*arguments)
+
+    monkeypatch.setattr(mac, "measure", interrupted)
+    model = mac.optimize(Layers(layer(), layer(2048)), layout="mlx")
+
+    finished, left = (served(each, [2, 3, 8]) for each in model.layers)
+    assert set(finished.values()) == {None}
+    assert [m for m, reason in left.items() if reason is None] == [2]
+
+
+def test_stock_serves_where_the_model_was_slower_if_only_packed_weights_raced(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(at_load, "is_packed_faster", lambda: True)
+    mac.ours = lambda layout, m: 11.0
+    mac.forward = lambda m, ours: 1.2 if ours and m == 5 else 1.1
+
+    model = mac.optimize(tiny_llama(tied=False))
+
+    products = at_load.products_of(model, at_load.Target.of(None))
+    problems = [each.problem(5, "mlx") for each in products]
+    assert {layouts for _, layouts in mac.raced} == {("marlin",)}
+    for problem in problems:
+        assert problem is not None
+        found = tuned_results.find(problem, M3_MAX, "metal")
+        assert found is not None
+        assert "whole model" in str(found.reason)

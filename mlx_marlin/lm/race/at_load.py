@@ -181,7 +181,8 @@ class Race:
                 race.run(product, rows)
         if self._has_stopped:
             for product in left:
-                race.leave(product)
+                if not race.is_finished(product, rows):
+                    race.leave(product)
         return found
 
     def _sample(self, rows: Sequence[int], samples: int = 1) -> Samples:
@@ -253,7 +254,7 @@ class Race:
 
     def _live(self, product: ModelProduct, m: int) -> Result | None:
         """Returns the result that leaves a product to stock MLX; None if it has it."""
-        problem = self.products.problems(product, m).get("mlx")
+        problem = self.products.problem(product, m, "mlx")
         if problem is None:
             return None
         known = self.products.known.get(problem)

@@ -108,13 +108,15 @@ class ProductRace:
 
     def problems(self, product: ModelProduct, m: int) -> dict[str, AnyProblem]:
         """Returns the problems of a product by the layout of the weight."""
-        backend = registry.of_device(self.device)
-        found = {layout: product.problem(m, layout) for layout in self.layouts}
-        return {
-            layout: problem
-            for layout, problem in found.items()
-            if problem and backend.unsupported(problem, self.device) is None
-        }
+        found = {layout: self.problem(product, m, layout) for layout in self.layouts}
+        return {layout: problem for layout, problem in found.items() if problem}
+
+    def problem(self, product: ModelProduct, m: int, layout: str) -> AnyProblem | None:
+        """Returns the problem in a layout, or None if our kernels do not compute it."""
+        found, backend = product.problem(m, layout), registry.of_device(self.device)
+        if found is None or backend.unsupported(found, self.device) is not None:
+            return None
+        return found
 
     def steps(
         self, products: Sequence[ModelProduct], rows: Sequence[int]
