@@ -51,7 +51,41 @@ def stock() -> foreign.Folder:
     return foreign.Folder({"quantization": {"bits": 4, "group_size": 64}}, arrays)
 
 
-CHECKPOINTS = [gptq, awq, compressed, stock]
+def auto_round() -> foreign.Folder:
+    folder = gptq()
+    settings = folder.config["quantization_config"]
+    for key in ("checkpoint_format", "desc_act", "quant_method"):
+        del settings[key]
+    packing = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+    settings |= packing | {"extra_config": {"c": {"bits": 16}, "a.b": {"bits": 4}}}
+    return folder
+
+
+def modelopt() -> foreign.Folder:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a.b.weight": rng.integers(0, 256, (32, 64), np.uint8),
+        "a.b.weight_scale": rng.integers(1, 0x7E, (32, 8), np.uint8),
+        "a.b.weight_scale_2": np.array([2**-9], np.float32),
+    }
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    return foreign.Folder({"quantization_config": settings}, arrays)
+
+
+def mxfp4() -> foreign.Folder:
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a.b.weight_packed": rng.integers(0, 256, (32, 64), np.uint8),
+        "a.b.weight_scale": rng.integers(1, 0x7E, (32, 4), np.uint8),
+    }
+    config = foreign.nvfp4_config()
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["format"] = config["quantization_config"]["format"] = "mxfp4-pack-quantized"
+    group["weights"] |= {"group_size": 32, "strategy": "group"}
+    return foreign.Folder(config, arrays)
+
+
+CHECKPOINTS = [gptq, awq, compressed, stock, auto_round, modelopt, mxfp4]
 
 
 def read_all(path: Path) -> None:

@@ -48,9 +48,10 @@ OTHER_KEYS = (
 def models() -> list[tuple[dict[str, Any], list[Written]]]:
     """Returns whole models with vocabularies: metadata and tensors."""
     found = []
-    for name in ("llama", "qwen3moe", "gemma2", "phi3", "gpt-oss"):
+    of_pairs = ("qwen3moe", "glm4moe", "lfm2", "mistral3", "qwen35")
+    for name in ("llama", "gemma2", "phi3", "gpt-oss", *of_pairs):
         case = CASES[name]
-        vocabulary = sentencepiece() if name != "qwen3moe" else byte_pairs()
+        vocabulary = byte_pairs() if name in of_pairs else sentencepiece()
         if name == "gemma2":
             vocabulary["tokenizer.ggml.add_space_prefix"] = False
         written = written_model(case, random_model(case))
