@@ -1,4 +1,4 @@
-"""Models of Q4_K, Q5_K and Q6_K tensors compute what the `gguf` package decodes."""
+"""Models of Q2_K to Q6_K tensors compute what the `gguf` package decodes."""
 
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,24 @@ SHAPES = {
     "mlp.up_proj": ("ffn_up", WIDE, HIDDEN),
     "mlp.down_proj": ("ffn_down", HIDDEN, WIDE),
 }
-BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+BYTES = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+FACTORS = {"Q2_K": 80, "Q3_K": 108, "Q4_K": 0, "Q5_K": 0, "Q6_K": 208}
+"""Where a block has its float16 numbers: one or two."""
 TOKENS = np.array([3, 90, 17, 4, 55])
 
 
 def blocks(random: np.random.Generator, kind: str, n: int, k: int) -> np.ndarray:
     """Returns random blocks whose weights have a standard deviation of about 0.05."""
     stored = random.integers(0, 256, (n, k // 256, BYTES[kind]), np.uint8)
-    d = np.float16(0.05 / 19 / 74 if kind == "Q6_K" else 0.05 / 32 / 2 ** int(kind[1]))
-    if kind == "Q6_K":
-        stored[..., 208:] = np.array([d]).view(np.uint8)
+    bits, start = int(kind[1]), FACTORS[kind]
+    if kind in ("Q3_K", "Q6_K"):
+        d = np.float16(0.05 / 19 / (74 if kind == "Q6_K" else 2.3))
+        stored[..., start : start + 2] = np.array([d]).view(np.uint8)
     else:
-        middle = np.float16(d * 2 ** (int(kind[1]) - 1))
-        stored[..., :4] = np.array([2 * d, 2 * middle]).view(np.uint8)
+        d = np.float16(0.05 / (8 if kind == "Q2_K" else 32) / 2**bits)
+        middle = np.float16(d * 2 ** (bits - 1))
+        pair = np.array([2 * d, 2 * middle], np.float16).view(np.uint8)
+        stored[..., start : start + 4] = pair
     return stored.reshape(n, -1)
 
 
@@ -113,7 +118,9 @@ def test_logits_are_those_of_a_float64_evaluation(
     logits = model(mx.array(TOKENS)[None])[0]
 
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
-    assert logits.dtype == mx.float16  # as the activations: nothing became float32
+    # Scales that are float32 make activations so.
+    is_narrow = kind not in ("Q2_K", "Q3_K")
+    assert logits.dtype == (mx.float16 if is_narrow else mx.float32)
     expected = float64_llama.logits(CONFIG, exact, TOKENS)
     assert oracles.error(logits, expected) < 5e-3
 

@@ -17,6 +17,8 @@ SIZES = {  # elements, bytes
     "Q5_0": (32, 22),
     "Q5_1": (32, 24),
     "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
@@ -32,6 +34,8 @@ NUMBERS = {
     "Q5_0": 6,
     "Q5_1": 7,
     "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
@@ -40,7 +44,15 @@ NUMBERS = {
     "NVFP4": 40,
 }
 QUANTIZED = [name for name, (elements, _) in SIZES.items() if elements > 1]
-CODE_BITS = {"Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+CODE_BITS = {
+    "Q2_K": 2,
+    "Q3_K": 3,
+    "Q5_0": 5,
+    "Q5_1": 5,
+    "Q5_K": 5,
+    "Q6_K": 6,
+    "Q8_0": 8,
+}
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
@@ -57,11 +69,16 @@ class Block:
 def draw_block(name: str, random: np.random.Generator) -> Block:
     bits = CODE_BITS.get(name, 4)
     codes = random.integers(0, 1 << bits, SIZES[name][0]).tolist()
-    count = 2 if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    count = 2 if name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 1
     halves = [_draw_half(random) for _ in range(count)]
     if name in ("Q4_K", "Q5_K"):
         scales, offsets = random.integers(0, 64, (2, 8)).tolist()
         return Block(codes, halves, scales, offsets)
+    if name == "Q2_K":
+        scales, offsets = random.integers(0, 16, (2, 16)).tolist()
+        return Block(codes, halves, scales, offsets)
+    if name == "Q3_K":
+        return Block(codes, halves, random.integers(-32, 32, 16).tolist())
     if name == "Q6_K":
         return Block(codes, halves, random.integers(-128, 128, 16).tolist())
     if name == "MXFP4":
@@ -84,6 +101,8 @@ def write_block(name: str, block: Block) -> bytes:
         "Q5_0": _write_legacy,
         "Q5_1": _write_legacy,
         "Q8_0": _write_q8_0,
+        "Q2_K": _write_q2_k,
+        "Q3_K": _write_q3_k,
         "Q4_K": _write_k,
         "Q5_K": _write_k,
         "Q6_K": _write_q6_k,
@@ -105,6 +124,11 @@ def block_values(name: str, block: Block) -> list[float]:
         elif name in ("Q4_K", "Q5_K"):
             group = index // 32
             values.append(d * block.scales[group] * code - m * block.offsets[group])
+        elif name == "Q2_K":
+            group = index // 16
+            values.append(d * block.scales[group] * code - m * block.offsets[group])
+        elif name == "Q3_K":
+            values.append(d * block.scales[index // 16] * (code - 4))
         elif name == "Q6_K":
             values.append(d * block.scales[index // 16] * (code - 32))
         elif name == "MXFP4":
@@ -174,6 +198,32 @@ def _write_k(name: str, block: Block) -> bytes:
             first, second = block.codes[start + j], block.codes[start + 32 + j]
             low.append((first & 15) | (second & 15) << 4)
     return _halves(block) + bytes(packed) + high + bytes(low)
+
+
+def _two_bits(codes: list[int]) -> bytes:
+    """Writes the lower two bits of 256 codes: 32 bytes hold 128 of them."""
+    octets = [0] * 64
+    for index, code in enumerate(codes):
+        half, inside = divmod(index, 128)
+        octets[half * 32 + inside % 32] |= (code & 3) << 2 * (inside // 32)
+    return bytes(octets)
+
+
+def _write_q2_k(name: str, block: Block) -> bytes:
+    pairs = zip(block.scales, block.offsets, strict=True)
+    groups = bytes(scale | offset << 4 for scale, offset in pairs)
+    return groups + _two_bits(block.codes) + _halves(block)
+
+
+def _write_q3_k(name: str, block: Block) -> bytes:
+    high, packed = [0] * 32, [0] * 12
+    for index, code in enumerate(block.codes):
+        high[index % 32] |= (code >> 2) << index // 32
+    for index, signed in enumerate(block.scales):
+        scale = signed + 32
+        packed[index % 8] |= (scale & 15) << 4 * (index // 8)
+        packed[8 + index % 4] |= (scale >> 4) << 2 * (index // 4)
+    return bytes(high) + _two_bits(block.codes) + bytes(packed) + _halves(block)
 
 
 def _write_q6_k(name: str, block: Block) -> bytes:

@@ -142,6 +142,30 @@ def _q6_k_parameters(blocks: "Bytes") -> "Parameters":
     )
 
 
+def _q2_k_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads scales and minima of 4 bits as float32, which holds the products exactly.
+
+    `weights.super_blocks` has no groups of 16 with minima.
+    """
+    import numpy as np
+
+    factors = _halves(blocks, 80, 84).astype(np.float32)
+    groups = blocks[:, :16]
+    return {
+        "scales": factors[:, :1] * (groups & 15),
+        "biases": -factors[:, 1:] * (groups >> 4),
+    }
+
+
+def _q3_k_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads scales of 6 bits as float32, which holds the products exactly."""
+    import numpy as np
+
+    low, high = planes(blocks[:, 96:104], 8, 4), planes(blocks[:, 104:108], 4, 2)
+    groups = (low | high << np.uint8(4)).astype(np.float32) - 32
+    return {"scales": _halves(blocks, 108, 110).astype(np.float32) * groups}
+
+
 def _super_blocks(groups: "Bytes", factors: "npt.NDArray[np.float16]") -> "Parameters":
     import numpy as np
 
@@ -197,6 +221,16 @@ LAYOUTS = {
         _scale_and_bias,
     ),
     "Q8_0": Layout("symmetric", 8, 32, lambda b: _signed_bytes(b[:, 2:]), _scale),
+    "Q2_K": Layout(
+        "affine", 2, 16, lambda b: planes(b[:, 16:80], 32, 2), _q2_k_parameters
+    ),
+    "Q3_K": Layout(
+        "symmetric",
+        3,
+        16,
+        lambda b: planes(b[:, 32:96], 32, 2) | planes(b[:, :32], 32, 1) << 2,
+        _q3_k_parameters,
+    ),
     "Q4_K": Layout("k_quant", 4, 32, lambda b: planes(b[:, 16:], 32, 4), _k_parameters),
     "Q5_K": Layout(
         "k_quant",
