@@ -190,10 +190,10 @@ def _nvfp4_parameters(blocks: "Bytes") -> "Parameters":
     return {"scales": np.where(scales == 0x7F, np.uint8(0), scales)}
 
 
-def _with_high_bits(low: "Bytes", high: "Bytes") -> "Bytes":
+def _with_high_bits(low: "Bytes", high: "Bytes", shift: int = 4) -> "Bytes":
     import numpy as np
 
-    return low | high << np.uint8(4)
+    return low | high << np.uint8(shift)
 
 
 def _signed_bytes(octets: "Bytes") -> "Bytes":
@@ -228,7 +228,9 @@ LAYOUTS = {
         "symmetric",
         3,
         16,
-        lambda b: planes(b[:, 32:96], 32, 2) | planes(b[:, :32], 32, 1) << 2,
+        lambda b: _with_high_bits(
+            planes(b[:, 32:96], 32, 2), planes(b[:, :32], 32, 1), 2
+        ),
         _q3_k_parameters,
     ),
     "Q4_K": Layout("k_quant", 4, 32, lambda b: planes(b[:, 16:], 32, 4), _k_parameters),
