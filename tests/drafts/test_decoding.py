@@ -65,7 +65,7 @@ def test_lookup_and_a_draft_model_leave_the_text_as_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba2", "qwen3_next"])
-@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 9, 12, 13])
 def test_a_cache_has_what_was_yielded_when_decoding_is_closed(
     name: str, stop: int
 ) -> None:
@@ -96,6 +96,23 @@ def test_a_full_window_and_a_recurrent_state_cannot_be_trimmed() -> None:
     assert not can_trim([window], WINDOW - 4)
     assert not can_trim(make_prompt_cache(model_of("mamba2")), 1)
     assert can_trim(make_prompt_cache(model_of("llama")), 1000)
+
+
+@pytest.mark.parametrize(("size", "keep"), [(8, 4), (20, 4), (20, 0)])
+def test_a_window_that_keeps_its_first_tokens(size: int, keep: int) -> None:
+    """`max_kv_size` keeps them; mlx-lm masks them for the later rows of a pass."""
+    model = model_of("llama")
+    prompt = PROMPT[:3]
+    first, second = ([RotatingKVCache(size, keep) for _ in model.layers] for _ in "ab")
+    text, logprobs = plain(model, prompt, COUNT, prompt_cache=first)
+    drafter = ScriptedDrafter(prompt + text, 4, lambda nth: nth % 5)
+    decoding = decoder(model, drafter, cache=second)
+
+    found = [each.token for each in decoding.tokens(prompt, COUNT)]
+
+    assert_same_text(found, text, logprobs)
+    assert drafter.lengths
+    assert {each.offset for each in second} == {len(prompt) + COUNT}
 
 
 @pytest.mark.parametrize("start", [0, 14])

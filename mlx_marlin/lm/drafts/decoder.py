@@ -166,13 +166,15 @@ class Decoder:
 
     def _length(self, left: int) -> int:
         """Returns how many tokens to draft now, at most `left`."""
-        probabilities = self._drafter.probabilities(min(left, self._cost.most_rows))
+        waiting = max(len(self._text) - self._passes.fed, 1)
+        most = self._passes.room(waiting + min(left, self._cost.most_rows)) - waiting
+        probabilities = self._drafter.probabilities(max(most, 0))
         if not probabilities:
             return 0
         length = best_length(
             probabilities,
             self._cost,
-            waiting=max(len(self._text) - self._passes.fed, 1),
+            waiting=waiting,
             seconds_of_token=self._drafter.seconds_of_token,
         ).length
         if not length:
@@ -202,6 +204,8 @@ class Decoder:
         self.drafted += len(draft)
         self._drafter.observe(len(draft), accepted)
         for index in range(accepted + 1):
+            if index == accepted:  # in its place, the cache has a rejected token
+                passes.reject(len(draft) - accepted)
             self._append(found[index])
             self.accepted += index < accepted
             yield Token(
@@ -210,7 +214,6 @@ class Decoder:
                 from_draft=index < accepted,
                 rows=tokens.size,
             )
-        passes.reject(len(draft) - accepted)
 
     def _step(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Starts a pass without a draft, and returns its token and log probabilities.

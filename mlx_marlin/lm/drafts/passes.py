@@ -49,6 +49,14 @@ class Passes:
         self._begun = 0
         self.fed = 0
 
+    def room(self, rows: int) -> int:
+        """Returns how many of some rows a pass can have, each as if it were alone.
+
+        mlx-lm masks the first tokens of a window that keeps them, for the later rows of
+        a pass with which the window is full.
+        """
+        return min((_room(layer, rows) for layer in self._cache), default=rows)
+
     def begin(self, rows: int) -> None:
         """Prepares for passes whose tokens `reject` may take back.
 
@@ -103,6 +111,15 @@ class Passes:
             mx.eval([layer.state for layer in self._cache])
             mx.clear_cache()
             told(start + len(part))
+
+
+def _room(layer: Any, rows: int) -> int:
+    if type(layer) is CacheList:
+        return min(_room(each, rows) for each in layer.caches)
+    if type(layer) is RotatingKVCache and layer.keep:
+        free: int = layer.max_size - layer.offset - 1
+        return min(rows, max(free, 0))
+    return rows
 
 
 def can_trim(cache: Sequence[Any], rows: int) -> bool:
