@@ -89,6 +89,7 @@ def test_the_file_has_what_the_compilers_say(run: Any, plant: Plant) -> None:
     assert check["found"]["120"] == [96, 512]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("planted", "status", "sentence"),
     [

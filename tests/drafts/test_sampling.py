@@ -74,6 +74,7 @@ def chi_square(counts: Counter[int], expected: np.ndarray) -> float:
     return float((statistic - freedom) / np.sqrt(2 * freedom))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("make", [looking_up, by_a_model, by_itself])
 def test_the_distribution_is_that_of_plain_decoding(
     make: Callable[[nn.Module], Drafter],

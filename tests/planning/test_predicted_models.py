@@ -67,7 +67,7 @@ def test_without_handing_over_some_products_would_be_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner, "stock_reason", lambda *_: None)
-    slower = PREDICTED["slower_products"](Device.named("Apple M5 Max"), [32])
+    slower = PREDICTED["slower_products"](Device.named("Apple M5 Max"), [64])
 
-    problem = problem_of(32, 151936, 5120)
+    problem = problem_of(64, 151936, 2048)
     assert f"{problem.explain()} on Apple M5 Max 40-core GPU" in slower

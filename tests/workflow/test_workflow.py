@@ -187,6 +187,7 @@ def test_the_census_passes_with_the_stand_ins(walk: Walk) -> None:
     assert "4 instances, 0 failed" in done[-1].output
 
 
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("planted", "status", "sentence"),
     [
@@ -204,6 +205,7 @@ def test_the_census_ends_red_with_a_sentence(
     assert sentence in census.output
 
 
+@pytest.mark.grid
 @needs_emulator
 def test_the_job_for_metal_passes_in_the_emulator(walk: Walk) -> None:
     here = {"BACKEND": "emulator", "MLX_MARLIN_BACKEND": "emulator"}
@@ -227,6 +229,7 @@ def test_without_metal_the_job_says_so(walk: Walk) -> None:
 
 
 @needs_emulator
+@pytest.mark.thinned(1)
 @pytest.mark.parametrize(
     ("body", "limit", "sentence"),
     [
