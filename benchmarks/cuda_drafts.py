@@ -24,7 +24,7 @@ from mlx_marlin.lm.drafts.drafters import LookupDrafter
 from mlx_marlin.lm.drafts.pass_cost import cost_of
 from mlx_marlin.lm.drafts.passes import Passes
 
-PASSAGE, NEW, REPEATS = 200, 400, 3
+PASSAGE, NEW, REPEATS = 200, 400, 5
 
 
 def writing(text: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:

@@ -166,13 +166,14 @@ class Decoder:
 
     def _length(self, left: int) -> int:
         """Returns how many tokens to draft now, at most `left`."""
-        waiting = max(len(self._text) - self._passes.fed, 1)
-        most = self._passes.room(waiting + min(left, self._cost.most_rows)) - waiting
-        probabilities = self._drafter.probabilities(max(most, 0))
-        if not probabilities:
+        most = min(left, self._cost.most_rows)
+        probabilities = self._drafter.probabilities(most)
+        if not probabilities:  # asked after every token: the rest takes longer
             return 0
+        waiting = max(len(self._text) - self._passes.fed, 1)
+        room = max(self._passes.room(waiting + most) - waiting, 0)
         length = best_length(
-            probabilities,
+            probabilities[:room],
             self._cost,
             waiting=waiting,
             seconds_of_token=self._drafter.seconds_of_token,
