@@ -200,7 +200,22 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
     grid, threadgroup = launch.grid, launch.threadgroup
     output_dtypes = [dtypes.dtype(output.dtype) for output in launch.outputs]
     start = {} if launch.start is None else {"init_value": launch.start}
-    if prepare is None and not start and _is_plain(launch.outputs, arguments):
+    is_simple = prepare is None and not start and len(launch.outputs) == 1
+    if is_simple and launch.outputs[0].leading is None:
+        whole = [launch.outputs[0].shape]
+
+        def fixed(*arrays: mx.array) -> mx.array:
+            return kernel(
+                inputs=pick((*constants, *arrays)),
+                template=template,
+                grid=grid,
+                threadgroup=threadgroup,
+                output_shapes=whole,
+                output_dtypes=output_dtypes,
+            )[0]
+
+        return fixed
+    if is_simple and _is_plain(launch.outputs[0], arguments):
         (n,) = launch.outputs[0].shape
 
         def plain(*arrays: mx.array) -> mx.array:
@@ -232,10 +247,9 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
     return step
 
 
-def _is_plain(outputs: Sequence[Output], arguments: Sequence[str]) -> bool:
-    """Returns whether the only output is [..., n] for a first argument [..., k]."""
-    (first, *others) = outputs
-    return not others and first.leading == (arguments[0], 1) and len(first.shape) == 1
+def _is_plain(output: Output, arguments: Sequence[str]) -> bool:
+    """Returns whether an output is [..., n] for a first argument [..., k]."""
+    return output.leading == (arguments[0], 1) and len(output.shape) == 1
 
 
 def _picker(order: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

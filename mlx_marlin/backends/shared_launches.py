@@ -93,12 +93,12 @@ def reduce(plan: Plan, text: Source, template: Template, integers: Integers) -> 
     """Returns the launch that adds a split plan's partial sums, in ascending k."""
     problem = plan.problem
     threads = problem.batch * -(-problem.m // REDUCE_ROWS) * problem.n
+    few = problem.batch * problem.m * problem.n < IN_CONSTANT
+    small = (*EPILOGUE_OPERANDS, *(("partials",) if few else ()))
     return Launch(
         source=text,
         template=(*template.items(),),
-        inputs=inputs_of(
-            text, dtypes_of(problem), small=("partials", *EPILOGUE_OPERANDS)
-        ),
+        inputs=inputs_of(text, dtypes_of(problem), small=small),
         integers=(*integers.items(),),
         grid=(threads, 1, 1),
         threadgroup=(min(threads, REDUCE_THREADGROUP), 1, 1),
