@@ -130,6 +130,24 @@ def test_a_win_that_loses_live_is_off_at_those_rows(
     assert turns == [False, True] * forward_race.ROUNDS
 
 
+def test_rows_that_stock_serves_already_are_not_told_slower(
+    mac: SimulatedMac, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mac.ours = lambda layout, m: 11.0
+    mac.forward = lambda m, ours: 1.01 if ours else 1.0
+
+    mac.optimize(tiny_llama(), layout="mlx")
+
+    assert mac.passes
+    assert "slower with our kernels" not in capfd.readouterr().err
+    for product in at_load.products_of(tiny_llama(), at_load.Target.of(None)):
+        for m in range(1, 17):
+            problem = product.problem(m, "mlx")
+            assert problem is not None
+            found = tuned_results.find(problem, M3_MAX, selection.backend())
+            assert found is None or "whole model" not in str(found.reason)
+
+
 def test_noise_is_not_kept_and_stock_serves_this_time(mac: SimulatedMac) -> None:
     mac.ours, mac.range = (lambda layout, m: 5.0), 0.11
 

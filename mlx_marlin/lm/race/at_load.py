@@ -31,8 +31,9 @@ from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.measure import tuner
 from mlx_marlin.measure.tuner import Clock
-from mlx_marlin.planning.measurement import Forwards, Result
-from mlx_marlin.products import eligibility
+from mlx_marlin.planning.measurement import AnyProblem, Forwards, Result
+from mlx_marlin.planning.verdict import Refusal
+from mlx_marlin.products import eligibility, serving
 
 SECONDS = 20.0
 """Time of a race, compilation included. What is left continues at the next load. CUDA's
@@ -99,6 +100,8 @@ class Race:
         raced = self.recipe.raced
         if raced is None or not raced.packed_lost:
             self._use_layout(faster_layout(self.products, found))
+        for problem, count in self.products.unfinished:
+            tuned_results.leave_to_stock(self.machine, problem, count)
         state.reset()  # calls were prepared without the results
         seconds = self._compare(rows)
         lost = self._loses_packed(seconds)
@@ -106,8 +109,6 @@ class Race:
             self._use_layout("mlx")
             seconds = self._compare(rows)
         kept = self._keep_forwards(seconds, lost)
-        for problem, count in self.products.unfinished:
-            tuned_results.leave_to_stock(self.machine, problem, count)
         state.reset()
         return kept
 
@@ -239,27 +240,37 @@ class Race:
             invariant=self.recipe.conversion.invariant,
             packed_lost=lost or (raced is not None and raced.packed_lost),
         )
-        slower = [m for m in kept.slower if m in found]
-        left = [m for m in slower if m in kept.stock_rows]
-        results = [
-            self._live(product, m)
-            for product in products_of(self.model, self.target) * bool(left)
-            for m in left
-        ]
+        products = products_of(self.model, self.target)
+        ours = {
+            m: [each for each in (self._ours_of(p, m) for p in products) if each]
+            for m in kept.slower
+            if m in found
+        }
+        # Where stock MLX serves every product already, the difference is noise.
+        slower = [m for m in ours if ours[m] or m not in kept.stock_rows]
+        left = [each for m in slower if m in kept.stock_rows for each in ours[m]]
         if raced is None or kept != replace(raced, date=kept.date):
-            self._write([each for each in results if each], [kept])
+            self._write([self._live(problem) for problem in left], [kept])
         if slower:
             _print(_told(slower, kept))
         return kept
 
-    def _live(self, product: ModelProduct, m: int) -> Result | None:
-        """Returns the result that leaves a product to stock MLX; None if it has it."""
+    def _ours_of(self, product: ModelProduct, m: int) -> AnyProblem | None:
+        """Returns the problem of a product in MLX's layout, if our kernels serve it.
+
+        Where only packed weights raced, a refusal is a prediction and does not count.
+        """
         problem = self.products.problem(product, m, "mlx")
-        if problem is None:
-            return None
+        if problem is None or "mlx" not in self.products.layouts:
+            return problem
+        answer = serving.serve_problem(problem, self.target.serving)
+        return None if isinstance(answer, Refusal) else problem
+
+    def _live(self, problem: AnyProblem) -> Result:
+        """Returns the result that leaves a problem to stock MLX."""
         known = self.products.known.get(problem)
         if known is not None:
-            return None if known.stock else replace(known, stock=True, live=True)
+            return replace(known, stock=True, live=True)
         return Result(
             plan=contenders(problem, self.target.device)[0],
             stock=True,
