@@ -51,12 +51,6 @@ def tuned(model: str, settings: str) -> None:
         _print(f"{model}: tuned settings, {settings}")
 
 
-def note(text: str) -> None:
-    """Logs a decision that concerns no single call."""
-    if is_on():
-        _print(text)
-
-
 def _write(call: Explained, served_by: str) -> None:
     _print(f"{call.explain()}: {served_by}")
 
