@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_marlin.emulator.static.versions import language_of, parsed
+from metal_emulator.static.versions import language_of, parsed
 
 ARCHITECTURES = tuple(f"applegpu_g{n}{size}" for n in range(13, 18) for size in "gs")
 """Of M1 to M5, the base chip and the larger ones; those of Ultra are as Max."""

@@ -31,9 +31,9 @@ from benchmarks import apple_tools, census_instances, gpu_binary
 from benchmarks.apple_tools import ARCHITECTURES, Toolchain, ToolError
 from benchmarks.census_instances import Instance
 from benchmarks.census_table import SCHEMA, VERSION
+from metal_emulator.static.versions import parsed
 from mlx_marlin.backends.metal.detection import TENSOR_SYSTEM
 from mlx_marlin.backends.source import digest_of_shaders
-from mlx_marlin.emulator.static.versions import parsed
 
 LIMIT = 120.0
 """Seconds of a compiler for one instance."""

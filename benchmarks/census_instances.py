@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.apple_tools import ARCHITECTURES
+from metal_emulator.dispatch import Dispatch, record
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.launch import Launch, Operand
@@ -23,7 +24,6 @@ from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.source import Source
-from mlx_marlin.emulator.dispatch import Dispatch, record
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,

@@ -16,11 +16,12 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
+import metal_emulator
 from benchmarks.bounds import Bound, measure
-from mlx_marlin import emulator, state
+from metal_emulator.compiling import build
+from mlx_marlin import state
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.emulator.compiling import build
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 
@@ -59,16 +60,16 @@ class Recorder:
     def record(self, plan: Plan, arrays: Sequence[mx.array]) -> None:
         """Runs a plan in both modes."""
         self._library = build.kernel_library
-        self._metal_kernel = emulator.metal_kernel
+        self._metal_kernel = metal_emulator.metal_kernel
         state.reset()
         with ExitStack() as stack:
             stack.enter_context(patch.object(build, "kernel_library", self.compile))
             stack.enter_context(
-                patch.object(emulator, "metal_kernel", self.metal_kernel)
+                patch.object(metal_emulator, "metal_kernel", self.metal_kernel)
             )
             mx.eval(launcher.product(plan)(*arrays))
             self.kernels, kernels = [], self.kernels
-            with emulator.emulated(trace=True):
+            with metal_emulator.emulated(trace=True):
                 mx.eval(launcher.product(plan)(*arrays))
             self.kernels = kernels
         state.reset()
@@ -81,12 +82,12 @@ def compile_fresh(found: Any, text: str, traced: bool) -> None:
 
 
 def check(kernel: dict[str, Any], call: dict[str, Any]) -> None:
-    emulator.check(**kernel, calls=[call])
+    metal_emulator.check(**kernel, calls=[call])
 
 
 def measure_launch() -> bool:
     """Measures a call whose kernel copies 32 numbers."""
-    kernel = emulator.metal_kernel(
+    kernel = metal_emulator.metal_kernel(
         name="copy",
         input_names=["a"],
         output_names=["out"],
@@ -121,7 +122,7 @@ def measure_rows(m: int) -> bool:
         fine &= measure(bound, lambda t=(found, text, traced): compile_fresh(*t))
     product = launcher.product(plan)
     fine &= measure(RUN, lambda: mx.eval(product(*arrays)))
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         fine &= measure(TRACE, lambda: mx.eval(product(*arrays)), repeats=2)
     for kernel, call in recorder.kernels:
         fine &= measure(CHECK, lambda c=(kernel, call): check(*c))
@@ -131,7 +132,7 @@ def measure_rows(m: int) -> bool:
 def main() -> int:
     os.environ[selection.ENVIRONMENT] = "emulator"
     state.reset()
-    with emulator.emulated(workers=WORKERS):
+    with metal_emulator.emulated(workers=WORKERS):
         kept = [measure_launch(), *map(measure_rows, ROWS)]
     return int(not all(kept))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin import emulator
+import metal_emulator
 
 SOURCE = """
 simdgroup_matrix<float, 8, 8> product;
@@ -47,7 +47,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe_metal")
     parser.add_argument("--backend", default="metal", choices=["metal", "emulator"])
     if parser.parse_args(given).backend == "emulator":
-        metal_kernel, name = emulator.metal_kernel, "the emulator"
+        metal_kernel, name = metal_emulator.metal_kernel, "the emulator"
     elif not mx.metal.is_available():
         print("::error::there is no Metal device here: MLX has none")
         return 1

@@ -1,26 +1,18 @@
 """The cache folder of the user, for files that can be recreated.
 
 A file is ignored if it, its folder or the package's root belongs to another user or can
-be written by other users. If the cache cannot be used, a temporary folder replaces it
-until the process ends. Modules that only these need are imported inside functions,
-because a first product imports this one.
+be written by other users. Modules that only these need are imported inside functions,
+because a first product imports this one. The emulator has a cache of its own.
 """
 
-import atexit
 import os
 import stat
-import warnings
 from pathlib import Path
 from typing import BinaryIO
 
 from mlx_marlin import regular_files
 
-TEMPORARY_PREFIX = "mlx_marlin-"
-"""Prefix of the names of temporary folders, followed by the process ID."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-_replacement: Path | None = None
-"""The temporary folder that replaces the cache, or None."""
 
 
 def root() -> Path:
@@ -139,64 +131,8 @@ def find(name: str, file_name: str) -> Path | None:
         name: Name of the folder in the cache.
         file_name: Name of the file.
     """
-    folders = [_replacement / name] if _replacement else []
-    for parent in (*folders, folder(name)):
-        try:
-            if why_untrusted(parent / file_name) is None:
-                return parent / file_name
-        except OSError:
-            continue
-    return None
-
-
-def store(name: str, file_name: str, content: bytes) -> Path:
-    """Stores a file and returns its path.
-
-    If the user's cache cannot be written to or is not trusted, the file is written to a
-    temporary folder that is removed when the process ends. A warning is given once per
-    process.
-
-    Args:
-        name: Name of the folder in the cache.
-        file_name: Name of the file.
-        content: Content of the file.
-
-    Raises:
-        OSError: If the temporary folder cannot be written to either.
-    """
-    if _replacement is not None:
-        return write(_replacement / name, file_name, content)
+    path = folder(name) / file_name
     try:
-        return write(folder(name), file_name, content)
-    except OSError as error:
-        replacement = _replace()
-        path = write(replacement / name, file_name, content)
-        warnings.warn(
-            f"mlx_marlin: the cache {folder(name)} cannot be used: {error}; "
-            f"{replacement} replaces it until this process ends",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return path
-
-
-def temporary_prefix() -> str:
-    """Returns the prefix of this process's temporary folders."""
-    return f"{TEMPORARY_PREFIX}{os.getpid()}-"
-
-
-def _replace() -> Path:
-    """Creates the temporary folder that replaces the cache."""
-    global _replacement
-    import tempfile
-
-    _replacement = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
-    atexit.register(_remove, _replacement, os.getpid())
-    return _replacement
-
-
-def _remove(folder: Path, process: int) -> None:
-    import shutil
-
-    if os.getpid() == process:  # not in a forked child
-        shutil.rmtree(folder, ignore_errors=True)
+        return path if why_untrusted(path) is None else None
+    except OSError:
+        return None

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from metal_emulator.language.rewrite import definitions
+from metal_emulator.language.tokens import Tokens
 from mlx_marlin.backends import source
-from mlx_marlin.emulator.language.rewrite import definitions
-from mlx_marlin.emulator.language.tokens import Tokens
 from support.metal_vocabulary import vocabulary
 
 FILE = Path(__file__).parent / "data" / "shader_tokens.json"

@@ -1,30 +1,21 @@
-"""Files of the user's cache: who may have written them, and what if none can be."""
+"""Files of the user's cache: who may have written them, and what is not used."""
 
-import errno
 import os
 import resource
 import stat
-import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_marlin import cache, emulator
-from mlx_marlin.emulator.compiling import build, compiler
-from support.processes import run_python
+from mlx_marlin import cache
 
 
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Gives the test a cache and a temporary folder of its own."""
     monkeypatch.setattr(cache, "root", lambda: tmp_path / "cache" / "mlx_marlin")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(cache, "_replacement", None)
-    monkeypatch.setattr(cache.atexit, "register", lambda *_: None)  # type: ignore[attr-defined]
     return tmp_path / "cache" / "mlx_marlin"
 
 
@@ -32,20 +23,10 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def store_elsewhere(content: bytes = b"text") -> tuple[Path, str]:
-    """Stores a file which the cache does not take; returns it and the one warning."""
-    with pytest.warns(RuntimeWarning) as caught:
-        path = cache.store("emulator", "file", content)
-    assert len(caught) == 1
-    assert tempfile.gettempdir() in str(path)
-    assert path.read_bytes() == content
-    return path, str(caught[0].message)
-
-
 def test_a_stored_file_is_found_and_for_its_user_alone(root: Path) -> None:
     before = os.umask(0)
     try:
-        path = cache.store("emulator", "file", b"text")
+        path = cache.write(root / "emulator", "file", b"text")
     finally:
         os.umask(before)
 
@@ -71,7 +52,7 @@ def test_folders_above_that_of_a_file_are_checked(root: Path) -> None:
 @pytest.mark.parametrize("of", ["file", "folder", "root"])
 @pytest.mark.parametrize("wrong", [0o020, 0o002])
 def test_what_others_may_write_is_not_found(root: Path, of: str, wrong: int) -> None:
-    path = cache.store("emulator", "file", b"planted")
+    path = cache.write(root / "emulator", "file", b"planted")
     place = {"file": path, "folder": path.parent, "root": root}[of]
     place.chmod(mode(place) | wrong)
 
@@ -86,7 +67,7 @@ def test_what_others_may_write_is_not_found(root: Path, of: str, wrong: int) -> 
 def test_what_belongs_to_another_user_is_not_found(
     root: Path, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = cache.store("emulator", "file", b"planted")
+    path = cache.write(root / "emulator", "file", b"planted")
     place = {"file": path, "folder": path.parent, "root": root}[of]
     real = os.stat
 
@@ -105,116 +86,14 @@ def test_what_belongs_to_another_user_is_not_found(
 
 
 def test_a_file_that_others_may_write_is_replaced(root: Path) -> None:
-    path = cache.store("emulator", "file", b"planted")
+    path = cache.write(root / "emulator", "file", b"planted")
     path.chmod(0o666)
 
-    cache.store("emulator", "file", b"ours")
+    cache.write(root / "emulator", "file", b"ours")
 
     assert cache.find("emulator", "file") == path
     assert path.read_bytes() == b"ours"
     assert mode(path) == 0o600
-
-
-@pytest.mark.parametrize("of", ["folder", "root"])
-def test_a_folder_that_others_may_write_is_replaced_by_a_temporary_one(
-    root: Path, of: str
-) -> None:
-    planted = cache.store("emulator", "file", b"planted")
-    place = root if of == "root" else planted.parent
-    place.chmod(0o777)
-
-    path, message = store_elsewhere(b"ours")
-
-    assert f"{place} can be written by other users" in message
-    assert planted.read_bytes() == b"planted"
-    assert cache.find("emulator", "file") == path
-    assert cache.store("gpus", "more", b"").parent == path.parent.parent / "gpus"
-
-
-@pytest.mark.parametrize("place", ["cache", "cache/mlx_marlin/emulator"])
-def test_where_no_folder_can_be_made_a_temporary_one_takes_its_place(
-    root: Path, place: str
-) -> None:
-    file = root.parent.parent / place
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    file.write_text("in the way")
-
-    path, message = store_elsewhere()
-
-    assert f"the cache {root / 'emulator'} cannot be used: " in message
-    assert f"{path.parent.parent} replaces it" in message
-    assert mode(path.parent.parent) == 0o700
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-@pytest.mark.parametrize("call", ["mkstemp", "replace"])
-def test_a_cache_that_becomes_full_or_read_only_is_replaced(
-    root: Path, code: int, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = cache.store("emulator", "first", b"1")
-    module = {"mkstemp": tempfile, "replace": cache.os}[call]
-    real = getattr(module, call)
-
-    def refuse(*arguments: Any, **more: Any) -> Any:
-        if str(root) in f"{arguments} {more}":
-            raise OSError(code, os.strerror(code))
-        return real(*arguments, **more)
-
-    monkeypatch.setattr(module, call, refuse)
-
-    path, message = store_elsewhere()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        second = cache.store("emulator", "second", b"2")
-
-    assert os.strerror(code) in message
-    assert second.parent == path.parent
-    assert cache.find("emulator", "first") == first
-    assert cache.find("emulator", "second") == second
-    assert [*first.parent.iterdir()] == [first]
-
-
-def test_a_temporary_folder_is_removed_at_the_end(tmp_path: Path) -> None:
-    program = f"""
-import os, warnings
-from pathlib import Path
-from mlx_marlin import cache
-warnings.simplefilter("ignore")
-cache.root = lambda: Path({str(tmp_path)!r}) / "file" / "mlx_marlin"
-path = cache.store("emulator", "file", b"text")
-if os.fork() == 0:
-    raise SystemExit  # a fork leaves the folder to its parent
-os.wait()
-print(path.exists(), path)
-"""
-    (tmp_path / "file").write_text("in the way")
-
-    answer = run_python(program)
-
-    existed, path = answer.stdout.split()
-    assert existed == "True", answer.stderr
-    assert not Path(path).parent.parent.exists()
-
-
-KERNEL = '#include "kernel.h"\nextern "C" void mslemu_kernel() { VALUE; }\n'
-
-
-@pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
-def test_a_planted_library_is_not_used(root: Path) -> None:
-    found = compiler.find()
-    assert found is not None
-    planted = build.kernel_library(found, KERNEL.replace("VALUE", "1"))
-    planted.parent.chmod(0o777)
-
-    with pytest.warns(RuntimeWarning, match="can be written by other users"):
-        path = build.kernel_library(found, KERNEL.replace("VALUE", "1"))
-
-    assert path != planted
-    assert path.name == planted.name
-    assert build.kernel_library(found, KERNEL.replace("VALUE", "1")) == path
-    assert build.kernel_library(found, KERNEL.replace("VALUE", "2")) != path
 
 
 def test_a_full_device_names_the_file(root: Path) -> None:

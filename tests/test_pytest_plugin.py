@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 KERNEL = """
@@ -59,4 +59,4 @@ def test_a_project_tests_its_kernels_with_one_fixture(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("emulated_metal")
 def test_in_a_test_the_kernels_of_mlx_are_emulated() -> None:
-    assert mx.fast.metal_kernel is emulator.metal_kernel
+    assert mx.fast.metal_kernel is metal_emulator.metal_kernel

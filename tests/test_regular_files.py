@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from metal_emulator.compiling import build
 from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import tuned_results
 from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
 from mlx_marlin.checkpoints import folder, gguf, safetensors_header
 from mlx_marlin.cli.render import command as render
-from mlx_marlin.emulator.compiling import build
 from mlx_marlin.guard import verdicts
 from mlx_marlin.lm.tuned_models import model_key
 from mlx_marlin.measure import result_file

@@ -11,7 +11,8 @@ from mlx_marlin.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-SOURCES = sorted((ROOT / "mlx_marlin").rglob("*.py"))
+PACKAGES = ("metal_emulator", "mlx_marlin")
+SOURCES = [file for name in PACKAGES for file in sorted((ROOT / name).rglob("*.py"))]
 
 
 TELLING = {"warnings.warn", "warn_once", "_warn"}
@@ -43,7 +44,10 @@ def messages() -> Iterator[str]:
 def _beginning(message: ast.JoinedStr | ast.Constant) -> Iterator[str]:
     parts = message.values if isinstance(message, ast.JoinedStr) else [message]
     texts = [str(each.value) for each in parts if isinstance(each, ast.Constant)]
-    texts = [each.removeprefix("mlx_marlin: ") for each in texts]
+    texts = [
+        each.removeprefix("mlx_marlin: ").removeprefix("metal_emulator: ")
+        for each in texts
+    ]
     if first := next(filter(None, texts), None):
         begins = isinstance(parts[0], ast.Constant) and first == texts[0]
         yield f"`{first.strip()}" if begins else first.strip(" .(")

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_marlin
-from mlx_marlin.emulator import Counters, check, emulated, trace
+from metal_emulator import Counters, check, emulated, trace
 
 FOLDER = Path(__file__).parent
 N, K, GROUP = 128, 1024, 64

@@ -8,7 +8,7 @@ Run it from the repository's root:
 import mlx.core as mx
 from transpose import WITH_RACE, transpose
 
-from mlx_marlin.emulator import Counters, EmulatorError, emulated, trace
+from metal_emulator import Counters, EmulatorError, emulated, trace
 
 
 def accesses(found: Counters) -> str:

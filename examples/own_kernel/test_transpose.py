@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from transpose import KERNEL, SOURCE, WITH_RACE, launch, transpose
 
-from mlx_marlin.emulator import EmulatorError, check, trace
+from metal_emulator import EmulatorError, check, trace
 
 
 def matrix(rows: int, columns: int) -> mx.array:

@@ -137,6 +137,6 @@ def _cuda_kernel(text: Source, shared_memory: int) -> KernelCall:
 def _factory() -> Callable[..., object]:
     if selection.backend() != "emulator":
         return mx.fast.metal_kernel
-    from mlx_marlin.emulator import metal_kernel
+    from metal_emulator import metal_kernel
 
     return metal_kernel

@@ -69,9 +69,9 @@ def choice() -> tuple[str, str]:
             return name, f"MLX has a {DEVICES[name]} device"
     if _default_is_gpu():
         return "stock", "MLX's default device is a GPU without Metal and CUDA"
-    from mlx_marlin import emulator
+    import metal_emulator
 
-    reason = emulator.unavailable()
+    reason = metal_emulator.unavailable()
     if reason is None:
         return "emulator", "MLX has no GPU here, and the emulator can compile kernels"
     return "stock", (f"there is no Metal here and the emulator cannot run: {reason}")

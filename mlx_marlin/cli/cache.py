@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from metal_emulator.cache import TEMPORARY_PREFIX
 from mlx_marlin import cache, removal
 from mlx_marlin.cli import cache_folders, json_output
 from mlx_marlin.cli.cache_folders import CacheFolder, size_text
@@ -25,7 +26,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "TIB": 2**40,
 }
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)")
-LEFTOVER = re.compile(rf"{re.escape(cache.TEMPORARY_PREFIX)}(\d+)-\w+")
+LEFTOVER = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(\d+)-\w+")
 """Name of a temporary folder, with the ID of its process."""
 MIN_AGE = 3600
 """Seconds since its last change after which a temporary folder may be removed."""

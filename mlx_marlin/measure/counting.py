@@ -16,7 +16,7 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
-    from mlx_marlin.emulator import Counters
+    from metal_emulator import Counters
 
 OTHER = ("simd", "shuffle", "simdgroup barrier", "matrix memory", "barrier")
 """Operations that take one issue slot each. Matrix products take more."""

@@ -316,13 +316,13 @@ def emulator_counters(
         device: The device whose rates to use.
         overlapped: Whether other products run at the same time.
     """
-    from mlx_marlin import emulator
+    import metal_emulator
 
     def seconds(product: Product) -> float:
         with warnings.catch_warnings():
             # Where tiles are split, another kernel completes the output.
-            warnings.simplefilter("ignore", emulator.EmulatorWarning)
-            launches = emulator.trace(product, inputs.x, *inputs.weights[0])
+            warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
+            launches = metal_emulator.trace(product, inputs.x, *inputs.weights[0])
         return counting.counted_seconds(launches, device, overlapped)
 
     return {arm: Spread(median=seconds(product)) for arm, product in products.items()}

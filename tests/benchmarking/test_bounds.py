@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+import metal_emulator as compiled
 from benchmarks import bounds, damaged_files, emulator, guard, planner
-from mlx_marlin import emulator as compiled
 from mlx_marlin.guard import ENVIRONMENT
 
 needs_emulator = pytest.mark.skipif(

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import metal_emulator
 from benchmarks import mac, stages
-from mlx_marlin import cache, emulator
+from mlx_marlin import cache
 from mlx_marlin.backends import devices, planner, selection, tuned_results
 from mlx_marlin.measure import machine, result_file
 from mlx_marlin.measure.result_file import ResultFile, Stage
@@ -29,7 +30,7 @@ from support.processes import HANG_SECONDS
 ROOT = Path(mac.__file__).parents[1]
 STAGES = ["doctor", "tensor", "tests", "tune", "bench", "formats", "staged"]
 needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator, guard
+import metal_emulator
+from mlx_marlin import guard
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import counting, operands, products, timing, tuner
@@ -20,7 +21,7 @@ from mlx_marlin.planning.verdict import Refusal
 from support.timed_products import M3_MAX, SMALL
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 Choose = Callable[[str | None], None]
 

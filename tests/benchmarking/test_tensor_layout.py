@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import metal_emulator
 from benchmarks import tensor_layout
-from mlx_marlin import emulator
 from mlx_marlin.backends import devices
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 
@@ -31,7 +31,7 @@ def test_the_layout_of_an_m5_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_m5")
 def test_another_layout_is_reported_whole() -> None:
-    with emulator.emulated(tensor_layout="g16"):
+    with metal_emulator.emulated(tensor_layout="g16"):
         lines = [*tensor_layout.lines()]
 
     assert len(lines) == 2 * (1 + 3 * 32)

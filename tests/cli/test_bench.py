@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.cli import main
 from mlx_marlin.cli.bench import report
@@ -29,7 +29,7 @@ from support.benchmark_rows import FACTS, mac_file, measured
 from support.models import Layers, tiny_llama
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 Choose = Callable[[str | None], None]
 

@@ -11,8 +11,9 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
+import metal_emulator
 from benchmarks import mac
-from mlx_marlin import cache, emulator, guard, state
+from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import COMMANDS, cache_folders, main
@@ -41,7 +42,7 @@ SECTIONS = (
 @pytest.fixture(autouse=True)
 def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Returns the root of a cache of the test's own."""
-    emulator.unavailable()  # builds its run time in the user's cache, once
+    metal_emulator.unavailable()  # builds its run time in the user's cache, once
     place = tmp_path / "cache"
     monkeypatch.setattr(cache, "root", lambda: place)
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
@@ -54,7 +55,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes a machine whose emulator runs our kernels."""
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(emulator, "unavailable", lambda: None)
+    monkeypatch.setattr(metal_emulator, "unavailable", lambda: None)
     state.reset()
 
 
@@ -139,7 +140,7 @@ def test_an_emulator_that_cannot_run_is_a_problem(
 ) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(emulator, "unavailable", lambda: "no clang was found")
+    monkeypatch.setattr(metal_emulator, "unavailable", lambda: "no clang was found")
     backend(name)
 
     status, facts = found(capsys)
@@ -283,7 +284,7 @@ def test_a_failed_verdict_is_a_problem(
 
 
 @pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 def test_check_runs_kernels_and_keeps_the_verdicts(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -306,7 +307,7 @@ def test_check_runs_kernels_and_keeps_the_verdicts(
 
 
 @pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 @pytest.mark.parametrize("setting", ["", "0"])
 def test_checks_do_not_contradict_that_calls_are_unchecked(
@@ -324,7 +325,7 @@ def test_checks_do_not_contradict_that_calls_are_unchecked(
 
 
 @pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 @pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
 def test_make_mac_checks_the_tensor_operations_of_an_m5(
@@ -464,7 +465,7 @@ def test_a_part_that_fails_hides_no_other(
         raise RuntimeError("no such driver")
 
     monkeypatch.setattr(devices, "current", fails)
-    monkeypatch.setattr("mlx_marlin.emulator.compiling.compiler.find", fails)
+    monkeypatch.setattr("metal_emulator.compiling.compiler.find", fails)
     monkeypatch.setattr(cache_folders, "listed", fails)
 
     status, facts = found(capsys)

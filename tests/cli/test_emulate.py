@@ -6,11 +6,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.cli import main
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 ADD = "uint i = thread_position_in_grid.x; y[i] = x[i] + T(N) * s;"

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
+from metal_emulator.language.whole_kernel import whole_kernels
 from mlx_marlin.cli import main
-from mlx_marlin.emulator.language.whole_kernel import whole_kernels
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 WHOLE = """// Copyright © 2026

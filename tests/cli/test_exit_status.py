@@ -15,7 +15,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.cli import COMMANDS, main
 from mlx_marlin.cli.emulate import arguments as emulate_arguments
 from support.processes import HANG_SECONDS
@@ -96,7 +96,7 @@ def test_an_interrupt_ends_a_kernel_that_runs(
         handlers.append(signal.getsignal(signal.SIGINT))
         return [mx.zeros(4)]
 
-    monkeypatch.setattr(emulator, "metal_kernel", lambda **_: kernel)
+    monkeypatch.setattr(metal_emulator, "metal_kernel", lambda **_: kernel)
     path = tmp_path / "kernel.metal"
     path.write_text("y[0] = 1;")
     before = signal.getsignal(signal.SIGINT)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.cli import main, models
 from mlx_marlin.cli.demo import command as demo
@@ -22,7 +22,7 @@ from mlx_marlin.weights.formats import LAYOUTS
 from support.tune_commands import measured_problems
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.cli import COMMANDS, main
 from support import quantized_folder
 
 needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 KERNEL = "y[thread_position_in_grid.x] = 1.0f;"
 PLAN = ["plan", "8x64x128", "--chip", "M3 Max"]

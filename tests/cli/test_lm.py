@@ -12,7 +12,7 @@ import mlx_lm.generate
 import mlx_lm.utils
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.cli import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.auto import settings
@@ -50,7 +50,7 @@ def test_the_text_is_that_of_mlx_lm(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    backend("stock" if emulator.unavailable() else "emulator")
+    backend("stock" if metal_emulator.unavailable() else "emulator")
     words = ["--model", str(folder), "--prompt", "def main():", "--max-tokens", "8"]
     words += ["--verbose", "F", "--ignore-chat-template"]
     monkeypatch.setattr(sys, "argv", ["mlx_lm.generate", *words])
@@ -67,7 +67,7 @@ def test_the_text_is_that_of_mlx_lm(
     said = capsys.readouterr()
     assert said.out == expected != ""
     (line,) = [each for each in said.err.splitlines() if "mlx-marlin" in each]
-    name = "stock" if emulator.unavailable() else "emulator"
+    name = "stock" if metal_emulator.unavailable() else "emulator"
     ours = 0 if name == "stock" else 17
     # of 4 layers with 4 products each, since some are joined, and the head
     assert line == (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_marlin import emulator
+import metal_emulator
 from support import quantized_folder
 from support.processes import HANG_SECONDS
 
@@ -104,7 +104,7 @@ def test_streams_have_the_text_of_mlx_lms_server(tmp_path: Path) -> None:
     with serving(folder, said, "mlx_lm.server") as port:
         expected = [text(port, prompt) for prompt in PROMPTS]
         refused = post(port, "{").status
-    backend = "stock" if emulator.unavailable() else "emulator"
+    backend = "stock" if metal_emulator.unavailable() else "emulator"
     settings = {"MLX_MARLIN_BACKEND": backend, "MLX_MARLIN_LOG": "1"}
 
     joined = ("--layout", "marlin", "--join", "--trace")

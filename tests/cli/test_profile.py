@@ -12,7 +12,8 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_marlin import emulator, guard
+import metal_emulator
+from mlx_marlin import guard
 from mlx_marlin.backends import planner, tuned_results
 from mlx_marlin.cli import main
 from mlx_marlin.cli.profile import report, times
@@ -36,7 +37,7 @@ M4_MAX = ["--chip", "Apple M4 Max"]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "profiling.md"
 
 needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 

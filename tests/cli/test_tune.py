@@ -9,8 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, guard, state
+from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
 from mlx_marlin.cli import main
 from mlx_marlin.measure import counting, operands, result_file, timing, tuner
@@ -21,7 +22,7 @@ from support.processes import run_python
 from support.tune_commands import PROBLEM, results
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 Choose = Callable[[str | None], None]

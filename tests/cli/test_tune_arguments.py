@@ -8,8 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, state
+from mlx_marlin import state
 from mlx_marlin.backends import devices, selection
 from mlx_marlin.cli import main
 from mlx_marlin.measure import tuner
@@ -18,7 +19,7 @@ from support.arguments import activations, weight
 from support.tune_commands import PROBLEM, measured_problems, on_h200, results
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 Choose = Callable[[str | None], None]

@@ -7,13 +7,13 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.cli import main
 from support.models import Layers, tiny_llama
 from support.tune_commands import measured_problems, on_h200
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 Choose = Callable[[str | None], None]

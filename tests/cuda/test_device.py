@@ -209,7 +209,7 @@ def test_a_kept_file_that_is_odd_is_measured_anew(
     text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
-    cache.store("gpus", "kept.json", text.encode())
+    cache.write(cache.folder("gpus"), "kept.json", text.encode())
 
     assert detection._read("kept.json") is None
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import mlx_marlin
+from metal_emulator import emulated, unavailable
 from mlx_marlin.backends import devices, selection
 from mlx_marlin.backends.cuda import handover, limits
 from mlx_marlin.backends.source import OPERANDS
-from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.device import CudaDevice
@@ -89,7 +89,7 @@ def test_arrays_may_begin_anywhere() -> None:
     arrays = (x, *arguments(weight, "marlin"), norm)
     x, *others, moved = map(cuda_cases.moved, arrays)
 
-    with emulator.emulated(trace=True):  # no race, nothing outside
+    with metal_emulator.emulated(trace=True):  # no race, nothing outside
         y = launcher.product(cuda_on_cpu.plan_of(case, norm=EPSILON))(
             x, *others, x, x, x, moved
         )

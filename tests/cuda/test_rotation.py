@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.layers.linear import MarlinLinear
@@ -265,7 +265,7 @@ def test_nor_of_a_vector() -> None:
 
 @pytest.mark.parametrize("name", ["emulator", "stock"])
 def test_nor_elsewhere(backend: Callable[[str | None], None], name: str) -> None:
-    if name == "emulator" and emulator.unavailable() is not None:
+    if name == "emulator" and metal_emulator.unavailable() is not None:
         pytest.skip("the emulator does not run here")
     backend(name)
     assert_none(layer_of(), ROTATION)

@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_emulator import emulated, unavailable
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.source import OPERANDS
-from mlx_marlin.emulator import emulated, unavailable
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import FORMATS

@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator, guard, state
+import metal_emulator
+from mlx_marlin import guard, state
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
@@ -30,7 +31,7 @@ from mlx_marlin.planning.problem import problem_of
 from support.guarded_calls import DEVICE, K, N
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 HEADS = Heads(heads=2, kv_heads=1, features=32, columns=128, norm=1e-6)
 PROBLEM = problem_of(9, N, K)
@@ -70,7 +71,7 @@ class OneWrong:
         state.reset()  # of kernels that were built before
 
     def _factory(self, **texts: Any) -> Callable[..., list[mx.array]]:
-        kernel = emulator.metal_kernel(**texts)
+        kernel = metal_emulator.metal_kernel(**texts)
 
         def launch(**arguments: Any) -> list[mx.array]:
             results: list[mx.array] = kernel(**arguments)

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.block_plans import RepackPlan
 from mlx_marlin.planning.problem import Problem
@@ -19,7 +19,7 @@ from support.guard_faults import Fault
 from support.guarded_calls import K, N, collected, new_process, operands
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, guard
+from mlx_marlin import guard
 from mlx_marlin.backends import planner
 from mlx_marlin.products import repacking
 from mlx_marlin.weights import tile_conversion
@@ -24,7 +25,7 @@ from support.guarded_calls import (
 )
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 

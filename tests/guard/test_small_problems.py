@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import launcher, planner, registry
 from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
@@ -30,7 +30,7 @@ from support.cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION
 from support.format_cases import E2M1, E4M3, E8M0
 
 needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 DEVICE = named("Apple M3 Max", None)
 LARGE = 4096

@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, guard
+from mlx_marlin import guard
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -18,7 +19,7 @@ from support.guard_faults import Fault
 from support.guarded_calls import DEVICE, K, N, is_right, operands
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 
@@ -84,7 +85,7 @@ def test_on_the_emulator_a_broken_kernel_raises_by_default(
     monkeypatch.delenv(guard.ENVIRONMENT)
     Fault("gemv", "body does not compile").plant(monkeypatch)
     x, w = operands(m=1)
-    with pytest.raises(emulator.CompileError):
+    with pytest.raises(metal_emulator.CompileError):
         mlx_marlin.quantized_matmul(x, *w)
 
 

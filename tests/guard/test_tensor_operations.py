@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, guard
+from mlx_marlin import guard
 from mlx_marlin.backends import kernels, planner, registry
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import source as metal_source
@@ -22,7 +23,7 @@ from mlx_marlin.products import eligibility, serving
 from support.guarded_calls import K, N, collected, is_right, new_process, operands
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 M5_MAX = named("Apple M5 Max")
 
@@ -65,7 +66,7 @@ def test_the_probes_pass_the_static_check(dtype: str) -> None:
             "threadgroup": launch.threadgroup,
         }
         names = text.name, text.input_names, text.output_names
-        emulator.check(*names, text.source, text.header, calls=[call])
+        metal_emulator.check(*names, text.source, text.header, calls=[call])
 
 
 def test_other_kernels_need_no_probe() -> None:
@@ -76,7 +77,7 @@ def test_other_kernels_need_no_probe() -> None:
 
 @pytest.mark.parametrize("layout", ["g16", "scrambled"])
 def test_every_probe_sees_another_layout(layout: str) -> None:
-    with emulator.emulated(tensor_layout=layout):
+    with metal_emulator.emulated(tensor_layout=layout):
         faults = [
             known_answers.fault_of_probe(probe)
             for probe in tensor_probe.probes(plan_of())
@@ -185,7 +186,7 @@ def test_one_operation_a_simdgroup_serves_where_two_give_wrong_numbers(
 def test_another_layout_switches_the_kernel_off_with_one_warning(m: int) -> None:
     x, w = operands(m)
     packed = mlx_marlin.pack(*w)
-    with emulator.emulated(tensor_layout="g16"):
+    with metal_emulator.emulated(tensor_layout="g16"):
         y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
         of_packed, again = collected(lambda: mlx_marlin.quantized_matmul(x, packed))
 
@@ -262,7 +263,7 @@ def test_other_kernels_have_no_alternative() -> None:
 @pytest.mark.usefixtures("_tensor")
 def test_the_check_of_doctor_and_the_report_know_the_alternative() -> None:
     problem = problem_of(16, N, K)
-    with emulator.emulated(tensor_layout="g16"):
+    with metal_emulator.emulated(tensor_layout="g16"):
         assert kernel_checks.check([problem]) == []
     kernels = {verdict.kernels for verdict in guard.verdicts_so_far()}
     assert "marlin_gemm_register" in kernels

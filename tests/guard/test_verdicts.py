@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import cache, emulator, guard, state
+from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
 from mlx_marlin.guard import checks, known_answers, verdicts
@@ -26,7 +27,7 @@ from support.guard_faults import Fault
 from support.guarded_calls import DEVICE, K, N, collected, new_process, operands
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 DYING = """

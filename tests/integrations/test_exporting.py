@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
@@ -49,7 +49,7 @@ def written(file: Path, function: Any, *arrays: mx.array, chip: str = CHIP) -> P
 
 
 @pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 @without_gpu
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,14 +14,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, guard
+from mlx_marlin import guard
 from mlx_marlin.backends import launcher
 from mlx_marlin.guard import known_answers, verdicts
 from support.models import tiny_llama
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 

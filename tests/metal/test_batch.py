@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metal_emulator import emulated, trace
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.metal import explicit
@@ -17,7 +18,6 @@ from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
 from mlx_marlin.backends.planner import predict
-from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem

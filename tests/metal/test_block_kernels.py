@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator, state
+import metal_emulator
+from mlx_marlin import state
 from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.shared_launches import IN_CONSTANT
@@ -140,7 +141,7 @@ CALLS: dict[str, Callable[[], object]] = {
 @emulator_only
 @pytest.mark.parametrize("kernel", CALLS)
 def test_trace_mode_reports_nothing(kernel: str) -> None:
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         CALLS[kernel]()
 
 
@@ -148,7 +149,7 @@ def test_trace_mode_reports_nothing(kernel: str) -> None:
 @pytest.mark.parametrize("case", [ROTATED, ADDED], ids=["rotate_heads", "add_norm"])
 def test_every_value_is_read_and_written_once(case: Rotated | Added) -> None:
     first, *_ = arrays = case.arrays()
-    (found,) = emulator.trace(lambda *own: case.run(*own), *arrays)[:1]
+    (found,) = metal_emulator.trace(lambda *own: case.run(*own), *arrays)[:1]
     if isinstance(case, Added):
         reads, writes = {"x": first.nbytes, "y": first.nbytes}, ("sum", "out")
     else:

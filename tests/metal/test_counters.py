@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 from hypothesis import strategies as st
 
+from metal_emulator import Counters, emulated, trace
 from mlx_marlin.backends import launcher, planner, selection
-from mlx_marlin.emulator import Counters, emulated, trace
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

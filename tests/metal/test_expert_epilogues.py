@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import devices, planner, selection
 from mlx_marlin.backends.metal.experts import search
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
@@ -97,7 +97,7 @@ def test_the_chosen_plan(gate: str | None, bias: bool, dtype: str) -> None:
 
     if selection.backend() == "emulator":
         arrays = case.arrays()
-        with emulator.emulated(trace=True):
+        with metal_emulator.emulated(trace=True):
             traced = case.run(*arrays)
         assert mx.array_equal(traced, case.run(*arrays))
 
@@ -108,7 +108,7 @@ def test_both_weights_are_read_once_for_all_rows_of_an_expert(gate: str) -> None
     plan = plan_of(problem_of(64), gate, bias=True)
     case = ExpertProducts(plan=plan, chosen=(4, 1, 4, 1, 4, 2, 1, *([4] * 9)))
 
-    counters = emulator.trace(case.run, *case.arrays())[0]
+    counters = metal_emulator.trace(case.run, *case.arrays())[0]
 
     for name in ("w", "second"):
         own = counters.of(name)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.metal.cost import memory_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -251,7 +251,7 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
     chosen = mx.array([1, 3, 1, 1, 3, 3, 3, 1], mx.uint32)
     weight = native if layout == "mlx" else stored
 
-    counters = emulator.trace(
+    counters = metal_emulator.trace(
         launcher.gather_product(plan), x, *weight, chosen, sources
     )
 
@@ -289,7 +289,9 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
     pairs = mx.array(FEW, mx.uint32), mx.arange(6, dtype=mx.uint32)
     weight = packed.words, packed.scales, packed.scales
 
-    counters = emulator.trace(launcher.gather_product(plan), x, *weight, *pairs)[0]
+    counters = metal_emulator.trace(launcher.gather_product(plan), x, *weight, *pairs)[
+        0
+    ]
 
     read = counters.of("w")
     assert read.read_bytes == 3 * 64 * K // 2  # nobody chose one of four experts

@@ -35,9 +35,9 @@ def traced(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator look for races and stray accesses; elsewhere does nothing."""
     if selection.backend() != "emulator":
         return nullcontext()
-    from mlx_marlin import emulator
+    import metal_emulator
 
-    return emulator.emulated(seed=seed, trace=True)
+    return metal_emulator.emulated(seed=seed, trace=True)
 
 
 def staged(plan: Plan, buffers: int, loaders: int, simdgroups_k: int = 2) -> Plan:
@@ -196,7 +196,7 @@ def stages(plan: Plan) -> Iterator[int]:
 def test_barriers_memory_and_traffic_are_those_of_the_plan(
     buffers: int, loaders: int
 ) -> None:
-    from mlx_marlin.emulator import trace
+    from metal_emulator import trace
 
     problem = replace(RAGGED, m=24)
     weight = drawn_arrays.weight_of(problem, seed=0)

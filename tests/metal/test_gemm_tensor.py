@@ -41,9 +41,9 @@ def traced(seed: int, trace: bool = True) -> AbstractContextManager[object]:
     """
     if selection.backend() != "emulator":
         return nullcontext()
-    from mlx_marlin import emulator
+    import metal_emulator
 
-    return emulator.emulated(seed=seed, trace=trace)
+    return metal_emulator.emulated(seed=seed, trace=trace)
 
 
 def tensor_plan(problem: Problem, **overrides: object) -> Plan:
@@ -302,7 +302,7 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
 def test_operations_memory_and_traffic_are_those_of_the_plan(
     m: int, fragments_m: int, along_m: int, along_k: int
 ) -> None:
-    from mlx_marlin.emulator import trace
+    from metal_emulator import trace
 
     problem = Problem(m=m, n=128, k=1024, layout="marlin")
     fixed = {"strategy": "data_parallel", "fragments_m": fragments_m}
@@ -327,14 +327,14 @@ def test_operations_memory_and_traffic_are_those_of_the_plan(
 @emulator_only
 def test_another_layout_of_operands_gives_other_results() -> None:
     """The kernel does not ask for indices: the guard has to check them."""
-    from mlx_marlin import emulator
+    import metal_emulator
 
     problem = Problem(m=16, n=64, k=128)
     weight = drawn_arrays.weight_of(problem, seed=0)
     x = format_cases.activations(16, 128, dtype="float16", seed=1)
     right = format_cases.run(tensor_plan(problem), x, weight)
 
-    with emulator.emulated(tensor_layout="g16"):
+    with metal_emulator.emulated(tensor_layout="g16"):
         wrong = format_cases.run(tensor_plan(problem), x, weight)
 
     assert not mx.allclose(right, wrong, rtol=0.1)

@@ -11,8 +11,9 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator, state
+from mlx_marlin import state
 from mlx_marlin.backends import (
     arguments,
     kernels,
@@ -280,7 +281,7 @@ def test_the_emulators_factory_takes_the_same_calls(
 ) -> None:
     backend("emulator")
     recorder = Recorder()
-    monkeypatch.setattr(emulator, "metal_kernel", recorder)
+    monkeypatch.setattr(metal_emulator, "metal_kernel", recorder)
     monkeypatch.setattr(mx.fast, "metal_kernel", None)
     problem = Problem(m=1, n=40, k=512)
 
@@ -405,7 +406,7 @@ def machine(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
         monkeypatch.setattr(mx.metal, "is_available", lambda: has_metal)
         monkeypatch.setattr(mx.cuda, "is_available", lambda: has_cuda)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
-        monkeypatch.setattr(emulator, "unavailable", lambda: trouble)
+        monkeypatch.setattr(metal_emulator, "unavailable", lambda: trouble)
         backend(None)
 
     return make

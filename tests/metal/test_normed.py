@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metal_emulator import emulated, trace
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal import cost
-from mlx_marlin.emulator import emulated, trace
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.layers.linear import MarlinLinear

@@ -2,11 +2,12 @@
 
 import pytest
 
+import metal_emulator
 import recorded_bits
-from mlx_marlin import emulator, state
+from mlx_marlin import state
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 

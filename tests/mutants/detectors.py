@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends.metal.experiments.staging import barriers
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
@@ -65,9 +65,9 @@ def _reported(sentences: Sequence[str], case: Case) -> Verdict:
     """The emulator's report in trace mode, if it is one of those that are asked for."""
     try:
         # One worker: of several faults, always the same is met first.
-        with emulator.emulated(workers=1, trace=True, time_limit=TIME_LIMIT):
+        with metal_emulator.emulated(workers=1, trace=True, time_limit=TIME_LIMIT):
             case.run(*case.arrays())
-    except emulator.EmulatorError as error:
+    except metal_emulator.EmulatorError as error:
         first_line, *_ = str(error).splitlines()
         if any(sentence in first_line for sentence in sentences):
             return str(error)
@@ -143,7 +143,7 @@ def _order(case: Case) -> Verdict:
 def _static_check(case: Case) -> Verdict:
     try:
         _operands_of(case)
-    except emulator.CompileError as error:
+    except metal_emulator.CompileError as error:
         return str(error)
     return None
 
@@ -174,7 +174,7 @@ def _counters(case: Case) -> Verdict:
     fragments = -(-problem.m // 8)
     readers = plan.m_tiles if plan.buffers else -(-fragments // plan.fragments_m)
     columns = plan.n_tiles * TILE_N
-    found = emulator.trace(case.run, *case.arrays())[0]
+    found = metal_emulator.trace(case.run, *case.arrays())[0]
     words, scratch = found.of("w"), found.of("scratch")
     counted = {
         "bytes of weights": words.read_bytes,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mutants.catalogue import CUDA_MUTANTS
@@ -38,7 +38,8 @@ from support.cuda_on_cpu import check_moved
 pytestmark = [
     pytest.mark.mutant,
     pytest.mark.skipif(
-        emulator.unavailable() is not None, reason="the emulator does not run here"
+        metal_emulator.unavailable() is not None,
+        reason="the emulator does not run here",
     ),
 ]
 
@@ -194,14 +195,14 @@ def plant(
 def detect(detector: Detector, case: str) -> str | None:
     """Asks one detector about the kernels as they are now."""
     try:
-        with emulator.emulated(
+        with metal_emulator.emulated(
             workers=1, trace=detector in REPORTS, time_limit=TIME_LIMIT
         ):
             judge = CHECKS.get(case, partial(check_moved, names=MOVED.get(case, ())))
             judge(CASES[case])
     except AssertionError:
         return "wrong" if detector == Detector.WRONG_RESULT else None
-    except emulator.EmulatorError as error:
+    except metal_emulator.EmulatorError as error:
         first_line, *_ = str(error).splitlines()
         if any(sentence in first_line for sentence in REPORTS.get(detector, ())):
             return str(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin import emulator
+import metal_emulator
 
 _PARAMETER = re.compile(
     r"(?P<type>[^*&]*?)\s*(?P<by>[*&]?)\s*(?P<name>\w+)\s*(?P<attribute>\[\[.*\]\])?$",
@@ -95,7 +95,7 @@ class Dispatch:
         arguments = [p.argument(given) for p in parameters(header, self.kernel)]
         template = ", ".join(map(_metal, self.template))
         call = f"{self.kernel}<{template}>({', '.join(arguments)});"
-        kernel = emulator.metal_kernel(
+        kernel = metal_emulator.metal_kernel(
             name=f"run_{self.kernel}",
             input_names=[*map(_own, self.inputs)],
             output_names=[_own(self.output)],

@@ -7,7 +7,7 @@ belong to something harmless. A release of MLX that mends one fails its test her
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_geometry
 from peers.mlx_products import Operands, Product
 
@@ -29,7 +29,9 @@ def padded(operands: Operands, name: str, rows: int, byte: int = 0) -> Operands:
 
 
 def test_fp_qmv_quad_reads_scales_of_rows_that_do_not_exist(fp_header: str) -> None:
-    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'scales"):
+    with pytest.raises(
+        metal_emulator.EmulatorError, match="read outside buffer 'scales"
+    ):
         mlx_geometry.compute(QUAD, Operands.of(QUAD), fp_header)
 
 
@@ -40,13 +42,15 @@ def test_fp_qmv_quad_makes_no_use_of_them(fp_header: str) -> None:
 
 def test_nvfp4_qmm_t_reads_weights_behind_the_last_row(fp_header: str) -> None:
     operands = padded(Operands.of(TAIL), "scales", 1)
-    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'w_"):
+    with pytest.raises(metal_emulator.EmulatorError, match="read outside buffer 'w_"):
         mlx_geometry.compute(TAIL, operands, fp_header)
 
 
 def test_nvfp4_qmm_t_reads_a_scale_behind_the_last_row(fp_header: str) -> None:
     operands = padded(Operands.of(TAIL), "w", 1)
-    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'scales"):
+    with pytest.raises(
+        metal_emulator.EmulatorError, match="read outside buffer 'scales"
+    ):
         mlx_geometry.compute(TAIL, operands, fp_header)
 
 

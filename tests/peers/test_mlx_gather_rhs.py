@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers.mlx_gathers import RUNS, Gather, error_of
 from peers.mlx_products import FORMATS, TOLERANCE
 
@@ -49,5 +49,5 @@ def test_traced_they_report_nothing(
     gather = Gather(mode, mx.float16, RUNS[runs], 64, 128, True)
 
     header = request.getfixturevalue(f"{gather.family}_header")
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         assert error_of(gather, header) <= TOLERANCE[mx.float16]

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers.mlx_gemms import Gemm, error
 
 pytestmark = pytest.mark.peer
@@ -61,7 +61,7 @@ def test_steel_gemm_adds_a_scaled_matrix(gemm_header: str) -> None:
 def test_steel_gemm_reads_rows_of_the_added_matrix_that_do_not_exist(
     gemm_header: str,
 ) -> None:
-    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'C_"):
+    with pytest.raises(metal_emulator.EmulatorError, match="read outside buffer 'C_"):
         scaled(RAGGED, 0, gemm_header)
 
 

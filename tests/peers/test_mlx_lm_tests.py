@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from support import hub_model
 
 pytestmark = pytest.mark.peer
@@ -150,7 +150,7 @@ def test_the_outcomes_are_the_same_with_auto(
     options: str,
     tmp_path: Path,
 ) -> None:
-    backend = "stock" if emulator.unavailable() else "emulator"
+    backend = "stock" if metal_emulator.unavailable() else "emulator"
     settings = {"MLX_MARLIN_BACKEND": backend, "MLX_MARLIN_OPTIONS": options}
 
     found = run(tests_of_mlx_lm, model, tmp_path, MLX_LM_AUTO="1", **settings)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_geometry
 from peers.mlx_products import (
     FORMATS,
@@ -69,7 +69,7 @@ def test_the_order_of_threadgroups_does_not_matter(
     header = request.getfixturevalue(f"{product.family}_header")
     results = []
     for seed, workers in ((0, 1), (1, 2), (7, 2)):
-        with emulator.emulated(seed=seed, workers=workers):
+        with metal_emulator.emulated(seed=seed, workers=workers):
             results.append(np.array(mlx_geometry.compute(product, operands, header)))
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])

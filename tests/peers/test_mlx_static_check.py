@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from mlx_marlin.emulator import CompileError, check_text
+from metal_emulator import CompileError, check_text
 from peers import mlx_headers
 
 pytestmark = pytest.mark.peer

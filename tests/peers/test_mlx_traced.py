@@ -6,7 +6,7 @@ harm, which is why MLX's users never see them.
 
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_geometry
 from peers.mlx_products import TOLERANCE, Operands, Product, every_kernel
 
@@ -32,10 +32,10 @@ def test_a_traced_kernel_reports_what_is_known_and_no_more(
     ragged = product.n > 8 and product.n % 8
     known = KNOWN.get(product.kernel) if ragged else None
 
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         if known is None:
             y = mlx_geometry.compute(product, operands, header)
             assert operands.error(y) <= TOLERANCE[product.dtype]
         else:
-            with pytest.raises(emulator.EmulatorError, match=known):
+            with pytest.raises(metal_emulator.EmulatorError, match=known):
                 mlx_geometry.compute(product, operands, header)

@@ -41,9 +41,9 @@ def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) ->
 )
 @drawn(3, 12, call=calls(), seed=st.integers(0, 99))
 def test_no_call_races_or_strays(call: Call, seed: int) -> None:
-    from mlx_marlin import emulator
+    import metal_emulator
 
-    with emulator.emulated(seed=seed, trace=True):
+    with metal_emulator.emulated(seed=seed, trace=True):
         mx.eval(call.run())
 
 
@@ -55,7 +55,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
     dot_rows: int,
 ) -> None:
     """Its second list is written where simdgroups may still read the first."""
-    from mlx_marlin import emulator
+    import metal_emulator
 
     native = weights(2, 40, "affine", 4, 64, mx.float32)
     plan = MetalGatherPlan(
@@ -75,7 +75,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
     pairs = chosen, mx.arange(20, dtype=mx.uint32)
 
     for seed in range(3):
-        with emulator.emulated(seed=seed, trace=True):
+        with metal_emulator.emulated(seed=seed, trace=True):
             mx.eval(launcher.gather_product(plan)(x, *native, *pairs))
 
 

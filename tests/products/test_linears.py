@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 import mlx_marlin
+from metal_emulator import emulated
 from mlx_marlin.backends import launcher
-from mlx_marlin.emulator import emulated
 from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import dispatch

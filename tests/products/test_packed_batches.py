@@ -11,9 +11,9 @@ import pytest
 from hypothesis import strategies as st
 
 import mlx_marlin
+from metal_emulator import trace
 from mlx_marlin import state
 from mlx_marlin.backends import launcher, selection
-from mlx_marlin.emulator import trace
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import devices, launcher, planner
 from mlx_marlin.measure import operands
 from mlx_marlin.measure.profiling.traffic import OperandBytes, Traffic
@@ -73,7 +73,7 @@ def test_operands_of_an_epilogue_count_too() -> None:
     ],
 )
 @pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 def test_plans_request_what_the_emulator_counts(
     backend: Callable[[str | None], None], m: int, n: int, k: int, kernel: str
@@ -83,8 +83,10 @@ def test_plans_request_what_the_emulator_counts(
     plan = planner.make(problem, device=M3_MAX, kernel=kernel)
     inputs = operands.operands(problem, 1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", emulator.EmulatorWarning)
-        launches = emulator.trace(launcher.product(plan), inputs.x, *inputs.weights[0])
+        warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
+        launches = metal_emulator.trace(
+            launcher.product(plan), inputs.x, *inputs.weights[0]
+        )
 
     found, first = Traffic.of(plan), launches[0]
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
+from metal_emulator.language.tokens import Tokens
+from metal_emulator.static.text import _methods
 from mlx_marlin.backends.metal import source
-from mlx_marlin.emulator.language.tokens import Tokens
-from mlx_marlin.emulator.static.text import _methods
 from support import matmul2d
 from support.metal_vocabulary import used, used_tensors
 from support.shader_variants import Variant, checked, covering_variants
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 MLX = json.loads((Path(__file__).parents[1] / "data" / "mlx_builtins.json").read_text())

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends.metal import arguments
 from mlx_marlin.weights.formats import TILE_K, TILE_N, WIDTHS
 from support import shader_functions
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 LARGE = st.integers(0, 2**31 - 1)

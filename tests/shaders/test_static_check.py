@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import kernels
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Heads
@@ -26,7 +26,7 @@ from support.shader_variants import (
 )
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 KERNELS = (
@@ -88,7 +88,9 @@ def test_a_word_of_a_newer_language_than_mlx_takes_is_refused(
     if kernel == "marlin_gemm_tensor":  # only macOS 26.2 and later run it
         checked([variant])
         return
-    with pytest.raises(emulator.CompileError, match=r"macOS 14\.0 compiles Metal 3\.1"):
+    with pytest.raises(
+        metal_emulator.CompileError, match=r"macOS 14\.0 compiles Metal 3\.1"
+    ):
         checked([variant])
 
 
@@ -152,7 +154,7 @@ def test_kernels_that_are_no_products_pass(
     calls()
     (text,) = set(texts)
     names = text.name, text.input_names, text.output_names
-    emulator.check(*names, text.source, text.header, calls=found, macos=OLDEST)
+    metal_emulator.check(*names, text.source, text.header, calls=found, macos=OLDEST)
 
 
 @pytest.mark.grid

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from metal_emulator.language.tokens import Tokens
 from mlx_marlin.backends import source
 from mlx_marlin.backends.metal.source import stripped
-from mlx_marlin.emulator.language.tokens import Tokens
 
 FILES = sorted(source.shader_folder().rglob("*.metal"))
 

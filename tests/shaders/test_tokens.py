@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+import metal_emulator
 import shader_tokens
-from mlx_marlin import emulator
 
 pytestmark = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 
 TEXT = """

@@ -19,11 +19,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import cache, emulator
+import metal_emulator
+from metal_emulator import metal_kernel
+from mlx_marlin import cache
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.source import OPERANDS
-from mlx_marlin.emulator import metal_kernel
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -58,7 +59,7 @@ SHARED_LIMIT = 32 * 1024
 MOST_ALONG = 4
 """Warps along k where a way of dividing the work names none."""
 needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="the emulator does not run here"
+    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
 )
 
 Changes = dict[str, Callable[[str], str]]
@@ -96,8 +97,8 @@ def _line(number: int, file: Path) -> str:
 def _written(text: str) -> Path:
     """Returns a file of a text: raw C++, which no one is to take for Metal."""
     name = f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.h"
-    return cache.find("cuda_host", name) or cache.store(
-        "cuda_host", name, text.encode()
+    return cache.find("cuda_host", name) or cache.write(
+        cache.folder("cuda_host"), name, text.encode()
     )
 
 

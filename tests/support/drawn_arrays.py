@@ -96,9 +96,9 @@ def another_schedule(seed: int) -> AbstractContextManager[object]:
     """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
     if selection.backend() != "emulator":
         return nullcontext()
-    from mlx_marlin import emulator
+    import metal_emulator
 
-    return emulator.emulated(seed=seed, workers=1 + seed % 3)
+    return metal_emulator.emulated(seed=seed, workers=1 + seed % 3)
 
 
 def run(

@@ -8,9 +8,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator.dispatch import Dispatch
-from mlx_marlin.emulator.metal_kernel import _compiled, _execute
-from mlx_marlin.emulator.modes import Options
+from metal_emulator.dispatch import Dispatch
+from metal_emulator.metal_kernel import _compiled, _execute
+from metal_emulator.modes import Options
 from mlx_marlin.products import exported_streams as streams
 
 Node = dict[str, Any]

@@ -24,7 +24,7 @@ class Fault:
 
     def plant(self, patch: pytest.MonkeyPatch) -> "Fault":
         """Lets `backends` build the kernel with the fault."""
-        from mlx_marlin.emulator import metal_kernel
+        from metal_emulator import metal_kernel
 
         def factory(*, name: str, **texts: Any) -> Any:
             if not name.startswith(f"marlin_{self.kernel}"):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_marlin import emulator
+import metal_emulator
 
 HEADER = """
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
@@ -99,7 +99,9 @@ class Matmul:
         lanes: int = 32,
     ) -> mx.array:
         """Runs a body on a, b and c and returns y [m, n] in float32."""
-        kernel = emulator.metal_kernel("tensors", ["a", "b", "c"], ["y"], body, HEADER)
+        kernel = metal_emulator.metal_kernel(
+            "tensors", ["a", "b", "c"], ["y"], body, HEADER
+        )
         (y,) = kernel(
             inputs=[a, b, c],
             output_shapes=[(self.m, self.n)],

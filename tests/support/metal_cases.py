@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.emulator import check
+from metal_emulator import check
 from support.metal_sources import Array, run
 
 

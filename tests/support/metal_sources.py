@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_marlin.emulator import metal_kernel
+from metal_emulator import metal_kernel
 
 Array = npt.NDArray[Any]
 Size = tuple[int, int, int]

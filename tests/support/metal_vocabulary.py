@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 
-from mlx_marlin.emulator.compiling import build, compiler
-from mlx_marlin.emulator.language.tokens import Tokens
+from metal_emulator.compiling import build, compiler
+from metal_emulator.language.tokens import Tokens
 
 STATIC = build.INCLUDE / "static"
 TENSOR = STATIC / build.TENSOR

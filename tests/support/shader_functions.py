@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends.metal import arguments, source
 from mlx_marlin.planning.work import Work
 from mlx_marlin.weights import layout
@@ -134,7 +134,7 @@ def _called(
     numbers: dict[str, Numbers] | None = None,
 ) -> list[int]:
     """Runs a body once for each element of the inputs, which are repeated to LENGTH."""
-    kernel = emulator.metal_kernel(
+    kernel = metal_emulator.metal_kernel(
         name=f"call_{name}",
         input_names=[*inputs, *(numbers or {})],
         output_names=["out"],
@@ -147,7 +147,7 @@ def _called(
     ]
     arrays += [mx.array(values, mx.int32) for values in (numbers or {}).values()]
     # A wrong cut may let the search for its owner run for ever.
-    with emulator.emulated(time_limit=TIME_LIMIT):
+    with metal_emulator.emulated(time_limit=TIME_LIMIT):
         (out,) = kernel(
             inputs=arrays,
             output_shapes=[(results * LENGTH,)],

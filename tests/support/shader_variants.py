@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from metal_emulator import check
 from mlx_marlin.backends import arguments, planner, source
 from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
@@ -27,7 +28,6 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.source import TENSOR_HEADER
-from mlx_marlin.emulator import check
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.plan import Plan

@@ -2,8 +2,8 @@
 
 import pytest
 
+from metal_emulator import EmulatorError, emulated
 from mlx_marlin.backends import selection
-from mlx_marlin.emulator import EmulatorError, emulated
 from support.metal_sources import run
 
 emulator_only = pytest.mark.skipif(

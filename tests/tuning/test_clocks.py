@@ -6,12 +6,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
+from metal_emulator.counters import Counters, Operation, Traffic
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.emulator.counters import Counters, Operation, Traffic
 from mlx_marlin.measure import counting, operands, timing, tuner
 from support.timed_products import LARGE, M3_MAX, SMALL
 
@@ -73,7 +73,7 @@ def test_the_emulators_clock_is_a_function_of_counters() -> None:
 
 
 @pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 def test_the_emulator_counts_the_same_every_time(
     backend: Callable[[str | None], None],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import selection
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
@@ -208,7 +208,7 @@ def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
     x = format_cases.activations(m, k, dtype=variant.dtype, seed=1)
     weight = variant.weight(n, k, seed=2)
 
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         y = format_cases.run(plan, x, weight)
 
     assert mx.array_equal(y, format_cases.run(plan, x, weight))

@@ -9,8 +9,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+import metal_emulator
 import mlx_marlin
-from mlx_marlin import emulator
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
@@ -92,7 +92,7 @@ def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
     weight = weight_of(variant)
     x = format_cases.activations(m, K, dtype=variant.dtype, seed=3)
 
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         y = format_cases.run(plan, x, weight)
 
     assert mx.array_equal(y, format_cases.run(plan, x, weight))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends.metal import arguments
 from mlx_marlin.planning.block_plans import REPACK_THREADS
 from mlx_marlin.products import repacking
@@ -91,7 +91,7 @@ def test_every_code_goes_to_its_place_and_comes_back(
     seed, offset = weight["seed"], weight["offset"]
     rows = any_words(*batch, n, width, seed=seed, offset=offset)
 
-    with emulator.emulated(seed=order, trace=True):
+    with metal_emulator.emulated(seed=order, trace=True):
         tiles = launches.repack("marlin", **form)(rows)
         stored = any_words(offset, seed=0).tolist() + tiles.flatten().tolist()
         moved = mx.array(stored, mx.uint32)[offset:].reshape(tiles.shape)
@@ -202,7 +202,7 @@ def test_each_word_is_read_and_written_once_in_whole_lines(
     words = rows if to == "marlin" else to_tiles(rows, **form)
 
     move = launches.repack(to, **form)
-    found = emulator.trace(lambda: mx.eval(move(words)))[0]
+    found = metal_emulator.trace(lambda: mx.eval(move(words)))[0]
 
     for memory, done in (("w", "read_bytes"), ("out", "written_bytes")):
         traffic = found.of(memory)
@@ -219,7 +219,9 @@ def test_what_is_not_there_is_not_read() -> None:
     form = {"n": 33, "k": 2080, "bits": 4, "group_size": 32}
     rows = any_words(33, 260, seed=4)
 
-    found = emulator.trace(lambda: mx.eval(launches.repack("marlin", **form)(rows)))[0]
+    found = metal_emulator.trace(
+        lambda: mx.eval(launches.repack("marlin", **form)(rows))
+    )[0]
 
     assert found.of("w").read_bytes == rows.nbytes
     assert found.of("out").written_bytes == 2 * 33 * 1024

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+import metal_emulator
 from benchmarks import metal_tests
-from mlx_marlin import emulator
 from support.apple_tools import link_tools
 from support.processes import HANG_SECONDS
 
@@ -32,7 +32,7 @@ MATRIX = {"matrix.shard": "1", "matrix.os": "macos-15", "matrix.architecture": "
 ADDOPTS = f"--rootdir={ROOT} -c {ROOT / 'pyproject.toml'}"
 SMALL = "tests/metal/test_block_kernels.py"
 needs_emulator = pytest.mark.skipif(
-    emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
 )
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 

@@ -168,4 +168,4 @@ def _read(file_name: str) -> dict[str, float] | None:
 def _write(file_name: str, figures: dict[str, float]) -> None:
     """Stores figures. If that fails, the next process measures again."""
     with suppress(OSError):
-        cache.store(FOLDER, file_name, json.dumps(figures).encode())
+        cache.write(cache.folder(FOLDER), file_name, json.dumps(figures).encode())

@@ -45,14 +45,14 @@ def environment() -> dict[str, str]:
 
 def compilers() -> dict[str, Any]:
     """Returns the C++ compiler that the emulator uses, and why it cannot run."""
-    from mlx_marlin import emulator
-    from mlx_marlin.emulator.compiling import compiler
+    import metal_emulator
+    from metal_emulator.compiling import compiler
 
     used = compiler.find()
     return {
         "used": None if used is None else " ".join(used.clang),
         "identity": None if used is None else used.identity,
-        "unavailable": emulator.unavailable(),
+        "unavailable": metal_emulator.unavailable(),
     }
 
 

@@ -58,7 +58,7 @@ def back_end() -> Facts:
     """Returns the back end, why it was selected, and why it cannot run, if so."""
     import mlx.core as mx
 
-    from mlx_marlin import emulator
+    import metal_emulator
     from mlx_marlin.backends import selection
     from mlx_marlin.products import eligibility
 
@@ -75,7 +75,7 @@ def back_end() -> Facts:
         facts["problem"] = f"stock MLX serves every call, because {reason}"
     if name == "cuda" and facts["problem"] is None:
         facts["problem"] = eligibility.unsupported_device()
-    if name == "emulator" and (missing := emulator.unavailable()) is not None:
+    if name == "emulator" and (missing := metal_emulator.unavailable()) is not None:
         facts["problem"] = f"the emulator cannot run: {missing}"
     return facts
 

@@ -26,8 +26,8 @@ from mlx_marlin.cli.emulate.arguments import (
 )
 
 if TYPE_CHECKING:
-    from mlx_marlin.emulator import Counters
-    from mlx_marlin.emulator.language.whole_kernel import WholeKernel
+    from metal_emulator import Counters
+    from metal_emulator.language.whole_kernel import WholeKernel
 
 DESCRIPTION = """
 Run a Metal kernel on the CPU, as mx.fast.metal_kernel runs it on a GPU.
@@ -136,14 +136,14 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the kernel; returns 1 if the emulator found a fault in it."""
-    from mlx_marlin import emulator
+    import metal_emulator
 
     request = _request(args)
     try:
         if args.check:
             _check(request)
         results, counters = _launch(args, request)
-    except emulator.EmulatorError as fault:
+    except metal_emulator.EmulatorError as fault:
         print(fault)
         return 1
     json_output.write(args, [launch.as_json() for launch in counters])
@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> Request:
     """Reads the files and parses the arguments."""
-    from mlx_marlin.emulator.language.whole_kernel import chosen, whole_kernels
+    from metal_emulator.language.whole_kernel import chosen, whole_kernels
 
     inputs = all_named(args.input, "--input")
     outputs = all_named(args.output, "--output")
@@ -203,38 +203,38 @@ def _calling_definition(
 
 def _check(request: Request) -> None:
     """Runs the static check."""
-    from mlx_marlin import emulator
+    import metal_emulator
 
     if request.whole:
         values = (value for _, value in request.call["template"])
         instance = request.whole.instance(values)
-        emulator.check_text(request.definition["header"], instances=instance)
+        metal_emulator.check_text(request.definition["header"], instances=instance)
     else:
-        emulator.check(**request.definition, calls=[request.call])
+        metal_emulator.check(**request.definition, calls=[request.call])
 
 
 def _launch(
     args: argparse.Namespace, request: Request
 ) -> "tuple[list[mx.array], list[Counters]]":
     """Runs the kernel and returns its outputs and, in trace mode, the counters."""
-    from mlx_marlin import emulator
+    import metal_emulator
 
     kernel: Callable[..., list[mx.array]]
-    kernel = emulator.metal_kernel(**request.definition)
+    kernel = metal_emulator.metal_kernel(**request.definition)
     results: list[mx.array] = []
     counters: list[Counters] = []
     with (
         interruptible(),
-        emulator.emulated(seed=args.seed),
+        metal_emulator.emulated(seed=args.seed),
         warnings.catch_warnings(record=True) as caught,
     ):
-        warnings.simplefilter("always", emulator.EmulatorWarning)
+        warnings.simplefilter("always", metal_emulator.EmulatorWarning)
 
         def call() -> None:
             results.extend(kernel(**request.call, init_value=args.init_value))
 
         if args.trace or args.json:
-            counters = emulator.trace(call)
+            counters = metal_emulator.trace(call)
         else:
             call()
     for warning in caught:

@@ -4,7 +4,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from mlx_marlin import emulator, guard
+import metal_emulator
+from mlx_marlin import guard
 from mlx_marlin.backends import launcher, planner, registry, selection, tuned_results
 from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
@@ -130,8 +131,10 @@ def _counts(plan: Plan) -> Counts | None:
     inputs = operands.operands(problem, 1)
     with warnings.catch_warnings():
         # Where tiles are split, another kernel completes the output.
-        warnings.simplefilter("ignore", emulator.EmulatorWarning)
-        launches = emulator.trace(launcher.product(plan), inputs.x, *inputs.weights[0])
+        warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
+        launches = metal_emulator.trace(
+            launcher.product(plan), inputs.x, *inputs.weights[0]
+        )
     memories = [
         memory
         for counters in launches

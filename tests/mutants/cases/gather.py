@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -93,7 +93,7 @@ class GatherCase:
     def miscounted(self) -> str | None:
         """Words of a chosen expert once for every tile of rows, and its matrices."""
         plan, problem = self.plan, self.plan.problem
-        found = emulator.trace(self.run, *self.arrays())[0]
+        found = metal_emulator.trace(self.run, *self.arrays())[0]
         readers = matrices = 0
         for rows in self._tiles():
             few = rows <= plan.dot_rows

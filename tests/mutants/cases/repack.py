@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin import emulator
+import metal_emulator
 from mlx_marlin.products.repacking import to_tiles
 from support import drawn_arrays, launches
 
@@ -73,7 +73,7 @@ class RepackCase:
 
     def miscounted(self) -> str | None:
         """Every word once, in whole lines, from rows in different banks."""
-        found = emulator.trace(self.run, *self.arrays())[0]
+        found = metal_emulator.trace(self.run, *self.arrays())[0]
         size = self.rows().nbytes
         read, written, scratch = (found.of(name) for name in ("w", "out", "scratch"))
         counted = (read.read_bytes, written.written_bytes)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_headers
 from peers.foreign import Dispatch
 from peers.nax.nax_products import TOLERANCE
@@ -169,5 +169,5 @@ def test_attention_is_that_of_float64(
 
 def test_traced_it_reports_nothing(header: str) -> None:
     attention = Attention(mx.float16, 64, 40)
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         assert attention.error(header) <= TOLERANCE[mx.float16]

@@ -6,7 +6,7 @@ A release of MLX that mends one fails its test here.
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_geometry, mlx_headers
 from peers.mlx_gathers import Gather, compute
 from peers.mlx_products import Operands, Product
@@ -35,8 +35,8 @@ def test_ragged_rows_take_simdgroups_to_different_copies_of_a_barrier(
 ) -> None:
     operands = Operands.of(RAGGED)
     with (
-        emulator.emulated(trace=True),
-        pytest.raises(emulator.EmulatorError, match="wait at different barriers"),
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match="wait at different barriers"),
     ):
         mlx_geometry.compute(RAGGED, operands, affine_nax_header)
     y = mlx_geometry.compute(RAGGED, operands, affine_nax_header)
@@ -44,7 +44,7 @@ def test_ragged_rows_take_simdgroups_to_different_copies_of_a_barrier(
 
 
 def test_gather_qmm_rhs_reads_weights_behind_the_last_row(fp_nax_header: str) -> None:
-    with pytest.raises(emulator.EmulatorError, match="read outside buffer 'w_"):
+    with pytest.raises(metal_emulator.EmulatorError, match="read outside buffer 'w_"):
         compute(TAIL, TAIL.x(), TAIL.weight(), fp_nax_header)
 
 
@@ -72,7 +72,7 @@ def tile_product(columns: int) -> mx.array:
     tile_matmad_nax(c, a, metal::false_type{{}}, b, metal::false_type{{}});
     c.store(y, {16 * columns});
     """
-    (y,) = emulator.metal_kernel("tile", [], ["y"], source, header)(
+    (y,) = metal_emulator.metal_kernel("tile", [], ["y"], source, header)(
         inputs=[],
         output_shapes=[(32, 16 * columns)],
         output_dtypes=[mx.float32],
@@ -88,7 +88,7 @@ def test_even_columns_of_fragments_are_multiplied() -> None:
 
 def test_one_column_of_fragments_overruns_the_left_operand() -> None:
     message = r"a lane holds 8 elements of the left operand, the kernel uses element 8"
-    with pytest.raises(emulator.EmulatorError, match=message):
+    with pytest.raises(metal_emulator.EmulatorError, match=message):
         tile_product(1)
 
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers.foreign import Dispatch
 from peers.mlx_gemms import Gemm, error
 from peers.nax.nax_products import DTYPES, TOLERANCE
@@ -118,7 +118,7 @@ def test_thin_gemm_adds_a_scaled_matrix(thin_header: str) -> None:
 @pytest.mark.parametrize("name", ["aligned", "smaller than a block"])
 def test_traced_thin_gemm_reports_nothing(name: str, thin_header: str) -> None:
     gemm = Gemm(TILE, mx.float16, *THIN[name], transpose_b=True)
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         y = thin(gemm, 4).run(thin_header)
     assert error(y, gemm.expected(*gemm.operands())) <= TOLERANCE[mx.float16]
 
@@ -126,8 +126,8 @@ def test_traced_thin_gemm_reports_nothing(name: str, thin_header: str) -> None:
 def test_thin_gemm_writes_an_overlap_twice(thin_header: str) -> None:
     gemm = Gemm(TILE, mx.float16, 70, 32, 64, transpose_b=True)
     with (
-        emulator.emulated(trace=True),
-        pytest.raises(emulator.EmulatorError, match="race between threadgroups"),
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match="race between threadgroups"),
     ):
         thin(gemm, 4).run(thin_header)
 
@@ -135,6 +135,6 @@ def test_thin_gemm_writes_an_overlap_twice(thin_header: str) -> None:
 def test_traced_fused_gemm_reports_nothing(gemm_nax_header: str) -> None:
     gemm = Gemm(TILE, mx.float16, 64, 64, 128, transpose_a=True)
     a, b = gemm.operands()
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         y = gemm.dispatch(a, b).run(gemm_nax_header)
     assert error(y, gemm.expected(a, b)) <= TOLERANCE[mx.float16]

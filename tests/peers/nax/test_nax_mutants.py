@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_geometry
 from peers.mlx_products import Operands, Product
 from peers.nax.nax_products import TOLERANCE
@@ -128,9 +128,9 @@ def test_planted_error_is_found(
     mutant = MUTANTS[name]
     operands = Operands.of(PRODUCT)
     header = mutant.planted(affine_nax_header)
-    with emulator.emulated(trace=mutant.traced):
+    with metal_emulator.emulated(trace=mutant.traced):
         if mutant.report:
-            with pytest.raises(emulator.EmulatorError, match=mutant.report):
+            with pytest.raises(metal_emulator.EmulatorError, match=mutant.report):
                 mlx_geometry.compute(PRODUCT, operands, header)
         else:
             y = mlx_geometry.compute(PRODUCT, operands, header)
@@ -139,6 +139,6 @@ def test_planted_error_is_found(
 
 def test_without_an_error_nothing_is_found(affine_nax_header: str) -> None:
     operands = Operands.of(PRODUCT)
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         y = mlx_geometry.compute(PRODUCT, operands, affine_nax_header)
     assert operands.error(y) <= TOLERANCE[PRODUCT.dtype]

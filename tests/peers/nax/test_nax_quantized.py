@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin import emulator
+import metal_emulator
 from peers import mlx_geometry
 from peers.mlx_gathers import RUNS, Gather, error_of
 from peers.mlx_products import FORMATS, Operands, Product
@@ -92,7 +92,7 @@ def test_traced_it_reports_nothing(
 ) -> None:
     operands = Operands.of(product)
     header = header_of(product.family, request)
-    with emulator.emulated(trace=True):
+    with metal_emulator.emulated(trace=True):
         y = mlx_geometry.compute(product, operands, header)
     assert operands.error(y) <= TOLERANCE[product.dtype]
 
@@ -101,7 +101,7 @@ def test_counted_operations_are_those_of_the_tiles(affine_nax_header: str) -> No
     product = TRACED[0]
     operands = Operands.of(product)
 
-    (counters,) = emulator.trace(
+    (counters,) = metal_emulator.trace(
         mlx_geometry.compute, product, operands, affine_nax_header
     )
 
@@ -114,7 +114,7 @@ def test_counted_operations_are_those_of_the_tiles(affine_nax_header: str) -> No
 def test_mlx_needs_the_layout_of_an_m5(layout: str, affine_nax_header: str) -> None:
     product = TRACED[0]
     operands = Operands.of(product)
-    with emulator.emulated(tensor_layout=layout):
+    with metal_emulator.emulated(tensor_layout=layout):
         y = mlx_geometry.compute(product, operands, affine_nax_header)
     assert operands.error(y) > 0.1
 
@@ -126,7 +126,7 @@ def test_the_order_of_threadgroups_does_not_matter(affine_nax_header: str) -> No
     operands = Operands.of(product)
     results = []
     for seed, workers in ((0, 1), (7, 2)):
-        with emulator.emulated(seed=seed, workers=workers):
+        with metal_emulator.emulated(seed=seed, workers=workers):
             y = mlx_geometry.compute(product, operands, affine_nax_header)
             results.append(np.array(y))
     np.testing.assert_array_equal(*results)

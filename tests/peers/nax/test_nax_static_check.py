@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_marlin.emulator import CompileError, check_text
+from metal_emulator import CompileError, check_text
 from peers import mlx_headers
 
 pytestmark = pytest.mark.peer

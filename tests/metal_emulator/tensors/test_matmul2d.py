@@ -1,0 +1,197 @@
+"""matmul2d of one simdgroup: where its elements lie, and what it computes."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import metal_emulator
+from metal_emulator.modes import TENSOR_LAYOUTS
+from support.matmul2d import HEADER, OPERATION, Matmul
+
+pytestmark = pytest.mark.skipif(
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+Numbers = npt.NDArray[np.float32]
+
+SHAPES = [(16, 32, 16), (16, 16, 32), (32, 16, 16), (32, 32, 16), (16, 32, 32)]
+SHAPES += [(32, 32, 32)]
+
+
+def m5_index(operand: str, shape: Matmul, lane: int, element: int) -> tuple[int, int]:
+    """Column and row of an element on an M5, written from the published table."""
+    fragment, inside = divmod(element, 8)
+    row = (lane >> 2 & 4 | lane >> 1 & 3) + 8 * (inside >> 2)
+    column = 4 * (lane >> 2 & 2 | lane & 1) + (inside & 3)
+    if operand == "left":
+        outer, inner = divmod(fragment, shape.k // 16)
+        first, second = (inner, outer) if shape.transpose_left else (outer, inner)
+    elif operand == "right":  # k outside, also if it is transposed
+        outer, inner = divmod(fragment, shape.n // 16)
+        first, second = (inner, outer) if shape.transpose_right else (outer, inner)
+    else:
+        first, second = divmod(fragment, shape.n // 16)
+    return 16 * second + column, 16 * first + row
+
+
+@pytest.mark.parametrize("operand", ["left", "right", "destination"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.thinned(12)
+def test_elements_lie_where_an_m5_holds_them(
+    shape: tuple[int, int, int], transposed: bool, operand: str
+) -> None:
+    matmul = Matmul(*shape, transposed, transposed)
+    rows, columns = matmul.stored(operand)
+    capacity = rows * columns // 32
+    (found,) = metal_emulator.metal_kernel(
+        name="indices",
+        input_names=[],
+        output_names=["y"],
+        header=HEADER,
+        source=f"""
+        {OPERATION}
+        uint lane = thread_position_in_grid.x;
+        for (ushort i = 0; i < {operand}.get_capacity(); ++i) {{
+          auto at = {operand}.get_multidimensional_index(i);
+          y[2 * ({capacity} * lane + i)] = at[0];
+          y[2 * ({capacity} * lane + i) + 1] = at[1];
+        }}
+        """,
+    )(
+        inputs=[],
+        output_shapes=[(32, capacity, 2)],
+        output_dtypes=[mx.int32],
+        template=matmul.template(mx.float16),
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+    )
+    expected = [
+        [list(m5_index(operand, matmul, lane, i)) for i in range(capacity)]
+        for lane in range(32)
+    ]
+    assert found.tolist() == expected
+
+
+def in_order(a: Numbers, b: Numbers, c: Numbers) -> Numbers:
+    """c + a @ b in float32, k ascending, one rounding for each addition."""
+    total = c.copy()
+    for k in range(a.shape[1]):
+        total += a[:, k, None] * b[k]
+    return total
+
+
+def drawn(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def float32(array: mx.array) -> Numbers:
+    return np.array(array.astype(mx.float32))
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("transpose_right", [False, True])
+@pytest.mark.parametrize("transpose_left", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.thinned(14)
+def test_product_adds_k_in_order(
+    shape: tuple[int, int, int],
+    transpose_left: bool,
+    transpose_right: bool,
+    dtype: mx.Dtype,
+    layout: str,
+) -> None:
+    matmul = Matmul(*shape, transpose_left, transpose_right)
+    a = drawn(1, *matmul.stored("left")).astype(dtype)
+    b = drawn(2, *matmul.stored("right")).astype(dtype)
+    c = drawn(3, matmul.m, matmul.n)
+    with metal_emulator.emulated(tensor_layout=layout):
+        y = matmul.run(a, b, c)
+    left = float32(a).T if transpose_left else float32(a)
+    right = float32(b).T if transpose_right else float32(b)
+    np.testing.assert_array_equal(np.array(y), in_order(left, right, np.array(c)))
+
+
+def test_trace_mode_counts_operations_and_changes_nothing() -> None:
+    matmul = Matmul(16, 32, 32, False, True)
+    a, b = drawn(1, 16, 32).astype(mx.float16), drawn(2, 32, 32).astype(mx.float16)
+    c = drawn(3, 16, 32)
+    results: list[mx.array] = []
+    (counters,) = metal_emulator.trace(lambda: results.append(matmul.run(a, b, c)))
+    assert counters.count("tensor") == 1
+    assert "matmul2d(16,32,32)" in counters.table()
+    assert mx.array_equal(results[0], matmul.run(a, b, c))
+
+
+def test_multiply_ignores_the_destination() -> None:
+    matmul = Matmul(16, 32, 16, mode="multiply")
+    a, b = drawn(1, 16, 16).astype(mx.float16), drawn(2, 16, 32).astype(mx.float16)
+    y = matmul.run(a, b, mx.full((16, 32), float("nan")))
+    expected = in_order(float32(a), float32(b), np.zeros((16, 32), np.float32))
+    np.testing.assert_array_equal(np.array(y), expected)
+
+
+@pytest.mark.parametrize("relaxed", [False, True])
+def test_relaxed_precision_keeps_ten_bits_of_a_float(relaxed: bool) -> None:
+    matmul = Matmul(16, 32, 16, relaxed=relaxed)
+    a = mx.full((16, 16), 1 + 2.0**-11 + 2.0**-12)
+    b = mx.eye(16, 32)
+    y = np.array(matmul.run(a, b, mx.zeros((16, 32))))
+    expected = 1 + 2.0**-10 if relaxed else 1 + 2.0**-11 + 2.0**-12
+    assert (y[:, :16] == expected).all()
+
+
+def test_half_is_exact_with_relaxed_precision() -> None:
+    matmul = Matmul(16, 32, 16, relaxed=True)
+    a = mx.full((16, 16), 1 + 2.0**-10, dtype=mx.float16)
+    y = np.array(matmul.run(a, mx.eye(16, 32).astype(mx.float16), mx.zeros((16, 32))))
+    assert (y[:, :16] == 1 + 2.0**-10).all()
+
+
+def test_elements_filled_by_the_m5_table_fail_in_another_layout() -> None:
+    source = f"""
+    {OPERATION}
+    uint lane = thread_position_in_grid.x;
+    ushort row = (lane >> 2 & 4) | (lane >> 1 & 3);
+    ushort column = ((lane >> 2 & 2) | (lane & 1)) * 4;
+    for (ushort i = 0; i < 8; ++i) {{
+      ushort at = row + i / 4 * 8, next = column + i % 4;
+      left[i] = a[at * 16 + next];
+      for (ushort n = 0; n < 32; n += 16) {{
+        right[i + n / 2] = b[at * 32 + n + next];
+        destination[i + n / 2] = 0;
+      }}
+    }}
+    operation.run(left, right, destination);
+    for (ushort i = 0; i < 16; ++i)
+      y[(row + i % 8 / 4 * 8) * 32 + i / 8 * 16 + column + i % 4] = destination[i];
+    """
+    kernel = metal_emulator.metal_kernel("fixed", ["a", "b"], ["y"], source, HEADER)
+    a, b = drawn(1, 16, 16).astype(mx.float16), drawn(2, 16, 32).astype(mx.float16)
+    call: dict[str, Any] = {
+        "output_shapes": [(16, 32)],
+        "output_dtypes": [mx.float32],
+        "template": Matmul(16, 32, 16).template(mx.float16),
+        "grid": (32, 1, 1),
+        "threadgroup": (32, 1, 1),
+    }
+    expected = float32(a) @ float32(b)
+    errors = {}
+    for layout in TENSOR_LAYOUTS:
+        with metal_emulator.emulated(tensor_layout=layout):
+            (y,) = kernel(inputs=[a, b], **call)
+        errors[layout] = np.abs(np.array(y) - expected).max()
+    assert errors["m5"] < 1e-4
+    assert min(errors["g16"], errors["scrambled"]) > 1
+
+
+def test_unknown_layout_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match=r"tensor_layout='m9' is not one of"),
+        metal_emulator.emulated(tensor_layout="m9"),
+    ):
+        pass

@@ -1,0 +1,482 @@
+"""Every detector of the emulator fires on a planted bug, and names the place."""
+
+import platform
+import re
+import signal
+import sys
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from hypothesis import strategies as st
+
+import metal_emulator
+from metal_emulator import CompileError, EmulatorError, emulated
+from metal_emulator.compiling import compiler
+from support.grids import drawn
+from support.metal_sources import FLOATS, HALVES, each_thread, run
+
+pytestmark = [
+    pytest.mark.skipif(
+        metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+    ),
+    pytest.mark.skipif(
+        sys.platform == "darwin",
+        reason="lines come from DWARF in ELF files: on macOS reports have none",
+    ),
+]
+
+
+def report(source: str, *inputs: object, **options: object) -> str:
+    """What the emulator says about a kernel named "bug"."""
+    with pytest.raises(EmulatorError) as caught:
+        run(source, *inputs, name="bug", **options)
+    return str(caught.value)
+
+
+def test_a_read_behind_a_buffer_is_reported() -> None:
+    source = """
+    uint i = thread_position_in_grid.x;
+    out[i] = a[i + 60];
+    """
+
+    assert report(source, FLOATS) == (
+        "kernel bug: read outside buffer 'a' (256 bytes), at byte 256\n"
+        "  in threadgroup (0, 0, 0), thread (4, 0, 0), simdgroup 0 lane 4\n"
+        "  at source line 3: out[i] = a[i + 60];"
+    )
+
+
+def test_a_write_behind_a_buffer_is_reported() -> None:
+    source = "uint3 p = thread_position_in_grid;\nout[p.y * 8 + p.x] = 0;"
+
+    message = report(source, shape=(4, 8), grid=(8, 5, 1), threadgroup=(8, 1, 1))
+
+    assert "write outside buffer 'out' (128 bytes), at byte 128" in message
+    assert "in threadgroup (0, 4, 0), thread (0, 0, 0)" in message
+    assert "at source line 2: out[p.y * 8 + p.x] = 0;" in message
+
+
+@pytest.mark.parametrize("index", [-5000, 5000, 100_000_000, -400_000_000])
+def test_far_accesses_are_reported(index: int) -> None:
+    message = report(f"out[0] = a[{index}];", FLOATS)
+
+    assert f"read outside buffer 'a' (256 bytes), at byte {4 * index}" in message
+
+
+@drawn(30, 100, size=st.integers(8, 5000), offset=st.integers(0, 9))
+def test_the_first_byte_behind_16_is_guarded(size: int, offset: int) -> None:
+    a = mx.arange(size + offset).astype(mx.uint8)[offset:]
+    mx.eval(a)
+    source = "out[0] = a[b];"
+
+    run(source, a, size - 1, grid=1)
+    last = (size + offset + 15) // 16 * 16 - offset
+    message = report(source, a, last, grid=1)
+
+    assert f"read outside buffer 'a' ({size} bytes), at byte {last}" in message
+
+
+def test_a_read_of_the_slack_behind_a_buffer_is_nan() -> None:
+    a = mx.arange(9).astype(mx.float32)
+
+    out = each_thread("a[9]", a)
+
+    assert (out != out).all()
+
+
+@pytest.mark.parametrize(("index", "where"), [(-1, "before"), (9, "behind")])
+def test_a_write_close_to_an_output_is_reported(index: int, where: str) -> None:
+    message = report(f"out[{index}] = 1;", shape=(9,))
+
+    assert message == (
+        f"kernel bug: write outside buffer 'out' (36 bytes), close {where} it"
+    )
+
+
+def test_a_write_to_an_input_is_reported() -> None:
+    message = report("((device float*)a)[2] = 1;", FLOATS)
+
+    assert "write to byte 8 of input buffer 'a' (256 bytes)" in message
+    assert "at source line 1" in message
+
+
+def test_a_write_to_shape_information_is_reported() -> None:
+    message = report("((device int*)a_shape)[0] = 1;", FLOATS)
+
+    assert "write to byte 0 of input buffer 'a_shape' (4 bytes)" in message
+
+
+def test_lines_of_helpers_and_of_their_callers_are_named() -> None:
+    header = "float get(const device float* p, int i) {\n  return p[i];\n}\n"
+
+    message = report("\nout[0] = get(a, 64);", FLOATS, header=header)
+
+    assert "at header line 2: return p[i];" in message
+    assert "at source line 2: out[0] = get(a, 64);" in message
+
+
+def test_lines_after_the_line_directive_are_named_by_their_file() -> None:
+    header = (
+        '#line 10 "lib/get.metal"\n'
+        "float get(const device float* p, int i) {\n  return p[i];\n}\n"
+    )
+
+    message = report('#line 1 "top.metal"\nout[0] = get(a, 64);', FLOATS, header=header)
+
+    assert "at lib/get.metal line 11: return p[i];" in message
+    assert "at top.metal line 1: out[0] = get(a, 64);" in message
+
+
+def test_lines_of_functions_that_are_not_inlined_are_named() -> None:
+    header = """
+    __attribute__((noinline)) float get(const device float* p, int i) {
+      return p[i];
+    }
+    """
+
+    message = report("out[0] = 1 + get(a, 64);", FLOATS, header=header)
+
+    assert "at header line 3: return p[i];" in message
+    assert "at source line 1: out[0] = 1 + get(a, 64);" in message
+
+
+TILE = """
+threadgroup float tile[30];
+threadgroup float* flat = tile;
+uint i = thread_index_in_threadgroup;
+flat[i + OFFSET] = a[i];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+out[i] = flat[i];
+"""
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (2, r"write outside threadgroup variable 'tile' \(120 bytes\), at byte 128\n"),
+        (-2000, r"write outside threadgroup variable 'tile' .*, at byte -8000\n"),
+        (0, r"write outside threadgroup variable 'tile', close to it\n"),
+        (-1, r"write outside threadgroup variable 'tile', close to it\n"),
+    ],
+)
+def test_accesses_outside_threadgroup_memory_are_reported(
+    offset: int, message: str
+) -> None:
+    found = report(TILE.replace("i + OFFSET", f"int(i) + {offset}"), FLOATS)
+
+    assert re.search(message, found)
+    if "close" not in message:
+        assert "at source line 5: flat[int(i)" in found
+
+
+def test_threadgroup_memory_starts_as_nan_in_every_threadgroup() -> None:
+    source = """
+    threadgroup float hand[32];
+    uint i = thread_index_in_threadgroup;
+    out[thread_position_in_grid.x] = hand[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    hand[i] = 1;
+    """
+
+    with emulated(workers=1):
+        out = run(source, grid=128, shape=(128,))
+
+    assert (out != out).all()
+
+
+LARGE = """
+threadgroup float x[8000];
+threadgroup half y[SIZE];
+x[0] = y[0];
+out[0] = 1;
+"""
+
+
+def test_32_kib_of_threadgroup_memory_is_the_limit() -> None:
+    assert run(LARGE.replace("SIZE", "384"))[0] == 1
+
+    message = report(LARGE.replace("SIZE", "385"))
+
+    assert "32770 bytes of threadgroup memory with variable 'y'" in message
+    assert "at source line 3: threadgroup half y[385];" in message
+
+
+def test_a_simdgroup_operation_with_missing_lanes_is_reported() -> None:
+    source = """
+    uint lane = thread_index_in_simdgroup;
+    if (lane < 31) {
+      out[lane] = simd_sum(1.0f);
+    }
+    """
+
+    message = report(source, grid=96, threadgroup=96)
+
+    assert (
+        "simd_sum with missing lanes in simdgroup 0: lanes 7fffffff in simd_sum at "
+        "source line 4, 1 of 32 have returned" in message
+    )
+
+
+def test_lanes_that_returned_before_are_missing() -> None:
+    source = """
+    uint lane = thread_index_in_simdgroup;
+    if (lane < 4) { return; }
+    out[lane] = simd_shuffle_xor(1.0f, 1);
+    """
+
+    message = report(source)
+
+    assert "simd_shuffle_xor with missing lanes in simdgroup 0" in message
+    assert "4 of 32 have returned, lanes fffffff0 in simd_shuffle_xor" in message
+
+
+def test_lanes_in_different_operations_are_reported() -> None:
+    source = """
+    uint lane = thread_index_in_simdgroup;
+    if (lane < 16) { out[lane] = simd_max(1.0f); }
+    else { out[lane] = simd_shuffle_xor(1.0f, 1); }
+    """
+
+    message = report(source)
+
+    assert "lanes of simdgroup 0 in different operations" in message
+    assert "lanes 0000ffff in simd_max at source line 3" in message
+    assert "in simd_shuffle_xor at source line 4" in message
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("v = simd_sum(v)", "simd_sum"),
+        ("v = simd_shuffle_xor(v, 1)", "simd_shuffle_xor"),
+        ("v = quad_sum(v)", "quad_sum"),
+        ("v = simd_any(v > 3)", "simd_any"),
+        ("simdgroup_barrier(mem_flags::mem_threadgroup)", "simdgroup_barrier"),
+        ("threadgroup_barrier(mem_flags::mem_none)", "threadgroup_barrier"),
+        ("simdgroup_load(m, a)", "simdgroup_load"),
+        ("simdgroup_store(m, out)", "simdgroup_store"),
+        ("simdgroup_multiply_accumulate(m, m, m, m)", "simdgroup_multiply_accumulate"),
+    ],
+)
+def test_equal_operations_in_two_branches_are_reported(call: str, name: str) -> None:
+    source = f"""
+    uint lane = thread_index_in_simdgroup;
+    float v = a[lane];
+    simdgroup_float8x8 m(1.0f);
+    if (lane < 16) {{ {call}; }}
+    else {{ {call}; }}
+    out[lane] = v + m.thread_elements()[0];
+    """
+
+    message = report(source, FLOATS, shape=(64,))
+
+    assert f"lanes 0000ffff in {name} at source line 5" in message
+    assert f"in {name} at source line 6" in message
+
+
+def test_a_barrier_that_a_simdgroup_skips_is_reported() -> None:
+    source = """
+    if (simdgroup_index_in_threadgroup == 2) { return; }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    """
+
+    message = report(source, grid=128, threadgroup=128)
+
+    assert (
+        "barrier not reached by all threads: 96 wait at source line 3, "
+        "32 have returned" in message
+    )
+
+
+def test_lanes_at_different_barriers_are_reported() -> None:
+    source = """
+    if (thread_index_in_simdgroup < 8) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      threadgroup_barrier(mem_flags::mem_device);
+    }
+    """
+
+    message = report(source)
+
+    assert "lanes 000000ff in threadgroup_barrier at source line 3" in message
+    assert "in threadgroup_barrier at source line 5" in message
+
+
+def test_a_simdgroup_operation_against_a_barrier_is_reported() -> None:
+    source = """
+    if (thread_index_in_simdgroup < 8) { out[0] = simd_sum(1.0f); }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    """
+
+    message = report(source, grid=64, threadgroup=64)
+
+    assert "simd_sum with missing lanes in simdgroup 0" in message
+    assert "lanes ffffff00 in threadgroup_barrier at source line 3" in message
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "simdgroup_multiply(m, m, m)",
+        "simdgroup_load(m, a)",
+        "simdgroup_store(m, out)",
+    ],
+)
+def test_matrices_need_whole_simdgroups(operation: str) -> None:
+    source = f"simdgroup_float8x8 m(1.0f);\n{operation};"
+
+    message = report(source, FLOATS, grid=40, threadgroup=40, shape=(64,))
+
+    name = operation.split("(")[0]
+    assert f"{name} in an incomplete simdgroup (threadgroup of 40 threads)" in message
+    assert f"at source line 2: {operation};" in message
+
+
+def test_a_stack_overflow_is_reported() -> None:
+    header = """
+    __attribute__((noinline)) float deep(int n) {
+      volatile float local[64];
+      local[n % 64] = n;
+      return n == 0 ? 0 : deep(n - 1) + local[n % 32];
+    }
+    """
+
+    message = report("out[0] = deep(100000);", header=header)
+
+    assert "stack overflow" in message
+    assert "at header line" in message
+
+
+@pytest.mark.parametrize(
+    ("expression", "what"),
+    [
+        ("((const device float4*)(a + 1))[i]", "misaligned access"),
+        ("float4(*(const device half4*)(b + i))", "misaligned access"),
+        ("float4(100 / int(a[i]))", "integer division by zero"),
+        ("float4(1 << int(a[i + 32]))", "shift by the width of the type or more"),
+    ],
+)
+def test_undefined_operations_are_reported(expression: str, what: str) -> None:
+    source = f"""
+    uint i = thread_position_in_grid.x;
+    float table[4] = {{1, 2, 3, float(i)}};
+    float4 v = {expression};
+    out[i] = v.x + v.y + v.z + v.w + table[i % 4];
+    """
+
+    found = compiler.find()
+    assert found is not None
+
+    message = report(source, FLOATS, HALVES)
+
+    said = what if found.traps_name_checks else "misaligned access, integer division by"
+    assert f"kernel bug: {said}" in message
+    assert "at source line 4: float4 v =" in message
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"),
+    reason="arm64 divides without a fault",
+)
+@pytest.mark.parametrize("by", [-1, 0])
+@pytest.mark.parametrize("operator", ["/", "%"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    [
+        ("int", mx.int32, ""),
+        ("long", mx.int64, ""),
+        ("char", mx.int8, "4"),
+        ("short", mx.int16, "4"),
+        ("int", mx.int32, "4"),
+        ("long", mx.int64, "4"),
+    ],
+)
+def test_a_division_that_overflows_is_not_one_by_zero(
+    name: str, dtype: mx.Dtype, size: str, operator: str, by: int
+) -> None:
+    values = [-(2 ** (8 * dtype.size - 1)) if by else 5] * 32
+    a, b = mx.array(values, dtype), mx.array([by] * 32, dtype)
+    kind = f"const device {name}{size}*"
+
+    message = report(f"out[0] = all((*({kind})a {operator} *({kind})b) == 0);", a, b)
+
+    overflows, zero = "overflows: the least value by -1", "division by zero"
+    assert (overflows in message, zero in message) == (by == -1, by == 0)
+
+
+def test_traps_without_the_name_of_a_check_tell_all_that_it_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clang 19 counts its traps, and a count may be the number of another check."""
+    found = compiler.find()
+    assert found is not None
+    counting = replace(found, traps_name_checks=False)
+    monkeypatch.setattr(compiler, "find", lambda: counting)
+
+    message = report("out[0] = 100 / int(a[0]);", FLOATS)
+
+    assert "misaligned access, integer division by zero, or shift by" in message
+
+
+def test_the_process_survives_and_the_next_launch_is_right() -> None:
+    for _ in range(20):
+        report("out[0] = a[64 + thread_index_in_simdgroup];", FLOATS, grid=4096)
+
+        assert each_thread("a[i] + 1", FLOATS)[31] == 32
+
+
+def test_a_fault_in_any_worker_is_reported() -> None:
+    source = """
+    uint group = threadgroup_position_in_grid.x;
+    for (int j = 0; j < 2000; ++j) { simdgroup_barrier(mem_flags::mem_threadgroup); }
+    out[group == 77 ? 1000 : 0] = 1;
+    """
+
+    with emulated(workers=4):
+        message = report(source, grid=32 * 100)
+
+    assert "in threadgroup (77, 0, 0)" in message
+
+
+def test_signal_handlers_are_given_back() -> None:
+    caught = []
+    before = signal.signal(signal.SIGFPE, lambda *_: caught.append(True))
+
+    each_thread("1.0f")
+    signal.raise_signal(signal.SIGFPE)
+
+    signal.signal(signal.SIGFPE, before)
+    assert caught
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "uint i = 0;\nout[i] = missing;",
+            "error: use of undeclared identifier 'missing'\n"
+            "    at source line 2: out[i] = missing;",
+        ),
+        ("float4 v = float4(1, 2, 3);", "wrong number of elements for this vector"),
+        ("double x = 1; out[0] = x;", "metal_has_no_double"),
+        ("out[0] = helper(1);", "at header line 2: return absent;"),
+        ("constant float& x = a[0]; x = 1;", "error: cannot assign to variable 'x'"),
+        ("out[0] = undefined_function(1.0f);", "undefined_function"),
+    ],
+)
+def test_what_does_not_compile_is_named_by_its_line(source: str, message: str) -> None:
+    header = "template <typename T> float helper(T x) {\n  return absent;\n}\n"
+    if "helper" not in source:
+        header = ""
+
+    with pytest.raises(CompileError, match="kernel bug does not compile") as caught:
+        run(source, FLOATS, name="bug", header=header)
+
+    assert message in str(caught.value)
+
+
+def test_a_function_without_a_body_does_not_compile() -> None:
+    with pytest.raises(CompileError, match=r"does not link: .*absent"):
+        each_thread("absent(1.0f)", header="float absent(float x);\n")
