@@ -18,7 +18,7 @@ from cuda_weights import Format
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.lm.decoding import decode, random_prompts
 from mlx_marlin.products import eligibility
 
@@ -51,7 +51,7 @@ def print_verdicts() -> None:
     """Prints the results of products, and the times of forward passes."""
     device, backend = eligibility.target(), selection.backend()
     machine = tuned_results.machine(device, backend)
-    stored = tuned_results.read(tuned_results.folder(), machine)
+    stored = result_files.read(result_files.folder(), machine)
     for result in stored.results.values():
         times = ", ".join(f"{us:.1f} {name}" for name, us in result.medians_us.items())
         served = "stock" if result.stock else "ours"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.cost import memory_seconds
+from mlx_marlin.backends.metal.cost.rates import memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.search import gather_handover, gather_seconds
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction

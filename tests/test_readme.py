@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.cli import COMMANDS, main
+from mlx_marlin.cli.main import COMMANDS, main
 from support import oracles
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 
 from metal_emulator.compiling import build
 from mlx_marlin import cache, regular_files
-from mlx_marlin.backends import tuned_results
+from mlx_marlin.backends import result_files
 from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
 from mlx_marlin.checkpoints import folder, gguf, safetensors_header
 from mlx_marlin.cli.render import command as render
@@ -133,7 +133,7 @@ def test_locks_and_verdicts_are_not_written_elsewhere(
     with limited():
         with (
             pytest.raises((ValueError, OSError), match="lock"),
-            tuned_results.locked(tmp_path),
+            result_files.locked(tmp_path),
         ):
             pass
         verdicts.write(tmp_path / "lock", started)

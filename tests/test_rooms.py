@@ -1,4 +1,4 @@
-"""Where code may name a back end: elsewhere it asks the interface."""
+"""Where code may name a back end, and what a package is."""
 
 import ast
 import re
@@ -85,3 +85,31 @@ def test_only_a_back_ends_own_folder_names_it() -> None:
 )
 def test_code_is_told_from_prose(text: str, count: int) -> None:
     assert len(named_back_ends(text)) == count
+
+
+def packages() -> Iterator[Path]:
+    for name in ("mlx_marlin", "metal_emulator"):
+        yield from (
+            file.parent for file in (PACKAGE.parent / name).rglob("__init__.py")
+        )
+
+
+def test_no_init_file_has_logic() -> None:
+    names_are_lazy = PACKAGE / "__init__.py"
+    wrong = [
+        folder.as_posix()
+        for folder in packages()
+        if (file := folder / "__init__.py") != names_are_lazy
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If | ast.For)
+    ]
+    assert not wrong
+
+
+def test_a_package_has_several_files() -> None:
+    lonely = [
+        folder.as_posix()
+        for folder in packages()
+        if len([each for each in folder.iterdir() if each.name != "__pycache__"]) < 3
+    ]
+    assert not lonely

@@ -30,7 +30,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Candidate
-from mlx_marlin.planning.work import data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile
 from support import oracles
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.cli import COMMANDS
+from mlx_marlin.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import gptq
 import mlx_lm
 
 import mlx_marlin
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 
 MODEL = Path(__file__).parents[1] / "tiny_llama/model"
 PROMPT = "def main():\n    parser = argparse."

@@ -10,7 +10,7 @@ import re
 import shlex
 from pathlib import Path
 
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 
 FOLDER = Path(__file__).parent
 BLOCK = re.compile(r"(```console\n\$ mlx-marlin ([^\n]*)\n).*?(?=```)", re.DOTALL)

@@ -18,8 +18,9 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
 
 AnyPlan = Plan | DequantizePlan | GatherPlan

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import mlx.nn as nn
 
-from mlx_marlin.layers.sharded.linear import SHARDED
+from mlx_marlin.layers.sharded_linear import SHARDED
 from mlx_marlin.lm.dry_run import DryRun
 from mlx_marlin.lm.dry_run import dry_run as _dry_run
 from mlx_marlin.lm.float16 import (

@@ -9,7 +9,8 @@ times are the cost model's.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlx_marlin.backends.metal import cost, dequantize
+from mlx_marlin.backends.metal import dequantize
+from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.device import PlanningDevice
@@ -37,17 +38,17 @@ def counted_seconds(
         overlapped: Whether other products run at the same time, which hides the
             dispatches.
     """
-    rates = cost.rates_of(device)
+    fitted = rates.rates_of(device)
     slots = sum(
-        rates.matrix_slots * launch.count("matrix")
+        fitted.matrix_slots * launch.count("matrix")
         + sum(buffer.accesses for buffer in launch.traffic)
         + sum(map(launch.count, OTHER))
         for launch in launches
     )
-    memory = cost.memory_seconds(sum(map(_device_bytes, launches)), device)
-    issue = slots / (cost.SCHEDULERS_PER_CORE * device.clocks)
+    memory = rates.memory_seconds(sum(map(_device_bytes, launches)), device)
+    issue = slots / (rates.SCHEDULERS_PER_CORE * device.clocks)
     dispatches = 0 if overlapped else len(launches)
-    return max(memory, issue) + cost.level_seconds(device) * dispatches
+    return max(memory, issue) + rates.level_seconds(device) * dispatches
 
 
 def stock_seconds(
@@ -77,7 +78,7 @@ def dequantized_seconds(
             dispatches.
     """
     assert isinstance(device, Device)
-    hidden = 2 * cost.level_seconds(device) if overlapped else 0.0
+    hidden = 2 * rates.level_seconds(device) if overlapped else 0.0
     return dequantize.dequantize_seconds(problem, device) - hidden
 
 

@@ -21,7 +21,7 @@ from mlx_marlin.measure.rows import (
     ProductRow,
 )
 from mlx_marlin.planning.device import PARAVIRTUAL
-from mlx_marlin.planning.measurement import DECODE_ERRORS
+from mlx_marlin.planning.measurement_json import DECODE_ERRORS
 
 SCHEMA = "mlx-marlin result"
 VERSION = 1

@@ -15,8 +15,8 @@ from mlx_marlin.measure.rows import (
     ProductRow,
     Timing,
 )
-from mlx_marlin.planning import measurement
-from mlx_marlin.planning.measurement import DECODE_ERRORS, encoded
+from mlx_marlin.planning import measurement_json
+from mlx_marlin.planning.measurement_json import DECODE_ERRORS, encoded
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 
@@ -173,7 +173,7 @@ def _plan(problem: Problem, plan: Any) -> Plan:
     if "problem" in plan:
         raise ValueError("plan has a problem of its own")
     whole = {"problem": encoded(problem), **plan}
-    found: Plan = measurement.decoded(registry.plan_type(plan["kernel"]), whole)
+    found: Plan = measurement_json.decoded(registry.plan_type(plan["kernel"]), whole)
     if found.work.threadgroups > found.work.total:
         raise ValueError(
             f"threadgroups={found.work.threadgroups} is more than {found.work.total}, "

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
-from mlx_marlin.planning.work import Work
 from mlx_marlin.planning.work import decompositions as divide
 from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
 from mlx_marlin.planning.work.division import STRATEGIES, Partition, Strategy
 from mlx_marlin.planning.work.tiles import Kernel, Reduction
+from mlx_marlin.planning.work.work import Work
 
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
 """(buffers, loaders) of `gemm_staged` that are listed, tuned and compared."""

@@ -20,7 +20,6 @@ from typing import ClassVar
 
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.planning.work import Work
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     REDUCTIONS,
@@ -31,6 +30,7 @@ from mlx_marlin.planning.work.tiles import (
     k_tile,
     tile_position,
 )
+from mlx_marlin.planning.work.work import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import planner
 from mlx_marlin.measure import privacy, result_file
 from mlx_marlin.measure.result_file import ResultFile, Stage
-from mlx_marlin.planning.measurement import encoded
+from mlx_marlin.planning.measurement_json import encoded
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import M3_MAX, mac_file, result_files
 from support.grids import drawn

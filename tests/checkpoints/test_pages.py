@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.cli import main
 from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli.main import main
 from support import foreign_checkpoints as foreign
 from support.foreign_models import write_llama
 

@@ -13,8 +13,8 @@ import pytest
 
 import metal_emulator
 from mlx_marlin.backends import devices, launcher, selection
-from mlx_marlin.cli import main
 from mlx_marlin.cli.bench import report
+from mlx_marlin.cli.main import main
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
 from mlx_marlin.measure.rows import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin import cache
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 
 HOURS = 3600
 DEAD = 2**22 + 1

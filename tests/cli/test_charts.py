@@ -13,7 +13,7 @@ from hypothesis import given
 
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures import (
     busy_cores,
     charts,

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from mlx_lm import utils
 
-from mlx_marlin.cli import convert, main
+from mlx_marlin.cli import convert
 from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli.main import main
 from mlx_marlin.planning.choice import WIDTH
 from support import foreign_checkpoints as foreign
 from support import foreign_models

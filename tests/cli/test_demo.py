@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import main
 from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.cli.demo import report
 from mlx_marlin.cli.demo.generation import (
@@ -25,6 +24,7 @@ from mlx_marlin.cli.demo.generation import (
     compare_tokens,
     generate,
 )
+from mlx_marlin.cli.main import main
 from mlx_marlin.lm.verification.perplexity import (
     ROWS,
     passes,

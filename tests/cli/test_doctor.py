@@ -14,10 +14,11 @@ import pytest
 import metal_emulator
 from benchmarks import mac
 from mlx_marlin import cache, guard, state
-from mlx_marlin.backends import devices, planner, tuned_results
+from mlx_marlin.backends import devices, planner, result_files, tuned_results
 from mlx_marlin.backends.metal import device
-from mlx_marlin.cli import COMMANDS, cache_folders, main
+from mlx_marlin.cli import cache_folders
 from mlx_marlin.cli.doctor import installation, kernel_checks
+from mlx_marlin.cli.main import COMMANDS, main
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.measurement import STOCK, Forwards, Result, label
@@ -384,7 +385,7 @@ def test_what_was_measured_here_is_counted(capsys: pytest.CaptureFixture[str]) -
         )
     ]
     here = tuned_results.machine(devices.current(), "emulator")
-    tuned_results.write(tuned_results.folder(), here, results, forwards)
+    result_files.write(result_files.folder(), here, results, forwards)
 
     status, facts = found(capsys)
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 
 pytestmark = pytest.mark.skipif(
     metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"

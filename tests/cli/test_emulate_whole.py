@@ -7,7 +7,7 @@ import pytest
 
 import metal_emulator
 from metal_emulator.language.whole_kernel import whole_kernels
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 
 pytestmark = pytest.mark.skipif(
     metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli import COMMANDS, main
 from mlx_marlin.cli.emulate import arguments as emulate_arguments
+from mlx_marlin.cli.main import COMMANDS, main
 from support.processes import HANG_SECONDS
 
 Choose = Callable[[str | None], None]

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from mlx_marlin.cli import COMMANDS, GUIDE, main
+from mlx_marlin.cli.main import COMMANDS, GUIDE, main
 
 
 def guided(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:

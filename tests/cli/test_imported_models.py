@@ -14,8 +14,9 @@ import pytest
 
 import metal_emulator
 from mlx_marlin.backends import launcher
-from mlx_marlin.cli import main, models
+from mlx_marlin.cli import models
 from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli.main import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.weights.formats import LAYOUTS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli import COMMANDS, main
+from mlx_marlin.cli.main import COMMANDS, main
 from support import quantized_folder
 
 needs_emulator = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import mlx_lm.utils
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.auto import settings
 from support import auto_hook, quantized_folder

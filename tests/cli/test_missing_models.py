@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.cli import main, models
+from mlx_marlin.cli import models
+from mlx_marlin.cli.main import main
 from support import auto_hook, foreign_models, quantized_folder
 from support import foreign_checkpoints as foreign
 from support.limits import limited

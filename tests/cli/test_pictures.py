@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures import plan_picture
 from mlx_marlin.cli.pictures import text as pictures
 from mlx_marlin.planning.plan import Plan

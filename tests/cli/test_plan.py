@@ -9,7 +9,7 @@ import pytest
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures.text import tile_map, timeline
 from mlx_marlin.planning.choice import WIDTH
 from mlx_marlin.planning.epilogue import Epilogue

@@ -15,7 +15,7 @@ import pytest
 import metal_emulator
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, tuned_results
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.cli.profile import report, times
 from mlx_marlin.measure import timing, tuner
 from mlx_marlin.planning.measurement import Result

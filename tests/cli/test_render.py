@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.cli import main, tables
+from mlx_marlin.cli import tables
+from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.render import (
     command,
@@ -31,7 +32,7 @@ from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling.document import Skipped, document
 from mlx_marlin.measure.profiling.profile import of_plan, of_stock
 from mlx_marlin.measure.rows import CANDIDATE
-from mlx_marlin.planning.measurement import encoded
+from mlx_marlin.planning.measurement_json import encoded
 from mlx_marlin.planning.problem import Problem
 from support.pictures import svg_texts
 from support.processes import run_python

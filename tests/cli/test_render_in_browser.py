@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from support import browser
 from support.browser import Browser
 from support.result_documents import result

@@ -12,8 +12,9 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
-from mlx_marlin.backends import devices, planner, tuned_results
-from mlx_marlin.cli import main, models
+from mlx_marlin.backends import devices, planner, result_files, tuned_results
+from mlx_marlin.cli import models
+from mlx_marlin.cli.main import main
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.products import eligibility
 from support.decided_calls import with_a_gpu
@@ -41,7 +42,7 @@ def tuned(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 plan=plan, stock=stock, medians_us=medians, clock="wall time", date=""
             )
         )
-    tuned_results.write(kept, tuned_results.machine(target, "emulator"), results)
+    result_files.write(kept, tuned_results.machine(target, "emulator"), results)
     return kept
 
 

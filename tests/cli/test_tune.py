@@ -12,8 +12,15 @@ import pytest
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard, state
-from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
-from mlx_marlin.cli import main
+from mlx_marlin.backends import (
+    devices,
+    launcher,
+    planner,
+    result_files,
+    selection,
+    tuned_results,
+)
+from mlx_marlin.cli.main import main
 from mlx_marlin.measure import counting, operands, result_file, timing, tuner
 from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning import choice
@@ -287,7 +294,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     words = ["tune", "4x64x256", "--seconds", "0.1", "--layout", "mlx"]
     assert main(words) == 0
 
-    (result,) = tuned_results.read(
+    (result,) = result_files.read(
         kept, tuned_results.machine(here, on)
     ).results.values()
     assert result.clock == "wall time"

@@ -12,7 +12,7 @@ import metal_emulator
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import devices, selection
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
 from support.arguments import activations, weight

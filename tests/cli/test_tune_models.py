@@ -8,7 +8,7 @@ import mlx_lm
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from support.models import Layers, tiny_llama
 from support.tune_commands import measured_problems, on_h200
 

@@ -17,7 +17,8 @@ import pytest
 import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import selection, tuned_results
-from mlx_marlin.cli import main, models
+from mlx_marlin.cli import models
+from mlx_marlin.cli.main import main
 from mlx_marlin.lm.model_tuning import environment as values_of_mlx
 from mlx_marlin.lm.model_tuning.comparison import Comparison
 from mlx_marlin.lm.model_tuning.environment import Job, Run, Value

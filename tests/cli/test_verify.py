@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.planning.choice import WIDTH
 from support import foreign_checkpoints as foreign
 from support.foreign_models import write_llama

@@ -19,7 +19,7 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import launcher, planner, tuned_results
+from mlx_marlin.backends import launcher, planner, result_files, tuned_results
 from mlx_marlin.backends.cuda import source
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
@@ -122,7 +122,7 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
     )
-    stored = tuned_results.Stored(results={plain: result})
+    stored = result_files.Stored(results={plain: result})
     monkeypatch.setattr(tuned_results, "_found", cache(lambda *_: stored))
     found = tuned_results.find(plain, H200, "cuda")
     assert found is not None

@@ -11,11 +11,12 @@ from hypothesis import assume, given
 
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.planning import measurement
+from mlx_marlin.planning import measurement, measurement_json
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile
+from mlx_marlin.planning.work.work import Work
 from support.cuda_strategies import PLANS, covered, mma_plans, staged_plans
 from support.grids import drawn
 from support.parts_of_plans import corner
@@ -95,8 +96,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         date="2026-11-22",
     )
 
-    kept = json.loads(json.dumps(measurement.row(result)))
-    assert measurement.result(kept, lambda *_: type(plan)) == result
+    kept = json.loads(json.dumps(measurement_json.row(result)))
+    assert measurement_json.result(kept, lambda *_: type(plan)) == result
 
 
 def plan_of(**fields: Any) -> Plan:

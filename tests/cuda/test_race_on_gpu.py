@@ -11,7 +11,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import source, tuned_results
+from mlx_marlin.backends import result_files, source, tuned_results
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.measure import timing
 from mlx_marlin.planning.measurement import STOCK
@@ -50,7 +50,7 @@ def model() -> Any:
 
 def results() -> list[Any]:
     machine = tuned_results.machine(eligibility.target(), "cuda")
-    found = tuned_results.read(tuned_results.folder(), machine)
+    found = result_files.read(result_files.folder(), machine)
     return [*found.results.values()]
 
 

@@ -13,7 +13,7 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.cuda import source
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.planning import measurement
+from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -162,8 +162,10 @@ def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
     )
-    row = json.loads(json.dumps(measurement.row(result)))
-    assert measurement.result(row, lambda *_: type(plan)).plan.problem == plan.problem
+    row = json.loads(json.dumps(measurement_json.row(result)))
+    assert (
+        measurement_json.result(row, lambda *_: type(plan)).plan.problem == plan.problem
+    )
 
 
 def asked(

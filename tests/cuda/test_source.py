@@ -11,8 +11,8 @@ import pytest
 
 from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
+from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.planning.epilogue import Epilogue

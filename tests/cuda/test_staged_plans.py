@@ -14,8 +14,9 @@ from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Kernel, Tile
+from mlx_marlin.planning.work.work import Work
 
 H200 = CudaDevice.named("NVIDIA H200")
 STAGED: tuple[Kernel, ...] = ("mma_staged", "wgmma")

@@ -21,9 +21,10 @@ from mlx_marlin.backends.planner import predict
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.division import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, epilogues, format_cases, launches, oracles, strategies
 from support.drawn_arrays import run

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from mlx_marlin.backends import launcher, planner
-from mlx_marlin.backends.metal.cost import memory_seconds
+from mlx_marlin.backends.metal.cost.rates import memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.experts.search import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
 from mlx_marlin.backends import devices, launcher, planner, selection
-from mlx_marlin.backends.metal import cost
+from mlx_marlin.backends.metal.cost.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -205,7 +205,7 @@ def test_plans_have_both_halves_in_a_threadgroup(
 def test_the_model_counts_the_loop_of_a_plain_product() -> None:
     gated = problem_of(1, 8192, "marlin", k=4096)
     plain = replace(gated, epilogue=PLAIN)
-    both = [cost.loop_of(each, 0, False, DEVICE) for each in (gated, plain)]
+    both = [loop_of(each, 0, False, DEVICE) for each in (gated, plain)]
 
     assert both[0].slots == both[1].slots
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
 from mlx_marlin.backends import devices, launcher, planner, selection
-from mlx_marlin.backends.metal import cost
+from mlx_marlin.backends.metal.cost.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.layers.linear import MarlinLinear
@@ -200,7 +200,7 @@ def test_plans_have_whole_tiles(m: int, pairs: int, groups: int, gated: bool) ->
 
 def test_the_model_counts_the_norm() -> None:
     normed = problem_of(2, 8192, "marlin", k=4096)
-    loops = [cost.loop_of(each, 0, False, DEVICE) for each in (normed, plain(normed))]
+    loops = [loop_of(each, 0, False, DEVICE) for each in (normed, plain(normed))]
     assert loops[0].slots > loops[1].slots
 
 

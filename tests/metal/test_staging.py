@@ -22,7 +22,7 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile
 from support import strategies
 

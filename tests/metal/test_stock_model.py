@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends.metal import device
-from mlx_marlin.backends.metal.cost import level_seconds
+from mlx_marlin.backends.metal.cost.rates import level_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock import kernels
 from mlx_marlin.backends.metal.stock.prediction import (

@@ -12,7 +12,7 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
-from mlx_marlin.backends.metal.cost import level_seconds
+from mlx_marlin.backends.metal.cost.rates import level_seconds
 from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS

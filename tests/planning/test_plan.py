@@ -18,7 +18,8 @@ from mlx_marlin.planning.dequantize_plan import (
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan, Tile
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.parts_of_plans import corner, k_range
 from support.strategies import ANY_FORMAT, plans, problems

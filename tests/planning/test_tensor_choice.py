@@ -13,7 +13,9 @@ import kernel_times
 from kernel_times import speed
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal import tensor_gates
-from mlx_marlin.backends.metal.cost import loop_of, predict, rates, residency
+from mlx_marlin.backends.metal.cost import rates, residency
+from mlx_marlin.backends.metal.cost.main_loop import loop_of
+from mlx_marlin.backends.metal.cost.predict import predict
 from mlx_marlin.backends.metal.cost.tensor import tensor_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan

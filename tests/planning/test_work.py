@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mlx_marlin.planning.work import Work, balanced_cut, ceil_cut
 from mlx_marlin.planning.work.division import MOST_GROUPS, locality_groups
 from mlx_marlin.planning.work.tiles import Split, tile_position
+from mlx_marlin.planning.work.work import Work, balanced_cut, ceil_cut
 from support.grids import drawn
 from support.strategies import works
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile
+from mlx_marlin.planning.work.work import Work
 
 
 def work_of(base: str, **fields: object) -> Work:

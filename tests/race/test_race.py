@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.lm.race import (
     at_load,
     conditions,
@@ -465,7 +465,7 @@ def test_packed_weights_that_lose_live_are_given_back(mac: SimulatedMac) -> None
 def test_no_product_is_served_by_a_plan_that_was_slower(
     mac: SimulatedMac, tmp_path_factory: Any, ours: list[float], stock: list[float]
 ) -> None:
-    tuned_results.clear(tuned_results.folder())
+    result_files.clear(result_files.folder())
     mac.ours = lambda layout, m: ours[m - 1]
     mac.stock = lambda m: stock[m - 1]
 
@@ -490,7 +490,7 @@ def test_results_have_both_times(mac: SimulatedMac) -> None:
     one_layer(mac)
 
     machine = tuned_results.machine(M3_MAX, "metal")
-    stored = tuned_results.read(tuned_results.folder(), machine)
+    stored = result_files.read(result_files.folder(), machine)
 
     assert len(stored.results) == len(ROWS)
     for result in stored.results.values():

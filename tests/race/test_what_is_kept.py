@@ -7,7 +7,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import tuned_results
+from mlx_marlin.backends import result_files, tuned_results
 from mlx_marlin.lm import optimize as optimizing
 from mlx_marlin.lm.drafts.pass_cost import cost_of
 from mlx_marlin.lm.race import at_load, forward_race
@@ -107,7 +107,7 @@ def test_results_that_cannot_be_kept_serve_this_process(
         raise OSError("a read-only file system")
 
     forget()
-    monkeypatch.setattr(tuned_results, "write", refused)
+    monkeypatch.setattr(result_files, "write", refused)
     mac.ours = lambda layout, m: 11.0
 
     with pytest.warns(RuntimeWarning, match="not kept: a read-only file system"):
@@ -136,7 +136,7 @@ def test_another_models_race_does_not_end_what_is_left_to_stock(
 
 def test_a_link_to_nothing_among_the_results(mac: SimulatedMac) -> None:
     one_layer(mac)
-    folder = tuned_results.folder()
+    folder = result_files.folder()
     own = next(folder.glob("*.json"))
     gone = own.with_name(f"{own.stem.rsplit('-', 1)[0]}-gone.json")
     gone.symlink_to(folder / "nothing")

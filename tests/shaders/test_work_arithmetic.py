@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import metal_emulator
-from mlx_marlin.planning.work import Work
 from mlx_marlin.planning.work.division import MOST_THREADGROUPS, MOST_UNEVEN
+from mlx_marlin.planning.work.work import Work
 from support import shader_functions
 
 needs_emulator = pytest.mark.skipif(

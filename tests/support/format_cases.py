@@ -18,8 +18,9 @@ from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile, k_tile
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
 from support.oracles import Floats, exact

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import planner, tuned_results
+from mlx_marlin.backends import planner, result_files
 from mlx_marlin.planning.measurement import STOCK, Machine, Result, label
 from mlx_marlin.planning.problem import Problem
 
@@ -38,7 +38,7 @@ def by_problem(*results: Result) -> dict[Problem, Result]:
 def warned(place: Path) -> tuple[dict[Problem, Result], str]:
     """Reads what is not all valid, and returns the one warning too."""
     with pytest.warns(RuntimeWarning, match="are ignored") as caught:
-        results = tuned_results.read(place, HERE).results
+        results = result_files.read(place, HERE).results
     assert len(caught) == 1
     return results, str(caught[0].message)
 
@@ -51,4 +51,4 @@ def write_rows(place: str, first: int, barrier: Any) -> None:
     """Adds results one by one, in a process of its own."""
     barrier.wait()
     for m in range(first, first + ROWS_EACH):
-        tuned_results.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])
+        result_files.write(Path(place), HERE, [measured(replace(PROBLEM, m=m))])

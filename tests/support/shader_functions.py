@@ -12,7 +12,7 @@ import numpy as np
 
 import metal_emulator
 from mlx_marlin.backends.metal import arguments, source
-from mlx_marlin.planning.work import Work
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights import layout
 
 LENGTH = 64

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from metal_emulator import check
 from mlx_marlin.backends import arguments, planner, source
-from mlx_marlin.backends.cuda.source import declarations
+from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal import source as metal_source
@@ -32,9 +32,9 @@ from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
-from mlx_marlin.planning.work.decompositions import WIDTHS
+from mlx_marlin.planning.work.decompositions import WIDTHS, data_parallel
 from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.division import (
     MOST_GROUPS,
     PARTITIONS,
@@ -25,6 +25,7 @@ from mlx_marlin.planning.work.division import (
     Strategy,
 )
 from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

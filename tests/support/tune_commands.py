@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import devices, planner, selection, tuned_results
+from mlx_marlin.backends import devices, planner, result_files, selection, tuned_results
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.measurement import Result
@@ -19,7 +19,7 @@ PROBLEM = Problem(m=4, n=64, k=256)
 
 
 def results(kept: Path) -> dict[Problem, Result]:
-    return tuned_results.read(
+    return result_files.read(
         kept, tuned_results.machine(devices.current(), "emulator")
     ).results
 

@@ -10,7 +10,7 @@ import metal_emulator
 from metal_emulator.counters import Counters, Operation, Traffic
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import cost
+from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import counting, operands, timing, tuner
 from support.timed_products import LARGE, M3_MAX, SMALL
@@ -56,15 +56,15 @@ def test_the_emulators_clock_is_a_function_of_counters() -> None:
             ),
         )
 
-    rates = cost.rates_of(DEFAULT)
-    slots = rates.matrix_slots * 1000 + (7 + 3 + 20 + 10)
+    fitted = rates.rates_of(DEFAULT)
+    slots = fitted.matrix_slots * 1000 + (7 + 3 + 20 + 10)
     issue = slots / (4 * DEFAULT.cores * DEFAULT.clock_ghz * 1e9)
-    bandwidth = rates.bandwidth * DEFAULT.bandwidth_gbs * 1e9
+    bandwidth = fitted.bandwidth * DEFAULT.bandwidth_gbs * 1e9
 
     few = [launched("few", 40, 1000)]
     many = [launched("many", 2**20, 2**22), launched("reduce", 2**20, 0)]
 
-    level = cost.level_seconds(DEFAULT)
+    level = rates.level_seconds(DEFAULT)
     assert counting.counted_seconds(few, DEFAULT) == pytest.approx(issue + level)
     expected = 2 * (2**20 + 60) / bandwidth + 2 * level
     assert counting.counted_seconds(many, DEFAULT) == pytest.approx(expected)
@@ -93,7 +93,7 @@ def test_the_emulator_counts_the_same_every_time(
     inputs = operands.operands(SMALL, 1)
     independent = clock.measure_independent({plan: launcher.product(plan)}, inputs)
     assert medians[plan] - independent[plan].median == pytest.approx(
-        2 * cost.level_seconds(DEFAULT)
+        2 * rates.level_seconds(DEFAULT)
     )
     whole = [median for arm, median in medians.items() if not arm.is_split]
     assert min(split) - max(whole) > 1e-6

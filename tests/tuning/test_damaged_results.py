@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import planner, tuned_results
+from mlx_marlin.backends import planner, result_files
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import MOST_THREADGROUPS
@@ -40,13 +40,13 @@ def test_a_file_that_is_none_is_ignored_and_replaced(
     assert results == {}
     assert "they are measured again" in message
     with pytest.warns(RuntimeWarning, match="are ignored"):
-        tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
-    assert tuned_results.read(tmp_path, HERE).results == by_problem(measured(PROBLEM))
+        result_files.write(tmp_path, HERE, [measured(PROBLEM)])
+    assert result_files.read(tmp_path, HERE).results == by_problem(measured(PROBLEM))
 
 
 def test_another_machines_file_under_our_name_is_ignored(tmp_path: Path) -> None:
     other = replace(HERE, cores=11)
-    file = tuned_results.write(tmp_path, other, [measured(PROBLEM)])
+    file = result_files.write(tmp_path, other, [measured(PROBLEM)])
     file.rename(tmp_path / HERE.file_name)
 
     results, message = warned(tmp_path)
@@ -97,7 +97,7 @@ def test_a_row_of_nonsense_is_ignored_and_the_others_hold(
     tmp_path: Path, path: tuple[str, ...], value: Any
 ) -> None:
     good, bad = measured(replace(PROBLEM, m=9)), measured(PROBLEM)
-    file = tuned_results.write(tmp_path, HERE, [bad, good])
+    file = result_files.write(tmp_path, HERE, [bad, good])
     data = json.loads(file.read_text())
     at = next(
         row for row in data["results"] if row["plan"]["problem"]["m"] == PROBLEM.m
@@ -117,7 +117,7 @@ def test_no_value_anywhere_in_a_file_is_fatal(tmp_path: Path) -> None:
     result = Result(
         plan=hybrid, stock=False, medians_us={label(hybrid): 1}, clock="", date=""
     )
-    file = tuned_results.write(tmp_path, HERE, [result])
+    file = result_files.write(tmp_path, HERE, [result])
     whole = json.loads(file.read_text())
 
     def places(tree: Any) -> Iterator[tuple[Any, Any]]:
@@ -134,7 +134,7 @@ def test_no_value_anywhere_in_a_file_is_fatal(tmp_path: Path) -> None:
             file.write_text(json.dumps(whole))
             with warnings.catch_warnings(record=True):
                 warnings.simplefilter("always")
-                tuned_results.read(tmp_path, HERE)
+                result_files.read(tmp_path, HERE)
             tried += 1
         tree[key] = value
     assert tried > 300
@@ -169,7 +169,7 @@ def test_results_that_others_may_have_written_are_ignored(
     tmp_path: Path, of: str
 ) -> None:
     place = tmp_path / "tuned"
-    file = tuned_results.write(place, HERE, [measured(PROBLEM)])
+    file = result_files.write(place, HERE, [measured(PROBLEM)])
     (file if of == "file" else place).chmod(0o777)
 
     results, message = warned(place)
@@ -180,11 +180,11 @@ def test_results_that_others_may_have_written_are_ignored(
 
 def test_results_are_not_written_where_others_may_write(tmp_path: Path) -> None:
     place = tmp_path / "tuned"
-    tuned_results.write(place, HERE, [measured(PROBLEM)])
+    result_files.write(place, HERE, [measured(PROBLEM)])
     place.chmod(0o777)
 
     with pytest.raises(PermissionError, match="can be written by other users"):
-        tuned_results.write(place, HERE, [measured(PROBLEM, rank=1)])
+        result_files.write(place, HERE, [measured(PROBLEM, rank=1)])
 
     place.chmod(0o700)
-    assert tuned_results.read(place, HERE).results == by_problem(measured(PROBLEM))
+    assert result_files.read(place, HERE).results == by_problem(measured(PROBLEM))

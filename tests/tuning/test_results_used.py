@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import devices, launcher, planner, tuned_results
+from mlx_marlin.backends import devices, launcher, planner, result_files, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Result
@@ -32,21 +32,21 @@ def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
     here = tuned_results.machine(DEFAULT, "emulator")
     assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
 
-    tuned_results.write(kept, here, [measured(PROBLEM)])
+    result_files.write(kept, here, [measured(PROBLEM)])
 
     assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
     state.reset()
     assert result_of(PROBLEM) == measured(PROBLEM)
     assert tuned_results.find(replace(PROBLEM, m=5), DEFAULT, "emulator") is None
     assert tuned_results.find(PROBLEM, DEFAULT, "metal") is None
-    tuned_results.clear(kept)
+    result_files.clear(kept)
     assert result_of(PROBLEM) == measured(PROBLEM)
 
 
 def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
     finished = replace(PROBLEM, epilogue=Epilogue(bias=True, activation="silu"))
     result = measured(PROBLEM, rank=2)
-    tuned_results.write(kept, tuned_results.machine(DEFAULT, "emulator"), [result])
+    result_files.write(kept, tuned_results.machine(DEFAULT, "emulator"), [result])
 
     found = tuned_results.find(finished, DEFAULT, "emulator")
 
@@ -64,7 +64,7 @@ def test_plans_of_gated_and_normalized_products_are_not_those_of_plain_ones(
     kept: Path, change: dict[str, Any]
 ) -> None:
     here = tuned_results.machine(DEFAULT, "emulator")
-    tuned_results.write(kept, here, [measured(PROBLEM, stock=True)])
+    result_files.write(kept, here, [measured(PROBLEM, stock=True)])
 
     found = tuned_results.find(replace(PROBLEM, **change), DEFAULT, "emulator")
 
@@ -76,7 +76,7 @@ def test_plans_of_gated_and_normalized_products_are_not_those_of_plain_ones(
 def test_the_environment_turns_reading_off(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuned_results.write(
+    result_files.write(
         kept, tuned_results.machine(DEFAULT, "emulator"), [measured(PROBLEM)]
     )
     monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
@@ -92,7 +92,7 @@ def test_times_of_this_chip_are_not_those_of_a_named_one(
 ) -> None:
     m3 = Device.named("M3 Max")
     for backend in ("metal", "emulator"):
-        tuned_results.write(
+        result_files.write(
             kept, tuned_results.machine(m3, backend), [measured(PROBLEM)]
         )
 
@@ -111,7 +111,7 @@ def test_what_was_measured_beats_the_model(kept: Path, ran: list[Plan]) -> None:
     result = measured(PROBLEM, rank=2)
     assert result.plan != planner.choose(PROBLEM, devices.current())
     mlx_marlin.quantized_matmul(X, *NATIVE)
-    tuned_results.write(
+    result_files.write(
         kept, tuned_results.machine(devices.current(), "emulator"), [result]
     )
     mlx_marlin.quantized_matmul(X, *NATIVE)
@@ -170,7 +170,7 @@ def test_stock_serves_what_it_was_measured_to_serve_faster(
 
     for stock in (True, False):
         here = tuned_results.machine(on_an_m3, "metal")
-        tuned_results.write(kept, here, [measured(problem, stock=stock)])
+        result_files.write(kept, here, [measured(problem, stock=stock)])
         state.reset()
         said = "measured here: stock MLX took 10.2 us, our best 12.5 us"
         assert mlx_marlin.why_not(x, *native) == (said if stock else None)
@@ -182,7 +182,7 @@ def test_what_the_emulator_counted_is_not_asked_on_a_mac(
     problem = Problem(m=8, n=4096, k=4096)
     x, native = activations(8, 4096, **HALF), weight(4096, 4096, **HALF)
     emulated = tuned_results.machine(on_an_m3, "emulator")
-    tuned_results.write(kept, emulated, [measured(problem, stock=True)])
+    result_files.write(kept, emulated, [measured(problem, stock=True)])
 
     assert mlx_marlin.why_not(x, *native) is None
 
@@ -191,7 +191,7 @@ def test_who_forces_a_back_end_gets_our_best_plan(
     kept: Path, on_an_m3: Device, backend: Choose
 ) -> None:
     result = measured(PROBLEM, rank=2, stock=True)
-    tuned_results.write(kept, tuned_results.machine(on_an_m3, "metal"), [result])
+    result_files.write(kept, tuned_results.machine(on_an_m3, "metal"), [result])
     backend("metal")
 
     assert mlx_marlin.why_not(X, *NATIVE) is None

@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from mlx_marlin.backends import planner, source, tuned_results
+from mlx_marlin.backends import planner, result_files, source, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning import measurement
+from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.measurement import Machine, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -34,9 +34,9 @@ def test_any_plan_comes_back_as_it_was(tmp_path: Path, plan: Plan) -> None:
         date="a day",
     )
 
-    tuned_results.write(tmp_path, HERE, [result])
+    result_files.write(tmp_path, HERE, [result])
 
-    found = tuned_results.read(tmp_path, HERE).results
+    found = result_files.read(tmp_path, HERE).results
     assert found[plan.problem] == result
     assert found[plan.problem].plan.work.units == plan.work.units
 
@@ -45,20 +45,20 @@ def test_results_are_added_and_newer_ones_replace_older_ones(tmp_path: Path) -> 
     other = measured(replace(PROBLEM, m=9))
     newer = measured(PROBLEM, rank=1)
 
-    tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
-    tuned_results.write(tmp_path, HERE, [other])
-    file = tuned_results.write(tmp_path, HERE, [newer])
+    result_files.write(tmp_path, HERE, [measured(PROBLEM)])
+    result_files.write(tmp_path, HERE, [other])
+    file = result_files.write(tmp_path, HERE, [newer])
 
-    assert tuned_results.read(tmp_path, HERE).results == by_problem(newer, other)
+    assert result_files.read(tmp_path, HERE).results == by_problem(newer, other)
     assert {each.name for each in tmp_path.iterdir()} == {"lock", file.name}
 
 
 def test_a_file_is_the_same_in_whatever_order_it_was_written(tmp_path: Path) -> None:
     results = [measured(replace(PROBLEM, m=m, n=n)) for m in (1, 9) for n in (64, 96)]
 
-    one = tuned_results.write(tmp_path / "a", HERE, results)
+    one = result_files.write(tmp_path / "a", HERE, results)
     for each in reversed(results):
-        other = tuned_results.write(tmp_path / "b", HERE, [each])
+        other = result_files.write(tmp_path / "b", HERE, [each])
 
     assert one.read_bytes() == other.read_bytes()
 
@@ -69,9 +69,9 @@ def test_whatever_times_depend_on_has_a_file_of_its_own(
 ) -> None:
     value = getattr(HERE, field)
     other = replace(HERE, **{field: value + 1 if field == "cores" else f"{value}x"})
-    tuned_results.write(tmp_path, HERE, [measured(PROBLEM)])
+    result_files.write(tmp_path, HERE, [measured(PROBLEM)])
 
-    assert tuned_results.read(tmp_path, other).results == {}
+    assert result_files.read(tmp_path, other).results == {}
     assert len({HERE.file_name, other.file_name}) == 2
 
 
@@ -134,24 +134,24 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
         each.join()
 
     assert [each.exitcode for each in writers] == [0, 0, 0]
-    rows = {each.m for each in tuned_results.read(tmp_path, HERE).results}
+    rows = {each.m for each in result_files.read(tmp_path, HERE).results}
     assert rows == {*range(1, 1 + 3 * ROWS_EACH)}
 
 
 def test_clearing_removes_every_machines_file(tmp_path: Path) -> None:
-    assert tuned_results.clear(tmp_path / "none") == 0
+    assert result_files.clear(tmp_path / "none") == 0
     for cores in (1, 2):
-        tuned_results.write(tmp_path, replace(HERE, cores=cores), [measured(PROBLEM)])
+        result_files.write(tmp_path, replace(HERE, cores=cores), [measured(PROBLEM)])
 
-    assert tuned_results.clear(tmp_path) == 2
-    assert tuned_results.clear(tmp_path) == 0
+    assert result_files.clear(tmp_path) == 2
+    assert result_files.clear(tmp_path) == 0
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(OSError, match="file"):
-        tuned_results.write(tmp_path / "file" / "tuned", HERE, [measured(PROBLEM)])
+        result_files.write(tmp_path / "file" / "tuned", HERE, [measured(PROBLEM)])
 
 
 def test_labels_tell_a_problems_plans_apart() -> None:
@@ -166,16 +166,16 @@ def test_labels_tell_a_problems_plans_apart() -> None:
 
 
 def test_a_row_of_a_file_comes_back_with_its_fields_in_order() -> None:
-    row = json.loads(json.dumps(measurement.row(measured(PROBLEM))))
+    row = json.loads(json.dumps(measurement_json.row(measured(PROBLEM))))
 
-    again = measurement.row(measurement.result(row, lambda *_: MetalPlan))
+    again = measurement_json.row(measurement_json.result(row, lambda *_: MetalPlan))
 
     assert again == row
     assert [*again] == [*row]
 
 
 def test_a_row_names_what_it_holds() -> None:
-    row = measurement.row(measured(PROBLEM, stock=True))
+    row = measurement_json.row(measured(PROBLEM, stock=True))
 
     assert row["served_by"] == "stock"
     assert (row["backend"], row["type"]) == ("metal", "MetalPlan")

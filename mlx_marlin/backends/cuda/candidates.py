@@ -10,9 +10,9 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
-from mlx_marlin.planning.work.decompositions import TileGrid
+from mlx_marlin.planning.work.decompositions import TileGrid, data_parallel
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, Kernel, Tile, k_tile
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import TILE_N
 
 FRAGMENTS_M: dict[str, tuple[int, ...]] = {

@@ -12,8 +12,8 @@ from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning import explicit
 from mlx_marlin.planning.explicit import WORK_FIELDS, PlanOverrides
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work
 from mlx_marlin.planning.work.tiles import Kernel
+from mlx_marlin.planning.work.work import Work
 
 OF_WORK = WORK_FIELDS - {"simdgroups_n"}
 """The fields that determine how work is divided: all tiles have the same width."""

@@ -14,7 +14,7 @@ from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.search import Candidate
-from mlx_marlin.planning.work import data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.division import STRATEGIES
 
 

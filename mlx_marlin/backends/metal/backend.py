@@ -13,7 +13,7 @@ from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.metal.candidates import default_kernel, has_registers
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.choice import candidates as candidates
-from mlx_marlin.backends.metal.cost import predict as predict
+from mlx_marlin.backends.metal.cost.predict import predict as predict
 from mlx_marlin.backends.metal.cost.residency import residency as residency
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.launches import BY_TYPE

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
+from mlx_marlin.backends.metal.cost.predict import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.backends.metal.cost.residency import TENSOR_REGISTERS, product_registers
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
@@ -19,8 +19,8 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
-from mlx_marlin.planning.work import Work, data_parallel, decompositions
-from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
+from mlx_marlin.planning.work import decompositions
+from mlx_marlin.planning.work.decompositions import TileGrid, WideWork, data_parallel
 from mlx_marlin.planning.work.tiles import (
     FRAGMENT,
     Kernel,
@@ -29,6 +29,7 @@ from mlx_marlin.planning.work.tiles import (
     k_tile,
     step_k,
 )
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import TILE_N
 
 ROWS_OF_ONE_FRAGMENT = 8

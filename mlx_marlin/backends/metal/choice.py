@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from mlx_marlin.backends.metal import cost, explicit
+from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.candidates import default_kernel, plans
+from mlx_marlin.backends.metal.cost.predict import predict
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import TENSOR_KERNEL
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -31,7 +32,7 @@ def candidates(
     given = [explicit.plans(problem, device, overrides)] if overrides else None
     for of_kernel in given or _of_kernels(problem, device):
         for plan in of_kernel:
-            prediction = cost.predict(plan, device)
+            prediction = predict(plan, device)
             yield Candidate(_rank(plan, prediction), prediction, plan)
 
 

@@ -1,6 +1,6 @@
 """Prediction and choice of plans that decode the weight first, then `mx.matmul`."""
 
-from mlx_marlin.backends.metal.cost import (
+from mlx_marlin.backends.metal.cost.rates import (
     SCHEDULERS_PER_CORE,
     level_seconds,
     memory_seconds,

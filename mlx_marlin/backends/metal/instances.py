@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.candidates import (
     most_rows,
     subtracts,
 )
-from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
+from mlx_marlin.backends.metal.cost.predict import SIMDGROUPS_TO_FILL
 from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
@@ -29,9 +29,9 @@ from mlx_marlin.backends.metal.limits import (
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.planning.explicit import STAGED
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
-from mlx_marlin.planning.work.decompositions import WIDTHS
+from mlx_marlin.planning.work.decompositions import WIDTHS, data_parallel
 from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Tile, k_tile
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import (
     CHANNEL,
     DTYPE_BYTES,

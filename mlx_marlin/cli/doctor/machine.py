@@ -89,16 +89,16 @@ def cache_facts() -> Facts:
 
 def tuned_results() -> Facts:
     """Returns the files of measured results, and what was measured on this machine."""
-    from mlx_marlin.backends import selection
+    from mlx_marlin.backends import result_files, selection
     from mlx_marlin.backends import tuned_results as tuned
     from mlx_marlin.products import eligibility
 
-    folder = tuned.folder()
+    folder = result_files.folder()
     machine = tuned.machine(eligibility.target(), selection.choice()[0])
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        stored = tuned.read(folder, machine) if files else tuned.Stored()
+        stored = result_files.read(folder, machine) if files else result_files.Stored()
     products, models = stored.results.values(), stored.forwards.values()
     return {
         "folder": str(folder),

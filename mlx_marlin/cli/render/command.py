@@ -14,7 +14,7 @@ from mlx_marlin.cli.render import page as pages
 from mlx_marlin.cli.render import profile_document, result_document
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling import document as profile
-from mlx_marlin.planning.measurement import DECODE_ERRORS
+from mlx_marlin.planning.measurement_json import DECODE_ERRORS
 
 DESCRIPTION = """
 Render a result of `mlx-marlin profile --json`, `mlx-marlin bench --json` or

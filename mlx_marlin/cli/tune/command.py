@@ -10,6 +10,7 @@ from mlx_marlin import cache, state
 from mlx_marlin.backends import (
     planner,
     registry,
+    result_files,
     selection,
     tuned_results,
 )
@@ -93,14 +94,14 @@ def run(args: argparse.Namespace) -> int:
         texts = [listing(problem, eligibility.target()) for problem in found]
         print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
         return 0
-    folder = tuned_results.folder()
+    folder = result_files.folder()
     clock = models.clock(args.seconds) if found else None
     if found:
-        cache_folders.check_writable(folder, tuned_results.locked)
+        cache_folders.check_writable(folder, result_files.locked)
     if names and lookup.why_not_tuned() is None:
         cache_folders.check_writable(results.folder(), cache.make)
     if args.clear:
-        print(f"files removed from {folder}: {tuned_results.clear(folder)}")
+        print(f"files removed from {folder}: {result_files.clear(folder)}")
         print(f"files removed from {results.folder()}: {results.clear()}")
     status = _tune(found, clock, args) if clock else 0
     for name in names:
@@ -193,7 +194,7 @@ def _why_not(problem: Problem) -> str | None:
 
 def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
     """Measures the problems, and stores every result immediately."""
-    target, folder = eligibility.target(), tuned_results.folder()
+    target, folder = eligibility.target(), result_files.folder()
     here = tuned_results.machine(target, selection.backend())
     written = ResultFile(machine=machine.facts(target), date=date.today().isoformat())
     outcomes: list[Outcome] = []
@@ -201,7 +202,7 @@ def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
         outcome = tuner.tune(problem, target, clock)
         progress.print_above(report.measurements(problem, outcome, clock))
         if outcome.result:
-            tuned_results.write(folder, here, [outcome.result])
+            result_files.write(folder, here, [outcome.result])
         outcomes.append(outcome)
         written.products.extend(outcome.rows(problem, clock))
         written.notes.extend(report.notes(problem, outcome))

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_marlin import state
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
@@ -71,7 +71,7 @@ class Race:
     def __post_init__(self) -> None:
         self.target = Target.of(None)
         self.machine = tuned_results.machine(self.target.device, selection.backend())
-        self.folder = tuned_results.folder()
+        self.folder = result_files.folder()
         self._has_stopped = False
         self._is_converted = False
         self._stock: list[Samples] = []
@@ -156,7 +156,7 @@ class Race:
         return tuple(m for m in forward_race.ROWS if m not in known)
 
     def _say_why(self) -> None:
-        changed = tuned_results.changes(self.folder, self.machine)
+        changed = result_files.changes(self.folder, self.machine)
         if changed:
             _print(f"measuring again: {changed}")
 
@@ -284,7 +284,7 @@ class Race:
         self, results: Sequence[Result], forwards: Sequence[Forwards] = ()
     ) -> None:
         try:
-            tuned_results.write(self.folder, self.machine, results, forwards)
+            result_files.write(self.folder, self.machine, results, forwards)
         except OSError as error:
             tuned_results.remember(self.machine, results, forwards)
             warn_once(f"not kept: {error}", f"what was measured is not kept: {error}")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from mlx_marlin.planning.work import Work, data_parallel
 from mlx_marlin.planning.work.division import Partition, locality_groups
+from mlx_marlin.planning.work.work import Work
 
 THREADGROUPS_PER_CORE = (1, 2, 4, 8, 16)
 """Target numbers of threadgroups per core for stripe and split_k."""
@@ -59,6 +59,17 @@ class TileGrid:
     def targets(self, per_core: tuple[int, ...]) -> list[int]:
         """Returns numbers of threadgroups that load all cores equally."""
         return [self.cores * count for count in per_core]
+
+
+def data_parallel(tiles: int, k_tiles: int) -> Work:
+    """Returns work in which every threadgroup computes one whole tile."""
+    return Work(
+        strategy="data_parallel",
+        tiles=tiles,
+        k_tiles=k_tiles,
+        threadgroups=tiles,
+        whole=tiles,
+    )
 
 
 def works(grid: TileGrid) -> Iterator[WideWork]:

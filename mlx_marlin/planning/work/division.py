@@ -15,7 +15,7 @@ from math import inf
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from mlx_marlin.planning.work import Work
+    from mlx_marlin.planning.work.work import Work
 
 Strategy = Literal["data_parallel", "stripe", "split_k", "stream_k", "hybrid", "hytis"]
 Partition = Literal["balanced", "ceil"]

@@ -6,9 +6,10 @@ from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.division import Partition
 from mlx_marlin.planning.work.tiles import Kernel, Reduction, Tile, k_tile
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import TILE_N, format_of
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.choice import best
+from mlx_marlin.backends.metal.cost.predict import predict
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
@@ -24,13 +24,13 @@ EXPERIMENT_CUTOFF = 1.25
 def experiments(problem: Problem, device: Device) -> list[Plan]:
     """Returns further plans for a tuner, as `Backend.experiments`."""
     chosen = best(problem, device)
-    limit = EXPERIMENT_CUTOFF * cost.predict(chosen, device).seconds
+    limit = EXPERIMENT_CUTOFF * predict(chosen, device).seconds
     larger, staged = _larger(problem, chosen), _staged(problem, chosen)
     found = (
         best(problem, device, overrides)
         for overrides in (*larger, *_smaller(chosen), *staged)
     )
-    return [plan for plan in found if cost.predict(plan, device).seconds <= limit]
+    return [plan for plan in found if predict(plan, device).seconds <= limit]
 
 
 def _larger(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:

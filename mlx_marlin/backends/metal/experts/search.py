@@ -5,14 +5,9 @@ from dataclasses import replace
 from functools import lru_cache
 from math import exp, lgamma, log, sqrt
 
-from mlx_marlin.backends.metal.cost import (
-    SCHEDULERS_PER_CORE,
-    STORE_SLOTS,
-    WEIGHTS_PER_TRIP,
-    WHOLE_SLOTS,
-    loop_slots,
-    memory_seconds,
-)
+from mlx_marlin.backends.metal.cost.main_loop import WEIGHTS_PER_TRIP, loop_slots
+from mlx_marlin.backends.metal.cost.predict import STORE_SLOTS, WHOLE_SLOTS
+from mlx_marlin.backends.metal.cost.rates import SCHEDULERS_PER_CORE, memory_seconds
 from mlx_marlin.backends.metal.cost.residency import fits
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan

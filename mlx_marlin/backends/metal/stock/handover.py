@@ -1,6 +1,6 @@
 """Decides when stock MLX serves a call because it is predicted to be faster."""
 
-from mlx_marlin.backends.metal.cost import level_seconds, memory_seconds
+from mlx_marlin.backends.metal.cost.rates import level_seconds, memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.margin import first_rows, margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction

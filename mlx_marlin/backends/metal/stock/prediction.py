@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from mlx_marlin.backends.metal.cost import (
+from mlx_marlin.backends.metal.cost.rates import (
     SCHEDULERS_PER_CORE,
     lane_bytes_per_second,
     level_seconds,

@@ -7,9 +7,9 @@ includes files of `lib` after `cuda/prelude.cuh`, which maps Metal's names to CU
 from functools import cache
 
 from mlx_marlin.backends import source
+from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.backends.cuda.source import declarations
 from mlx_marlin.backends.source import NUMBERS, OPERANDS, SECOND, Source, read
 from mlx_marlin.planning.problem import Problem
 

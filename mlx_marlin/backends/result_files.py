@@ -1,0 +1,228 @@
+"""The files of measured results: one JSON file for each machine.
+
+The name of a file contains a digest of everything that the times depend on, so results
+are not found after a change of MLX, the system or a kernel. A file or a result that is
+not valid is ignored with a warning.
+"""
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin import cache, regular_files
+from mlx_marlin.backends import registry
+from mlx_marlin.planning import measurement, measurement_json
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
+from mlx_marlin.planning.measurement import AnyProblem, Forwards, Machine, Result
+from mlx_marlin.planning.measurement_json import DECODE_ERRORS
+
+Results = dict[AnyProblem, Result]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """What is known of a machine.
+
+    Attributes:
+        results: The results of problems.
+        forwards: The times of whole models, by their keys.
+        unfinished: Families of problems whose race is not finished, and the rows or
+            pairs; None: all. No file holds them.
+    """
+
+    results: Results = field(default_factory=dict)
+    forwards: dict[str, Forwards] = field(default_factory=dict)
+    unfinished: set[tuple[AnyProblem, int | None]] = field(default_factory=set)
+
+
+def folder() -> Path:
+    """Returns the folder of the results of all machines; it may not exist."""
+    return cache.folder("tuned")
+
+
+def read(results_folder: Path, here: Machine) -> Stored:
+    """Reads what was measured on a machine; warns once if some is not valid.
+
+    Args:
+        results_folder: The folder of all results.
+        here: The machine.
+    """
+    complaints: list[str] = []
+    stored = _read(results_folder / here.file_name, here, complaints)
+    if complaints:
+        more = f" (and {len(complaints) - 1} more)" if complaints[1:] else ""
+        warnings.warn(
+            f"mlx_marlin: measured results in {results_folder / here.file_name} are "
+            f"ignored: {complaints[0]}{more}; they are measured again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return stored
+
+
+def changes(results_folder: Path, here: Machine) -> str:
+    """Returns what has changed since this chip was measured last, or "" if it was not.
+
+    Args:
+        results_folder: The folder of all results.
+        here: The machine.
+    """
+    prefix = here.file_name.rsplit("-", 1)[0]
+    files = [*results_folder.glob(f"{prefix}-*.json")]
+    for file in sorted(files, key=_written_at, reverse=True):
+        try:
+            before = _machine_of(file)
+        except (OSError, RecursionError, *DECODE_ERRORS):
+            continue
+        return measurement.differences(before, here)
+    return ""
+
+
+def _written_at(file: Path) -> float:
+    """Returns when a file was written, or 0 if it is gone."""
+    try:
+        return os.path.getmtime(file)
+    except OSError:
+        return 0.0
+
+
+def write(
+    results_folder: Path,
+    here: Machine,
+    results: Iterable[Result] = (),
+    forwards: Iterable[Forwards] = (),
+) -> Path:
+    """Adds results to a machine's file; they replace older ones for the same problems.
+
+    Several processes may write at the same time; no results are lost.
+
+    Args:
+        results_folder: The folder of all results; created if it is missing.
+        here: The machine.
+        results: The results to add.
+        forwards: Times of whole models to add.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: If the folder cannot be written to, or is not trusted.
+    """
+    with locked(results_folder):
+        before = read(results_folder, here)
+        merged = Stored(
+            results=before.results | {each.problem: each for each in results},
+            forwards=before.forwards | {each.key: each for each in forwards},
+        )
+        # The write is atomic, because readers take no lock.
+        return cache.write(results_folder, here.file_name, _text(here, merged).encode())
+
+
+def clear(results_folder: Path) -> int:
+    """Removes the results of all machines and returns the number of files.
+
+    Raises:
+        OSError: If the folder is not trusted.
+        ValueError: If it is a link.
+    """
+    if not os.path.lexists(results_folder):
+        return 0
+    from mlx_marlin import removal
+
+    with removal.opened(results_folder) as opened, locked(results_folder):
+        return removal.remove_matching("*.json", opened)
+
+
+@contextmanager
+def locked(results_folder: Path) -> Iterator[None]:
+    """Locks a folder against other writers; creates it if it is missing.
+
+    Raises:
+        OSError: If the folder cannot be written to, or is not trusted.
+    """
+    import fcntl
+
+    cache.make(results_folder)
+    with cache.open_to_write(results_folder / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _data(file: Path) -> dict[str, Any]:
+    import json
+
+    if reason := cache.why_untrusted(file):
+        raise PermissionError(reason)
+    data = json.loads(regular_files.read(file))
+    if not isinstance(data, dict):
+        raise ValueError("expected an object")
+    return data
+
+
+def _machine_of(file: Path) -> Machine:
+    return measurement_json.machine_of(_data(file)["machine"])
+
+
+def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
+    try:
+        data = _data(file)
+        rows, models = [*data["results"]], [*data["forwards"]]
+        if measurement_json.machine_of(data["machine"]) != here:
+            raise ValueError("they belong to another machine")
+    except FileNotFoundError:
+        return Stored()
+    except (OSError, RecursionError, *DECODE_ERRORS) as error:
+        complaints.append(f"{type(error).__name__}: {error}")
+        return Stored()
+    stored = Stored()
+    for row in rows:
+        try:
+            result = measurement_json.result(row, _plan_type)
+        except DECODE_ERRORS as error:
+            complaints.append(f"{type(error).__name__}: {error}")
+        else:
+            stored.results[result.problem] = result
+    for row in models:
+        try:
+            model = measurement_json.forwards_of(row)
+        except DECODE_ERRORS as error:
+            complaints.append(f"{type(error).__name__}: {error}")
+        else:
+            stored.forwards[model.key] = model
+    return stored
+
+
+def _plan_type(backend: str, name: str) -> type:
+    """Returns the type of a plan in a file."""
+    if name == DequantizePlan.__name__:  # of any back end
+        return DequantizePlan
+    if backend not in registry.MODULES:
+        raise ValueError(f"backend={backend!r} is not one of {(*registry.MODULES,)}")
+    types = {each.__name__: each for each in registry.named(backend).traits.launches}
+    if name not in types:
+        raise ValueError(f"type={name!r} is not one of {', '.join(types)}")
+    return types[name]
+
+
+def _text(here: Machine, stored: Stored) -> str:
+    import json
+
+    ordered = sorted(stored.results.values(), key=lambda each: _order(each.problem))
+    data = {
+        "machine": measurement_json.machine_row(here),
+        "results": [measurement_json.row(result) for result in ordered],
+        "forwards": [
+            measurement_json.forwards_row(stored.forwards[key])
+            for key in sorted(stored.forwards)
+        ],
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _order(problem: AnyProblem) -> tuple[int, int, int, str]:
+    product = measurement.product_of(problem)
+    return product.n, product.k, product.m, repr(problem)

@@ -1,0 +1,162 @@
+"""The command line: `mlx-marlin COMMAND`, one module per command.
+
+The module of a command defines `DESCRIPTION`, `EPILOG`, `add_arguments(parser)` and
+`run(args) -> int`. It is imported only when the command is used.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any
+
+from mlx_marlin.cli import json_output, terminal
+
+COMMANDS = {
+    "plan": ("mlx_marlin.cli.plan.command", "show the plan of a matrix product"),
+    "convert": (
+        "mlx_marlin.cli.convert",
+        "import GPTQ, AWQ, GGUF and other checkpoints",
+    ),
+    "verify": (
+        "mlx_marlin.cli.verify",
+        "compare a model's layers with exact results",
+    ),
+    "tune": (
+        "mlx_marlin.cli.tune.command",
+        "measure plans on this machine, keep the fastest",
+    ),
+    "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
+    "profile": (
+        "mlx_marlin.cli.profile.command",
+        "compare products with the limits of a device",
+    ),
+    "bench": (
+        "mlx_marlin.cli.bench.command",
+        "time our kernels and stock MLX on this machine",
+    ),
+    "render": (
+        "mlx_marlin.cli.render.command",
+        "show results as an HTML page or a picture",
+    ),
+    "doctor": (
+        "mlx_marlin.cli.doctor.command",
+        "check whether our kernels can run here",
+    ),
+    "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
+    "demo": ("mlx_marlin.cli.demo.command", "generate text with quantized kernels"),
+    "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
+    "emulate": ("mlx_marlin.cli.emulate.command", "run a Metal kernel on the CPU"),
+}
+"""Command name -> (module, help), in the order of the help."""
+
+GUIDE = {
+    "check that kernels run here": "mlx-marlin doctor",
+    "see a model write text": "mlx-marlin demo",
+    "serve a model with mlx-lm": "mlx-marlin lm server --model MODEL",
+    "use a GPTQ, AWQ or GGUF model": "mlx-marlin convert SOURCE RESULT",
+    "check a converted model": "mlx-marlin verify MODEL",
+    "see who serves a model's layers": "mlx-marlin report MODEL",
+    "see why a kernel is chosen": 'mlx-marlin plan 8x4096x4096 --chip "M3 Max"',
+    "compare times with the limits": "mlx-marlin profile",
+    "measure and keep faster plans": "mlx-marlin tune MODEL",
+    "measure against stock MLX": "mlx-marlin bench",
+    "see a result in a browser": "mlx-marlin render RESULT.json -o result.html",
+    "run a Metal kernel without a GPU": "mlx-marlin emulate FILE --grid 32",
+    "see and free disk space": "mlx-marlin cache",
+}
+"""What a newcomer wants -> the command for it, in the order of need."""
+_WIDTH = max(map(len, GUIDE))
+EPILOG = "\n".join(
+    [
+        "what you want:",
+        *(f"  {wish:{_WIDTH}}  {command}" for wish, command in GUIDE.items()),
+        "",
+        "Run `mlx-marlin COMMAND --help` for the options of a command.",
+    ]
+)
+
+WRONG_INPUT = 2
+"""Exit status for invalid input or a missing dependency."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as after SIGINT."""
+CLOSED_PIPE = 141
+"""Exit status if the reader has closed the output, as after SIGPIPE."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command and returns its exit status.
+
+    Args:
+        argv: The arguments after the program name; default: those of the process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    terminal.replace_unknown_characters()
+    try:
+        try:
+            return _run(argv)
+        finally:
+            terminal.flush()  # here, so that a closed pipe is caught below
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        terminal.discard()
+        return CLOSED_PIPE
+    except MemoryError:
+        terminal.print_error("mlx-marlin: error: out of memory")
+        return WRONG_INPUT
+    except (ValueError, OSError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        terminal.print_error(f"mlx-marlin: error: {reason}")
+        return WRONG_INPUT
+
+
+class _Version(argparse.Action):
+    """Prints the versions, which are read only for this option."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        from mlx_marlin.cli.doctor import installation
+
+        print(installation.version_line())
+        parser.exit()
+
+
+def _run(argv: list[str]) -> int:
+    command = next((word for word in argv if not word.startswith("-")), None)
+    args = _parser(command).parse_args(argv)
+    with json_output.instead_of_text(args):
+        status: int = import_module(COMMANDS[args.command][0]).run(args)
+    return status
+
+
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """Returns a parser that knows the arguments of one command."""
+    parser = argparse.ArgumentParser(
+        prog="mlx-marlin",
+        description="Quantized matrix products for MLX on Apple and NVIDIA GPUs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="show the versions of mlx-marlin, MLX and mlx-lm, and exit",
+    )
+    subparsers = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", required=True
+    )
+    for name, (module, text) in COMMANDS.items():
+        added = subparsers.add_parser(
+            name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == command:
+            found = import_module(module)
+            added.description, added.epilog = found.DESCRIPTION, found.EPILOG
+            found.add_arguments(added)
+    return parser

@@ -1,1 +1,0 @@
-"""Layers of which each machine of a group holds a part."""

@@ -1,0 +1,129 @@
+"""The JSON form of measured results and of the machine that they hold for."""
+
+from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from mlx_marlin.planning.measurement import Forwards, Machine, Result
+
+SERVED_BY = ("ours", "stock")
+DECODE_ERRORS = (ValueError, TypeError, KeyError, ArithmeticError)
+"""Errors that decoding a JSON row may raise."""
+
+
+def row(result: Result) -> dict[str, Any]:
+    """Returns a result as JSON-serializable values."""
+    return {
+        "type": type(result.plan).__name__,
+        "backend": result.plan.backend,
+        "plan": encoded(result.plan),
+        "served_by": SERVED_BY[result.stock],
+        "live": result.live,
+        "medians_us": result.medians_us,
+        "clock": result.clock,
+        "date": result.date,
+    }
+
+
+def result(row: Any, plan_type: Callable[[str, str], type]) -> Result:
+    """Returns the result that a row encodes.
+
+    Args:
+        row: A value of `row`, decoded from JSON.
+        plan_type: Returns the plan type of a back end with a name.
+
+    Raises:
+        DECODE_ERRORS: If the row does not encode a result.
+    """
+    type_ = plan_type(str(row["backend"]), str(row["type"]))
+    times, served_by = row["medians_us"], row["served_by"]
+    if served_by not in SERVED_BY or not isinstance(times, dict):
+        raise ValueError(f"served_by={served_by!r} or medians_us={times!r} is not one")
+    return Result(
+        plan=decoded(type_, row["plan"]),
+        stock=served_by == "stock",
+        medians_us=times,
+        clock=decoded(str, row["clock"]),
+        date=decoded(str, row["date"]),
+        live=decoded(bool, row["live"]),
+    )
+
+
+def forwards_row(forwards: Forwards) -> dict[str, Any]:
+    """Returns the times of a model as JSON-serializable values."""
+    return asdict(forwards)
+
+
+def forwards_of(row: Any) -> Forwards:
+    """Returns the times of a model that a row encodes.
+
+    Raises:
+        DECODE_ERRORS: If the row does not encode them.
+    """
+    seconds = {int(rows): (*pair,) for rows, pair in row["seconds"].items()}
+    return Forwards(
+        key=decoded(str, row["key"]),
+        layout=decoded(str, row["layout"]),
+        seconds=seconds,
+        date=decoded(str, row["date"]),
+        invariant=decoded(bool, row["invariant"]),
+        packed_lost=decoded(bool, row["packed_lost"]),
+    )
+
+
+def machine_row(machine: Machine) -> dict[str, Any]:
+    """Returns a machine as JSON-serializable values."""
+    return asdict(machine)
+
+
+def machine_of(row: Any) -> Machine:
+    """Returns the machine that a row encodes.
+
+    Raises:
+        DECODE_ERRORS: If the row does not encode a machine.
+    """
+    found: Machine = decoded(Machine, row)
+    return found
+
+
+def encoded(value: Any) -> Any:
+    """Returns a dataclass as a dict of its init fields, a tuple as a list.
+
+    Args:
+        value: A dataclass, or a value of a field.
+    """
+    if isinstance(value, tuple):
+        return [*map(encoded, value)]
+    if not is_dataclass(value):
+        return value
+    names = [field.name for field in fields(value) if field.init]
+    return {name: encoded(getattr(value, name)) for name in names}
+
+
+def decoded(type_: Any, data: Any) -> Any:
+    """Returns the value of a dataclass, or of a field's type, that `data` encodes.
+
+    Args:
+        type_: A dataclass, or the type of a field.
+        data: A value of `encoded`, read from JSON.
+
+    Raises:
+        DECODE_ERRORS: If `data` does not encode such a value.
+    """
+    if is_dataclass(type_):
+        types = {field.name: field.type for field in fields(type_) if field.init}
+        if not isinstance(data, dict) or data.keys() != types.keys():
+            raise ValueError(f"{data!r} has not the fields {', '.join(types)}")
+        build: Any = type_
+        return build(**{name: decoded(types[name], data[name]) for name in types})
+    if get_origin(type_) is tuple and isinstance(data, list):
+        return tuple(decoded(get_args(type_)[0], item) for item in data)
+    if NoneType in get_args(type_):
+        (type_,) = {*get_args(type_)} - {NoneType}
+        return None if data is None else decoded(type_, data)
+    # All other types are literal strings, which the dataclass checks.
+    expected = type_ if type_ in (int, bool, float) else str
+    if type(data) is not expected:
+        raise ValueError(f"{data!r} is not {expected.__name__}")
+    return data

@@ -1,0 +1,271 @@
+"""The work of a product as a linear sequence of k tiles, and its ranges and splits.
+
+The result is cut into tiles, and the k of each tile into k tiles. All k tiles of all
+tiles form one sequence, in which those of a tile are adjacent. A threadgroup owns one
+contiguous range of it; the part of a range in one tile is a *split*. Three tiles of
+four k tiles on four threadgroups:
+
+    tile            0       1       2
+    k tile       0 1 2 3 0 1 2 3 0 1 2 3
+    threadgroup  0 0 0 1 1 1 2 2 2 3 3 3
+
+The splits of a tile are summed: each is written to a slot of its own in a workspace,
+and slots are numbered in ascending k. `division` lists the strategies by which ranges
+are chosen. `shaders/lib/work.metal` uses the same names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from math import gcd
+
+from mlx_marlin.planning.work.division import (
+    MOST_UNEVEN,
+    Partition,
+    Strategy,
+    check,
+)
+from mlx_marlin.planning.work.tiles import Split
+
+
+def balanced_cut(part: int, parts: int, total: int) -> int:
+    """Returns the start of a part if the sizes of parts differ by at most one."""
+    return part * total // parts
+
+
+def ceil_cut(part: int, parts: int, total: int) -> int:
+    """Returns the start of a part if all have ceil(total / parts), as in Marlin.
+
+    The last parts may be shorter or empty.
+    """
+    return min(part * -(-total // parts), total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """All work of a product and its assignment to threadgroups.
+
+    Attributes:
+        strategy: One of `STRATEGIES`.
+        tiles: Tiles of the result.
+        k_tiles: K tiles of each tile.
+        threadgroups: Threadgroups that share the work; some may stay idle.
+        whole: Leading tiles that are computed by one threadgroup each.
+        slices: Slices of a tile's k, between which cuts may fall; all k tiles for
+            stream_k.
+        minimum: Smallest number of k tiles of a split, unless the tile has fewer.
+        groups: Groups of ranges that cut their tiles alike. Group g has the remaining
+            tiles whose number is g modulo `groups`.
+        partition: "balanced", or "ceil" as in Marlin.
+        total: Number of k tiles of all tiles. This and the following attributes are
+            derived from those above.
+        tail: Tiles after the leading whole ones.
+        group_tiles: Tiles of a group.
+        units: Slices of k of all tiles of a group; its ranges are runs of units.
+        ranges: Ranges of a group; further threadgroups are idle.
+        most_units: Units of the longest range.
+        busy: Ranges of a group that have units.
+        is_split: Whether a tile may have several splits.
+        pieces: Number of splits of all tiles: one per tile, plus one per cut inside a
+            tile. If `minimum` moves cuts to tile borders, this is an upper bound.
+    """
+
+    strategy: Strategy
+    tiles: int
+    k_tiles: int
+    threadgroups: int
+    whole: int = 0
+    slices: int = 1
+    minimum: int = 1
+    groups: int = 1
+    partition: Partition = "balanced"
+    total: int = field(init=False, repr=False, compare=False)
+    tail: int = field(init=False, repr=False, compare=False)
+    group_tiles: int = field(init=False, repr=False, compare=False)
+    units: int = field(init=False, repr=False, compare=False)
+    ranges: int = field(init=False, repr=False, compare=False)
+    most_units: int = field(init=False, repr=False, compare=False)
+    busy: int = field(init=False, repr=False, compare=False)
+    is_split: bool = field(init=False, repr=False, compare=False)
+    pieces: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Stored, because a search reads them thousands of times.
+        derive = partial(object.__setattr__, self)
+        derive("total", self.tiles * self.k_tiles)
+        check(self)
+        derive("tail", self.tiles - self.whole)
+        derive("group_tiles", self.tail // self.groups)
+        derive("units", self.group_tiles * self.slices)
+        most = (self.threadgroups - self.whole) // self.groups
+        derive("ranges", max(min(most, self.units // self.minimum), 1))
+        derive("most_units", -(-self.units // self.ranges))
+        by_ceil = self.partition == "ceil"
+        derive(
+            "busy",
+            -(-self.units // max(self.most_units, 1)) if by_ceil else self.ranges,
+        )
+        derive("is_split", self._cuts_tiles())
+        self._check_uneven()
+        inside = self.groups * self._cuts_inside if self.is_split else 0
+        derive("pieces", self.tiles + inside)
+
+    def _check_uneven(self) -> None:
+        for name, parts, total in (
+            ("num_threadgroups", self.ranges, self.units),
+            ("k_parallel", self.slices, self.k_tiles),
+        ):
+            if parts > MOST_UNEVEN and total % parts:
+                raise ValueError(
+                    f"{name}={parts} does not divide {total}, expected that or at "
+                    f"most {MOST_UNEVEN}"
+                )
+
+    @property
+    def slots(self) -> int:
+        """Upper bound of the splits of a tile, too large by at most one.
+
+        A tile has slices - 1 possible cuts, and one cut falls in every mean range.
+        """
+        if not self.is_split:
+            return 1
+        parts, units = self.ranges, self.units
+        if self.partition == "ceil":
+            parts, units = 1, self.most_units
+        cuts = -(-(self.slices - 1) * parts // units)
+        return min(cuts + 1, self.k_tiles // self.minimum, self.ranges)
+
+    @property
+    def idle(self) -> int:
+        """Number of threadgroups without work."""
+        sharing = self.threadgroups - self.whole
+        if not self.tail:
+            return sharing
+        busy = self.busy
+        # A range is empty if both of its ends are moved to the same tile border.
+        if self.units < self.ranges * (2 * self.minimum - 1):
+            repeats, lengths = self._period()
+            busy -= repeats * lengths.count(0)
+        return sharing - self.groups * busy
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every threadgroup has at most one split, judged by `pieces`."""
+        return self.pieces == self.threadgroups - self.idle
+
+    @property
+    def longest(self) -> int:
+        """Number of k tiles of the longest range."""
+        return max(self.k_tiles if self.whole else 0, self.longest_of_tail)
+
+    @property
+    def longest_of_tail(self) -> int:
+        """Number of k tiles of the longest range after the leading whole tiles.
+
+        If slices are uneven, this may be too large by one.
+        """
+        if not self.tail:
+            return 0
+        if self.minimum > 1:
+            return max(self._period()[1])
+        # The length of any run of balanced slices is the mean, rounded up or down.
+        return -(-self.most_units * self.k_tiles // self.slices)
+
+    def range(self, threadgroup: int) -> tuple[int, int]:
+        """Returns the range [begin, end) of the sequence that a threadgroup owns."""
+        if threadgroup < self.whole:
+            begin = threadgroup * self.k_tiles
+            return begin, begin + self.k_tiles
+        member, group = divmod(threadgroup - self.whole, self.groups)
+        start = (self.whole + group * self.group_tiles) * self.k_tiles
+        if member >= self.ranges:
+            return start, start
+        return start + self.cut(member), start + self.cut(member + 1)
+
+    def cut(self, member: int) -> int:
+        """Returns the start of range `member`, counted in k tiles of its group."""
+        cut = balanced_cut if self.partition == "balanced" else ceil_cut
+        tile, part = divmod(cut(member, self.ranges, self.units), self.slices)
+        k_tile = balanced_cut(part, self.slices, self.k_tiles)
+        # A cut that would leave a split below the minimum moves to the tile border.
+        rest = self.k_tiles - k_tile
+        if k_tile < self.minimum or rest < self.minimum:
+            k_tile = 0 if k_tile < rest else self.k_tiles
+        return tile * self.k_tiles + k_tile
+
+    def owner(self, position: int) -> int:
+        """Returns the range that owns a k tile of a group: the inverse of `cut`."""
+        member = position * self.ranges // (self.group_tiles * self.k_tiles)
+        while self.cut(member) > position:
+            member -= 1
+        while self.cut(member + 1) <= position:
+            member += 1
+        return member
+
+    def splits(self, threadgroup: int) -> Iterator[Split]:
+        """Yields the splits of a threadgroup, in the order of its range."""
+        position, end = self.range(threadgroup)
+        while position < end:
+            index, k_idx = divmod(position, self.k_tiles)
+            count = min(end - position, self.k_tiles - k_idx)
+            yield Split(
+                tile=self.tile_at(index),
+                k_idx=k_idx,
+                k_tile_count=count,
+                k_tiles=self.k_tiles,
+                slot=self._slot(threadgroup, index) if k_idx else 0,
+            )
+            position += count
+
+    def tile_at(self, index: int) -> int:
+        """Returns the tile at an index of the sequence; groups interleave tiles."""
+        if index < self.whole:
+            return index
+        group, nth = divmod(index - self.whole, self.group_tiles)
+        return self.whole + nth * self.groups + group
+
+    def threadgroups_of(self, tile: int) -> list[int]:
+        """Returns the threadgroups that compute a tile, ordered by ascending k."""
+        if tile < self.whole:
+            return [tile]
+        nth, group = divmod(tile - self.whole, self.groups)
+        first = self.owner(nth * self.k_tiles)
+        last = self.owner((nth + 1) * self.k_tiles - 1)
+        return [
+            self.whole + member * self.groups + group
+            for member in range(first, last + 1)
+        ]
+
+    def _slot(self, threadgroup: int, index: int) -> int:
+        member = (threadgroup - self.whole) // self.groups
+        nth = (index - self.whole) % self.group_tiles
+        return member - self.owner(nth * self.k_tiles)
+
+    def _cuts_tiles(self) -> bool:
+        if self.slices == 1 or self.k_tiles < 2 * self.minimum:
+            return False
+        if self.partition == "ceil":
+            return self.most_units % self.slices != 0
+        length, rest = divmod(self.units, self.ranges)
+        return rest != 0 or length % self.slices != 0
+
+    def _period(self) -> tuple[int, list[int]]:
+        """Returns how often the ranges of a group repeat, and their lengths in k tiles.
+
+        Cuts repeat after the fewest ranges that cover a whole number of tiles.
+        """
+        repeats = gcd(self.ranges, self.group_tiles)
+        cuts = [self.cut(member) for member in range(self.ranges // repeats + 1)]
+        return repeats, [end - begin for begin, end in pairwise(cuts)]
+
+    @property
+    def _cuts_inside(self) -> int:
+        """Number of cuts of a group that do not fall on a tile border."""
+        if self.partition == "ceil":
+            cuts = self.busy - 1
+            return cuts - cuts // (self.slices // gcd(self.slices, self.most_units))
+        # Cut i rounds down to a tile border if i * group_tiles modulo ranges, which is
+        # a multiple of their greatest common divisor, is below ranges / slices.
+        step = gcd(self.ranges, self.group_tiles)
+        return self.ranges - step * -(-self.ranges // (step * self.slices))
