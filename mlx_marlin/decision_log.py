@@ -48,13 +48,14 @@ def stock(call: Explained, reason: str) -> None:
 def tuned(model: str, settings: str) -> None:
     """Logs that measured settings are used for a model."""
     if is_on():
-        _print(f"{model}: tuned settings, {settings}")
+        tell(f"{model}: tuned settings, {settings}")
 
 
 def _write(call: Explained, served_by: str) -> None:
-    _print(f"{call.explain()}: {served_by}")
+    tell(f"{call.explain()}: {served_by}")
 
 
-def _print(decision: str) -> None:
+def tell(line: str) -> None:
+    """Writes a line that begins with the package's name to standard error."""
     if sys.stderr is not None:  # as for a process without a console
-        print(f"mlx_marlin: {decision}", file=sys.stderr, flush=True)
+        print(f"mlx_marlin: {line}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ OWN_FOLDERS = ("backends/metal/", "backends/cuda/")
 ALLOWED = {
     "cli/emulate/": "the emulator's command: Metal is the language that it compiles",
     "measure/counting.py": "a clock by the cost model of Metal",
-    "measure/tuner.py": "the choice of that clock",
+    "measure/clocks.py": "the choice of that clock",
     "__init__.py": "the public function `variants` lists Metal's",
     "cli/doctor/": "reports about machines",
     "backends/registry.py": "lists the back ends",

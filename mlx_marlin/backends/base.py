@@ -13,7 +13,7 @@ from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
@@ -21,9 +21,6 @@ from mlx_marlin.planning.search import Candidate
 
 if TYPE_CHECKING:
     import mlx.core as mx
-
-
-AnyProblem = Problem | GatherProblem
 
 
 KernelCall = Callable[..., list["mx.array"]]

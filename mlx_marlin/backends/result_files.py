@@ -17,7 +17,8 @@ from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import registry
 from mlx_marlin.planning import measurement, measurement_json
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.measurement import AnyProblem, Forwards, Machine, Result
+from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.measurement import Forwards, Machine, Result
 from mlx_marlin.planning.measurement_json import DECODE_ERRORS
 
 Results = dict[AnyProblem, Result]

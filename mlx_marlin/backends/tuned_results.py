@@ -17,13 +17,8 @@ from mlx_marlin.backends.source import digest_of_shaders
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.measurement import (
-    AnyProblem,
-    Forwards,
-    Machine,
-    Measured,
-    Result,
-)
+from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.measurement import Forwards, Machine, Measured, Result
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Tile
 from mlx_marlin.planning.work.work import Work

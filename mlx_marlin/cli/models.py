@@ -12,7 +12,7 @@ from mlx_marlin.planning.problem import Problem
 if TYPE_CHECKING:
     from collections import Counter
 
-    from mlx_marlin.measure.tuner import Clock
+    from mlx_marlin.measure.clocks import Clock
 
 
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def clock(seconds: float) -> "Clock":
         ValueError: If this machine cannot measure.
     """
     from mlx_marlin.backends import devices, selection, tuned_results
-    from mlx_marlin.measure import tuner
+    from mlx_marlin.measure import clocks
     from mlx_marlin.products import eligibility
 
     if tuned_results.stands_for_another(selection.backend()):
@@ -103,7 +103,7 @@ def clock(seconds: float) -> "Clock":
             f"{devices.ENVIRONMENT} selects a device to plan for, but this command "
             f"measures this machine: unset it"
         )
-    return tuner.clock(eligibility.target(), seconds)
+    return clocks.clock_of(eligibility.target(), seconds)
 
 
 def load_lazily(name: str) -> Any:

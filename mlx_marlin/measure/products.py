@@ -10,6 +10,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import launcher, planner, registry
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.measure import counting, operands
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.rows import (
     CHAIN,
@@ -20,7 +21,6 @@ from mlx_marlin.measure.rows import (
     ProductRow,
     Timing,
 )
-from mlx_marlin.measure.tuner import Clock
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides

@@ -1,23 +1,18 @@
 """Tunes a problem: chooses the arms and the clock, measures, and picks a plan."""
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
-from itertools import cycle
-from typing import Any, TypeVar
-
-import mlx.core as mx
+from typing import Any
 
 from mlx_marlin import guard
 from mlx_marlin.backends import launcher, planner, registry, selection
 from mlx_marlin.backends.launcher import Product
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure import counting, operands, rows, timing
+from mlx_marlin.measure import operands, rows, timing
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
-from mlx_marlin.measure.rows import CANDIDATE, CHAIN, ProductRow, Timing
-from mlx_marlin.measure.timing import Spread, Weight
+from mlx_marlin.measure.rows import CANDIDATE, CHAIN, ProductRow
+from mlx_marlin.measure.timing import Spread
 from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.measurement import (
@@ -32,46 +27,15 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.verdict import AnyPlan
 
 Arm = Plan | None
+
+
 """One of our plans, or None for stock MLX."""
-Key = TypeVar("Key")
-Measure = Callable[[Mapping[Any, Product], Operands], dict[Any, Spread]]
-"""Measures the products of arms, which may have any keys."""
-Sampler = Callable[[Product, mx.array, Iterator[Weight], int], float]
-"""`timing.chain` or `timing.independent`."""
+
 
 BEST = 6
+
+
 """Number of the cost model's best plans that are measured."""
-SECONDS = 2.0
-"""Default measuring time of a problem."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """A way to measure products.
-
-    Attributes:
-        name: Name of the clock in results.
-        measure: Measures all arms in chains of dependent products.
-        measure_independent: Measures all arms in products that may overlap.
-        weights: Returns the number of weights to measure a problem with.
-        times_stock: Whether it can measure stock MLX.
-    """
-
-    name: str
-    measure: Measure
-    measure_independent: Measure
-    weights: Callable[[Problem], int]
-    times_stock: bool
-
-    def timing(self, spread: Spread) -> Timing:
-        """Returns a spread as a row of a result file has it."""
-        return Timing(
-            seconds=spread.median,
-            method=self.name,
-            range=spread.range,
-            samples=spread.samples,
-            drift=spread.drift,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,44 +75,6 @@ class Outcome:
             for arm, spread in self.arms.items()
             if arm not in self.wrong
         ]
-
-
-def clock(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
-    """Returns the clock of the current back end.
-
-    Args:
-        device: The device that plans are made for.
-        seconds: Measuring time of a problem. The emulator ignores it.
-
-    Raises:
-        ValueError: If no back end can run our kernels on this machine.
-    """
-    missing = selection.missing()
-    if missing is not None:
-        raise ValueError(f"{missing}: nothing can be measured")
-    backend = selection.backend()
-    if backend in selection.ON_GPU:
-        timed = partial(wall_time, seconds=seconds)
-        return Clock(
-            name="wall time",
-            measure=timed,
-            measure_independent=partial(timed, sampler=timing.independent),
-            weights=lambda problem: operands.weight_count(problem, device),
-            times_stock=True,
-        )
-    if backend == "emulator" and isinstance(device, Device):
-        counted = partial(emulator_counters, device=device)
-        return Clock(
-            name="emulator counters",
-            measure=counted,
-            measure_independent=partial(counted, overlapped=True),
-            weights=lambda _: 1,
-            times_stock=False,
-        )
-    raise ValueError(
-        "no back end runs our kernels on this machine, or MLX_MARLIN_BACKEND is stock: "
-        "there is nothing to tune"
-    )
 
 
 def why_not(problem: Problem, device: PlanningDevice) -> str | None:
@@ -266,66 +192,6 @@ def verdict(plan: AnyPlan, spreads: Mapping[Any, Spread], clock: str) -> Result 
 def name(arm: AnyPlan | None) -> str:
     """Returns the name of an arm."""
     return STOCK if arm is None else label(arm)
-
-
-def wall_time(
-    products: Mapping[Key, Product],
-    inputs: Operands,
-    seconds: float,
-    sampler: Sampler = timing.chain,
-    rounds: int = timing.ROUNDS,
-) -> dict[Key, Spread]:
-    """Measures the wall time of products in chains, or of independent ones.
-
-    Args:
-        products: The product of each arm.
-        inputs: The operands.
-        seconds: Measuring time of all arms together.
-        sampler: What measures a sample.
-        rounds: Least number of samples of an arm.
-    """
-    weights = cycle(inputs.weights)
-    x = inputs.x
-    # Compiles the kernels, and determines the length of the samples.
-    short = [
-        sampler(product, x, weights, timing.SHORTEST)
-        for product in products.values()
-        for _ in range(2)
-    ]
-    seconds_of_sample = seconds / (rounds * len(products))
-    length = timing.chain_length(min(short), seconds_of_sample)
-
-    def sampled(product: Product) -> timing.Sample:
-        return lambda: sampler(product, x, weights, length)
-
-    samples = {arm: sampled(product) for arm, product in products.items()}
-    return timing.interleaved(samples, seconds=seconds, least=rounds)
-
-
-def emulator_counters(
-    products: Mapping[Key, Product],
-    inputs: Operands,
-    device: Device,
-    overlapped: bool = False,
-) -> dict[Key, Spread]:
-    """Estimates the time of one product of each arm from the emulator's counters.
-
-    Args:
-        products: The product of each arm.
-        inputs: The operands.
-        device: The device whose rates to use.
-        overlapped: Whether other products run at the same time.
-    """
-    import metal_emulator
-
-    def seconds(product: Product) -> float:
-        with warnings.catch_warnings():
-            # Where tiles are split, another kernel completes the output.
-            warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
-            launches = metal_emulator.trace(product, inputs.x, *inputs.weights[0])
-        return counting.counted_seconds(launches, device, overlapped)
-
-    return {arm: Spread(median=seconds(product)) for arm, product in products.items()}
 
 
 def product_of_arm(arm: Arm, problem: Problem) -> Product:

@@ -71,6 +71,10 @@ class GatherProblem:
         return self.experts * (1 - (1 - 1 / self.experts) ** self.problem.m)
 
 
+AnyProblem = Problem | GatherProblem
+"""A product, or products of experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherPlan(ABC):
     """How the kernel of a back end computes a `GatherProblem`.

@@ -5,12 +5,11 @@ from math import inf
 
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.verdict import AnyPlan
 
-AnyProblem = Problem | GatherProblem
 STOCK = "stock MLX"
 """Key of stock MLX among the times."""
 

@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry, selection, tuned_results
-from mlx_marlin.backends.base import AnyProblem, Backend
+from mlx_marlin.backends.base import Backend
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
 from mlx_marlin.products import eligibility

@@ -12,7 +12,7 @@ import metal_emulator
 from mlx_marlin import guard
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.measure import counting, operands, products, timing, tuner
+from mlx_marlin.measure import clocks, counting, operands, products, timing
 from mlx_marlin.measure.products import Measured
 from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -30,7 +30,7 @@ Choose = Callable[[str | None], None]
 def measure(backend: Choose) -> Callable[..., Measured]:
     """Measures in the emulator."""
     backend("emulator")
-    clock = tuner.clock(DEFAULT)
+    clock = clocks.clock_of(DEFAULT)
 
     def measured(problem: Problem = SMALL, *layouts: str, **options: bool) -> Measured:
         return products.measure(problem, DEFAULT, clock, layouts or ("mlx",), **options)
@@ -39,7 +39,7 @@ def measure(backend: Choose) -> Callable[..., Measured]:
 
 
 @pytest.fixture
-def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> tuner.Clock:
+def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> clocks.Clock:
     """Pretends that there is a GPU, where stock MLX's product stands in for ours."""
     backend("metal")
     monkeypatch.setattr(selection, "missing", lambda: None)
@@ -49,7 +49,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> tuner.Clock:
     monkeypatch.setattr(
         launcher, "product", lambda plan: operands.stock_product(plan.problem)
     )
-    return tuner.clock(M3_MAX, seconds=0.001)
+    return clocks.clock_of(M3_MAX, seconds=0.001)
 
 
 def test_in_the_emulator_ours_is_counted_and_stock_predicted(
@@ -108,7 +108,7 @@ def test_stagings_are_compared_with_gemm_register(
 
 
 def test_on_a_gpu_every_arm_is_measured_on_all_weights(
-    on_metal: tuner.Clock, monkeypatch: pytest.MonkeyPatch
+    on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = Counter[int]()
     stock = operands.stock_product
@@ -199,7 +199,9 @@ def test_a_weight_that_is_decoded_once_is_timed_that_way(
     assert {row.plan for row in ours} == {None}
 
 
-def test_drift_is_noted(on_metal: tuner.Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_is_noted(
+    on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def warming(products: Any, _: object) -> dict[Any, timing.Spread]:
         return {key: timing.Spread.of([1e-6, 1e-6, 1.2e-6, 1.2e-6]) for key in products}
 

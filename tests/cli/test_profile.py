@@ -17,7 +17,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import planner, tuned_results
 from mlx_marlin.cli.main import main
 from mlx_marlin.cli.profile import report, times
-from mlx_marlin.measure import timing, tuner
+from mlx_marlin.measure import clocks, timing, tuner
 from mlx_marlin.planning.measurement import Result
 from support.models import tiny_llama
 from support.tune_commands import PROBLEM, on_h200
@@ -268,16 +268,16 @@ def test_a_device_is_measured(
     tmp_path: Path,
 ) -> None:
     """The emulator is the device here, and the clock is that of a GPU."""
-    clock = tuner.Clock(
+    clock = clocks.Clock(
         name="wall time",
-        measure=partial(tuner.wall_time, seconds=0.01),
-        measure_independent=partial(tuner.wall_time, seconds=0.01),
+        measure=partial(clocks.wall_time, seconds=0.01),
+        measure_independent=partial(clocks.wall_time, seconds=0.01),
         weights=lambda _: 2,
         times_stock=True,
     )
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(times, "on_gpu", lambda: True)
-    monkeypatch.setattr(tuner, "clock", lambda _: clock)
+    monkeypatch.setattr(clocks, "clock_of", lambda _: clock)
     path = tmp_path / "profile.json"
     words = ["--single-config", "4,64,256", "--mode", "affine", "--group-size", "64"]
     words += ["--compare", "stock", "--export-json", str(path)]

@@ -21,7 +21,7 @@ from mlx_marlin.backends import (
     tuned_results,
 )
 from mlx_marlin.cli.main import main
-from mlx_marlin.measure import counting, operands, result_file, timing, tuner
+from mlx_marlin.measure import clocks, counting, operands, result_file, timing, tuner
 from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning import choice
 from support.arguments import activations, weight
@@ -138,7 +138,7 @@ def test_noise_is_not_called_a_failure(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    steady = tuner.emulator_counters
+    steady = clocks.emulator_counters
 
     def noisy(*given: Any, **options: Any) -> dict[Any, timing.Spread]:
         found = steady(*given, **options)
@@ -147,7 +147,7 @@ def test_noise_is_not_called_a_failure(
             for arm, each in found.items()
         }
 
-    monkeypatch.setattr(tuner, "emulator_counters", noisy)
+    monkeypatch.setattr(clocks, "emulator_counters", noisy)
     path = tmp_path / "run.json"
 
     assert main(["tune", "4x64x256", "--json", str(path)]) == 0

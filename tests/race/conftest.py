@@ -16,10 +16,10 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.race import at_load, forward_race
-from mlx_marlin.lm.race.product_race import Entry
+from mlx_marlin.lm.race.product_calls import Entry
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
-from mlx_marlin.measure.tuner import Clock
 from mlx_marlin.products import repacking
 
 M3_MAX = Device.named("M3 Max")

@@ -12,13 +12,13 @@ from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.measure import counting, operands, timing, tuner
+from mlx_marlin.measure import clocks, counting, operands, timing, tuner
 from support.timed_products import LARGE, M3_MAX, SMALL
 
 
 @pytest.mark.parametrize("sampler", [timing.chain, timing.independent])
 def test_wall_time_measures_every_arm_on_all_weights(
-    sampler: tuner.Sampler, monkeypatch: pytest.MonkeyPatch
+    sampler: clocks.Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "LONGEST", 4)
     given = operands.operands(SMALL, 3)
@@ -29,7 +29,7 @@ def test_wall_time_measures_every_arm_on_all_weights(
         return stock(x, w, *rest)
 
     plan = planner.choose(SMALL, M3_MAX)
-    measured = tuner.wall_time(
+    measured = clocks.wall_time(
         {None: stock, plan: counted}, given, seconds=0.01, sampler=sampler
     )
 
@@ -79,7 +79,7 @@ def test_the_emulator_counts_the_same_every_time(
     backend: Callable[[str | None], None],
 ) -> None:
     backend("emulator")
-    clock = tuner.clock(DEFAULT)
+    clock = clocks.clock_of(DEFAULT)
 
     first, second = (tuner.tune(SMALL, DEFAULT, clock) for _ in range(2))
 
@@ -105,7 +105,7 @@ def test_there_is_nothing_to_tune_without_our_kernels(
     backend("stock")
 
     with pytest.raises(ValueError, match="there is nothing to tune"):
-        tuner.clock(DEFAULT)
+        clocks.clock_of(DEFAULT)
 
 
 @pytest.mark.parametrize(("on", "chip"), [("metal", "M3 Max"), ("cuda", "NVIDIA H200")])
@@ -118,7 +118,7 @@ def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
     backend(on)
     monkeypatch.setattr(selection, "missing", lambda: None)
 
-    clock = tuner.clock(named(chip))
+    clock = clocks.clock_of(named(chip))
 
     assert (clock.name, clock.times_stock) == ("wall time", True)
     assert clock.weights(LARGE) == operands.weight_count(LARGE, named(chip))

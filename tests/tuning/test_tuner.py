@@ -11,8 +11,9 @@ import pytest
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.measure import tuner
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.timing import Spread
-from mlx_marlin.measure.tuner import Arm, Clock
+from mlx_marlin.measure.tuner import Arm
 from mlx_marlin.planning.measurement import STOCK, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

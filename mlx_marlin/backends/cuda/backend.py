@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mlx_marlin.backends.base import AnyProblem, KernelCall, Prepared
+from mlx_marlin.backends.base import KernelCall, Prepared
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.cost import predict as predict
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
@@ -20,7 +20,7 @@ from mlx_marlin.backends.cuda.search import candidates as candidates
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_marlin.backends.base import AnyProblem, KernelCall
+from mlx_marlin.backends.base import KernelCall
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.metal.candidates import default_kernel, has_registers
 from mlx_marlin.backends.metal.choice import best
@@ -29,7 +29,7 @@ from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem

@@ -24,7 +24,7 @@ from mlx_marlin.weights.formats import LAYOUTS
 if TYPE_CHECKING:
     from collections import Counter
 
-    from mlx_marlin.measure.tuner import Clock
+    from mlx_marlin.measure.clocks import Clock
 
 MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 """The modes of `mx.quantized_matmul`, with which our kernels are compared."""

@@ -9,7 +9,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import launcher, planner, registry, selection, tuned_results
 from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
-from mlx_marlin.measure import operands, tuner
+from mlx_marlin.measure import clocks, operands, tuner
 from mlx_marlin.measure.profiling.profile import Origin, Profile, of_plan, of_stock
 from mlx_marlin.measure.profiling.traffic import Counts
 from mlx_marlin.measure.tuner import Arm
@@ -79,7 +79,7 @@ def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profil
     arms: dict[Problem, list[Arm]] = {}
     for subject in subjects:
         arms.setdefault(subject.problem, []).append(subject.plan)
-    clock = tuner.clock(device)
+    clock = clocks.clock_of(device)
     profiles = []
     for problem in _with_progress([*arms]):
         inputs = operands.operands(problem, clock.weights(problem))

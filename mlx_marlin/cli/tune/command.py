@@ -18,9 +18,10 @@ from mlx_marlin.cli import arguments, cache_folders, json_output, models, progre
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.tune import model, report
 from mlx_marlin.lm.tuned_models import lookup, results
-from mlx_marlin.measure import machine, operands, result_file, tuner
+from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
-from mlx_marlin.measure.tuner import Arm, Clock, Outcome
+from mlx_marlin.measure.tuner import Arm, Outcome
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
@@ -70,8 +71,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=tuner.SECONDS,
-        help=f"time limit for each problem; default: {tuner.SECONDS:g}",
+        default=clocks.SECONDS,
+        help=f"time limit for each problem; default: {clocks.SECONDS:g}",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="only list the plans to measure"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from mlx_marlin import guard
 from mlx_marlin.measure import tuner
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.timing import Spread
-from mlx_marlin.measure.tuner import Arm, Clock, Outcome
+from mlx_marlin.measure.tuner import Arm, Outcome
 from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem
 

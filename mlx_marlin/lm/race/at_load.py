@@ -3,7 +3,6 @@
 What is measured is kept with the machine's results, so a later call times nothing.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin import state
+from mlx_marlin import decision_log, state
 from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
@@ -29,9 +28,10 @@ from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.lm.warn_once import warn_once
-from mlx_marlin.measure import tuner
-from mlx_marlin.measure.tuner import Clock
-from mlx_marlin.planning.measurement import AnyProblem, Forwards, Result
+from mlx_marlin.measure import clocks
+from mlx_marlin.measure.clocks import Clock
+from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.measurement import Forwards, Result
 from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.products import eligibility, serving
 
@@ -119,7 +119,9 @@ class Race:
             yield
         except KeyboardInterrupt:
             self._has_stopped = True
-            _print("measuring was interrupted: it continues when the model is loaded")
+            decision_log.tell(
+                "measuring was interrupted: it continues when the model is loaded"
+            )
         except Exception as error:  # a kernel's, MLX's or the model's
             warn_once(
                 f"not measured: {type(error).__name__}: {error}",
@@ -158,7 +160,7 @@ class Race:
     def _say_why(self) -> None:
         changed = result_files.changes(self.folder, self.machine)
         if changed:
-            _print(f"measuring again: {changed}")
+            decision_log.tell(f"measuring again: {changed}")
 
     def _layouts(self) -> tuple[str, ...]:
         """Returns the layouts in which our kernels compete."""
@@ -252,7 +254,7 @@ class Race:
         if raced is None or kept != replace(raced, date=kept.date):
             self._write([self._live(problem) for problem in left], [kept])
         if slower:
-            _print(_told(slower, kept))
+            decision_log.tell(_told(slower, kept))
         return kept
 
     def _ours_of(self, product: ModelProduct, m: int) -> AnyProblem | None:
@@ -323,9 +325,9 @@ def clock(device: Any) -> Clock:
         device: This machine's GPU.
     """
     measure = partial(
-        tuner.wall_time, seconds=product_race.SECONDS, rounds=product_race.ROUNDS
+        clocks.wall_time, seconds=product_race.SECONDS, rounds=product_race.ROUNDS
     )
-    return replace(tuner.clock(device), measure=measure)
+    return replace(clocks.clock_of(device), measure=measure)
 
 
 def _told(rows: Sequence[int], kept: Forwards) -> str:
@@ -348,8 +350,3 @@ def _shown(products: Sequence[ModelProduct]) -> Iterator[ModelProduct]:
             bar.set_description(f"measure {product.name}")
             yield product
             bar.update()
-
-
-def _print(line: str) -> None:
-    if sys.stderr is not None:
-        print(f"mlx_marlin: {line}", file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ from typing import cast
 from mlx_marlin.lm.race.model_products import ModelProduct
 from mlx_marlin.lm.race.product_race import ProductRace
 from mlx_marlin.measure import timing
-from mlx_marlin.planning.measurement import STOCK, AnyProblem
+from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.measurement import STOCK
 
 PACKED_ROWS = (2, 4, 5, 8)
 """Rows at which packed weights must be faster by `PACKED_GAIN` in all."""

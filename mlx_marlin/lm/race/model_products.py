@@ -15,7 +15,8 @@ from mlx_marlin.lm.report.layer_product import LayerProduct
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.measurement import AnyProblem, plain, product_of
+from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.measurement import plain, product_of
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
 from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.products import serving

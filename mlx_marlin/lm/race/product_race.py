@@ -3,53 +3,52 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner, registry
+from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.launcher import Product
-from mlx_marlin.lm.race.model_products import ModelProduct, stock_parts
-from mlx_marlin.measure import operands, timing, tuner
+from mlx_marlin.lm.race import product_calls
+from mlx_marlin.lm.race.model_products import ModelProduct
+from mlx_marlin.lm.race.product_calls import Entry
+from mlx_marlin.measure import timing, tuner
+from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread, Weight
-from mlx_marlin.measure.tuner import Clock
-from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
-from mlx_marlin.planning.measurement import AnyProblem, Result, product_of
-from mlx_marlin.planning.problem import Problem, in_stock_mlx
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
+from mlx_marlin.planning.measurement import Result, product_of
 from mlx_marlin.planning.verdict import AnyPlan
-from mlx_marlin.products.experts.dispatch import single_weight_call
-from mlx_marlin.products.experts.request import GatherRequest
 
 ROWS = (2, 4, 5, 8, 16, 32, 64)
+
+
 """Numbers of rows that are timed."""
+
+
 BETWEEN = {3: (2, 4), 6: (5, 8), 12: (8, 16), 24: (16, 32), 48: (32, 64)}
+
+
 """Numbers of rows that are timed if stock MLX serves one neighbour and we the other."""
+
+
 CLOSE = 1.1
+
+
 """A second kernel is timed if its predicted time is at most this times the best one."""
+
+
 ROUNDS = 3
+
+
 SECONDS = 0.03
+
+
 """Time of a product's samples together, without compilation."""
-ARRAYS = 3
-"""Arrays of a weight in one layout."""
+
 
 Store = Callable[[Result], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A plan or stock MLX in the race for a product.
-
-    Attributes:
-        plan: The plan, or None for stock MLX.
-        layout: The layout of the weight that it reads.
-    """
-
-    plan: AnyPlan | None
-    layout: str
 
 
 @dataclass(kw_only=True)
@@ -208,12 +207,14 @@ class ProductRace:
     ) -> tuple[dict[Entry, Product], Operands]:
         """Returns the calls of entries, and what they read: weights of some layers."""
         layouts = [*dict.fromkeys(entry.layout for entry in entries)]
-        x, indices = _activations(product, m, count)
+        x, indices = product_calls.activations(product, m, count)
         each = [self._weights(product, layout, count) for layout in layouts]
         weights = tuple(sum(arrays, ()) for arrays in zip(*each, indices, strict=True))
         mx.eval(x, weights)
         calls = {
-            entry: _reading(layouts.index(entry.layout), _call(product, m, entry))
+            entry: product_calls.reading(
+                layouts.index(entry.layout), product_calls.call(product, m, entry)
+            )
             for entry in entries
         }
         problem = product_of(self.problems(product, m)[entries[0].layout])
@@ -249,99 +250,3 @@ def contenders(problem: AnyProblem, device: PlanningDevice) -> list[AnyPlan]:
 
 def _has(layout: str, spreads: Mapping[Entry, Spread]) -> bool:
     return any(entry.plan and entry.layout == layout for entry in spreads)
-
-
-def _reading(index: int, call: Product) -> Product:
-    """Returns a call that reads the arrays of one layout, and all that follow."""
-    return lambda x, *arrays: call(
-        x,
-        *arrays[ARRAYS * index : ARRAYS * (index + 1)],
-        *arrays[len(arrays) - len(arrays) % ARRAYS :],
-    )
-
-
-def _activations(
-    product: ModelProduct, m: int, count: int
-) -> tuple[mx.array, list[tuple[mx.array, ...]]]:
-    """Returns rows of x, and the experts that they choose for each weight."""
-    request = product.request(m, product.layout)
-    shape, dtype = request.x_shape, request.dtype
-    x = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
-    if not isinstance(request, GatherRequest):
-        return x, [()] * count
-    choices = product.product.choices
-    return x, [(_experts(request, m, choices, seed),) for seed in range(count)]
-
-
-def _experts(request: GatherRequest, m: int, choices: int, seed: int) -> mx.array:
-    """Returns distinct random experts for each row, sorted if the request is."""
-    drawn = mx.random.uniform(shape=(m, request.experts), key=mx.random.key(seed))
-    chosen = mx.argsort(drawn, axis=-1)[:, :choices].astype(mx.uint32)
-    return mx.sort(chosen.flatten()) if request.is_sorted else chosen
-
-
-def _call(product: ModelProduct, m: int, entry: Entry) -> Product:
-    request = product.request(m, entry.layout)
-    if isinstance(request, GatherRequest):
-        call = _gathered(request, entry.plan)
-        # The sum of `timing.chain` keeps x's shape: one result of each row.
-        return call if request.is_sorted else lambda *arrays: call(*arrays)[:, :1]
-    if entry.plan is None:
-        problem = in_stock_mlx(request.problem)
-        assert problem is not None
-        return _in_parts(problem, stock_parts(product))
-    if isinstance(entry.plan, DequantizePlan):
-        return launcher.dequantized_product(entry.plan)
-    assert not isinstance(entry.plan, GatherPlan)
-    return launcher.product(entry.plan, listed=False)
-
-
-def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:
-    """Returns stock MLX's products of the layers that are joined, which x waits for."""
-    multiply = operands.stock_product(problem)
-    if len(parts) == 1:
-        return multiply
-    ends = [*accumulate(parts)]
-    bounds = [*zip([0, *ends], ends, strict=False)]
-
-    def product(x: mx.array, *weight: mx.array) -> mx.array:
-        first, *others = (
-            multiply(x, *(array[start:end] for array in weight))
-            for start, end in bounds
-        )
-        waiting: mx.array = mx.depends(first, others)
-        return waiting
-
-    return product
-
-
-def _gathered(request: GatherRequest, plan: AnyPlan | None) -> Product:
-    """Returns the product of experts, from x, a weight and the experts of the rows."""
-    if plan is not None:
-        assert isinstance(plan, GatherPlan)
-        run = single_weight_call(request, plan)
-
-        def ours(x: mx.array, *arrays: mx.array) -> mx.array:
-            *weight, experts = arrays
-            y: mx.array = run(x, None, experts, *weight)
-            return y
-
-        return ours
-    has_biases = request.mode == "affine"
-    multiply = partial(
-        mx.gather_qmm,
-        transpose=True,
-        group_size=request.group_size,
-        bits=request.bits,
-        mode=request.mode,
-        sorted_indices=request.is_sorted,
-    )
-
-    def stock(
-        x: mx.array, w: mx.array, scales: mx.array, biases: mx.array, experts: mx.array
-    ) -> mx.array:
-        second = biases if has_biases else None
-        y: mx.array = multiply(x, w, scales, second, rhs_indices=experts)
-        return y
-
-    return stock
