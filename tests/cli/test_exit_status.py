@@ -63,7 +63,7 @@ def test_an_interrupt_is_a_status_and_no_text(
 def test_a_process_that_is_interrupted_prints_no_traceback() -> None:
     program = """
 import signal, sys
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 from mlx_marlin.cli.plan import command as plan
 # A test run in the background is started with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)

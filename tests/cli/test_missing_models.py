@@ -199,7 +199,7 @@ def test_a_name_of_the_hub_is_announced_and_its_error_is_a_sentence(
 def test_mlx_lm_is_not_imported_for_a_missing_model(command: list[str]) -> None:
     words = [each.replace("MODEL", "./none") for each in command]
     code = (
-        "import sys\nfrom mlx_marlin.cli import main\n"
+        "import sys\nfrom mlx_marlin.cli.main import main\n"
         f"assert main({words}) == 2\n"
         "print({'mlx_lm', 'transformers', 'huggingface_hub'} & {*sys.modules})"
     )

@@ -444,7 +444,7 @@ def test_wrong_usage_exits_with_two(
 def test_help_lists_the_commands_without_importing_them() -> None:
     program = """
 import sys
-from mlx_marlin.cli import COMMANDS, main
+from mlx_marlin.cli.main import COMMANDS, main
 try:
     main(["--help"])
 except SystemExit:
@@ -461,7 +461,7 @@ def test_the_command_runs_without_mlx_and_numpy() -> None:
     program = """
 import sys
 sys.modules["mlx"] = sys.modules["numpy"] = None
-from mlx_marlin.cli import main
+from mlx_marlin.cli.main import main
 raise SystemExit(main(["plan", "1", "4096", "11008", "--cores", "40"]))
 """
     answer = run_python(program)

@@ -554,7 +554,8 @@ def test_a_page_is_rendered_with_the_standard_library_alone(tmp_path: Path) -> N
 import sys
 for name in ("mlx", "numpy", "matplotlib", "tqdm"):
     sys.modules[name] = None
-from mlx_marlin.cli import main, tables
+from mlx_marlin.cli import tables
+from mlx_marlin.cli.main import main
 raise SystemExit(main(["render", {str(source)!r}, "-o", {str(target)!r}]))
 """
     answer = run_python(program)
