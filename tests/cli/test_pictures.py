@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import sys
 from collections import Counter, defaultdict
 from itertools import repeat
@@ -400,19 +399,12 @@ def test_where_nothing_can_be_saved_nothing_is_planned(
     assert captured.err.count("\n") == 1
 
 
-def test_the_example_shows_what_its_commands_print_and_draw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = runpy.run_path(str(EXAMPLE / "make.py"))["page"]
+def test_the_example_shows_its_pictures_which_are_small() -> None:
     readme = (EXAMPLE / "README.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
+    drawn = [*EXAMPLE.glob("*.svg")]
 
-    # If a plan or a price changed on purpose: python examples/seven_tiles/make.py
-    assert page(readme) == readme
-    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert made == {path.name: path.read_bytes() for path in EXAMPLE.glob("*.svg")}
-    assert set(made) == set(re.findall(r"\]\((\S+\.svg)\)", readme))
-    assert max(map(len, made.values())) < LARGEST_SVG
+    assert {path.name for path in drawn} == set(re.findall(r"\]\((\S+\.svg)\)", readme))
+    assert max(path.stat().st_size for path in drawn) < LARGEST_SVG
 
 
 def test_the_example_shows_every_strategy_twice() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -443,15 +442,6 @@ def test_the_rows_of_a_table_need_a_mark() -> None:
     table = "rows  bottleneck  times\n   1  MEMORY      predicted\n   8  MEMORY"
 
     assert unmarked(table) == ["   8  MEMORY"]
-
-
-def test_the_document_shows_what_is_printed(profile: Profile) -> None:
-    text = DOCUMENT.read_text("utf-8")
-    words, shown = re.search(
-        r"\$ mlx-marlin profile (.*)\n((?s:.*?))```", text
-    ).groups()
-
-    assert profile(*shlex.split(words)) == (0, shown)
 
 
 def test_the_document_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,94 @@
+"""Small files that take the places of those that the documents name."""
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from shutil import copyfile
+
+from support import foreign_checkpoints as foreign
+from support import quantized_folder
+from support.foreign_models import write_llama
+
+VOCABULARY = 1024
+"""Tokens of the demo's tokenizer."""
+KERNEL = "y[thread_position_in_grid.x] = T(2) * x[thread_position_in_grid.x];\n"
+PROGRAM = """
+import mlx.core as mx
+import mlx_marlin
+
+mx.random.seed(0)
+for rows, n, k, transpose in ((3, 64, 128, True), (2, 64, 64, False)):
+    w = mx.quantize(mx.random.normal((n, k)))
+    x = mx.random.normal((rows, k))
+    mx.eval(mlx_marlin.quantized_matmul(x, *w, transpose=transpose))
+"""
+
+
+def _quantized(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    quantized_folder.write(file)
+
+
+def _gguf(file: Path) -> None:
+    example = quantized_folder.MODEL.parents[1] / "import_weights" / "gguf_file.py"
+    spec = importlib.util.spec_from_file_location("gguf_file", example)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.write(quantized_folder.MODEL, file)
+
+
+def _foreign(
+    file: Path, arrays: Callable[..., object], config: dict[str, object], bits: int
+) -> None:
+    write_llama(file, arrays, config | {"vocab_size": VOCABULARY}, bits=bits)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copyfile(quantized_folder.MODEL / name, file / name)
+
+
+def _text(text: str, file: Path) -> None:
+    file.write_text(text, encoding="utf-8")
+
+
+def _gptq(layer: str, weight: foreign.IntegerWeight) -> dict[str, object]:
+    return foreign.gptq_arrays(layer, weight, 2)
+
+
+def _plain(layer: str, weight: foreign.IntegerWeight) -> dict[str, object]:
+    return {f"{layer}.weight": weight.values.astype("float16")}
+
+
+FILES: dict[str, Callable[[Path], None]] = {
+    "mlx-community/Qwen3-4B-4bit": _quantized,
+    "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": _quantized,
+    "Qwen3-8B-Q4_K_M.gguf": _gguf,
+    "Qwen3-8B-GPTQ-Int4": partial(
+        _foreign, arrays=_gptq, config=foreign.gptq_config(4, 2), bits=4
+    ),
+    "Qwen3-8B-AWQ": partial(
+        _foreign, arrays=foreign.awq_arrays, config=foreign.awq_config(), bits=4
+    ),
+    "Qwen3-8B": partial(_foreign, arrays=_plain, config={}, bits=8),
+    "sample.txt": partial(_text, "def main():\n    pass\n" * 20),
+    "double.metal": partial(_text, KERNEL),
+    "my_program.py": partial(_text, PROGRAM),
+}
+"""Writes what a page names, by its name. A folder's name is also one on the hub."""
+ARGUMENTS = {
+    "8080": "0",
+    "8x4096x14336": "8x128x256",
+    "8x4096x11008": "8x128x256",
+    "4096x11008": "128x256",
+    "4096x4096": "128x128",
+}
+"""Arguments that replace those of commands that time or serve: any free port, and
+shapes for which the emulator takes less than minutes."""
+
+
+def write(folder: Path, text: str) -> None:
+    """Writes everything that a text names to a folder."""
+    for name, make in FILES.items():
+        if name in text:
+            make(folder / name)
