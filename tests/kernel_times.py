@@ -1,7 +1,8 @@
 """Published times of kernels like ours beside those of our model.
 
 The times are those of `data/published_kernel_times.json`. Run as a program, this file
-prints the tables of docs/m5.md, a table of M4 and its summary in docs/stock_model.md.
+prints them, the predicted speeds over stock MLX on M5, and the errors that docs/m5.md
+and docs/stock_model.md state.
 """
 
 import json
@@ -185,7 +186,7 @@ def summary(of: list[Row]) -> str:
 
 
 def predictions() -> str:
-    """Returns the table of predicted speeds over stock MLX of docs/m5.md."""
+    """Returns the table of predicted speeds over stock MLX on M5."""
     lines = [
         f"| chip | product | {' | '.join(map(str, PREDICTED_ROWS))} |",
         "|---" * (2 + len(PREDICTED_ROWS)) + "|",
@@ -216,7 +217,7 @@ def speed(problem: Problem, device: Device) -> float:
 
 
 def _cell(problem: Problem, device: Device) -> str:
-    """Returns the same as a cell of the document's table."""
+    """Returns the same as a cell of that table."""
     served = planner.serve(problem, device)
     if isinstance(served, Refusal):
         return "stock"

@@ -1,7 +1,7 @@
 """Published times of stock MLX beside those of our model of it.
 
 The times are those of `data/published_times.json`. Run as a program, this file prints
-the table of docs/stock_model.md, and every time beside the model's.
+the errors of each chip, and every time beside the model's.
 """
 
 import json

@@ -18,12 +18,12 @@ def test_every_bound_is_kept(chip: str) -> None:
     assert PREDICTED["failures"](Device.named(chip)) == []
 
 
-@pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
+@pytest.mark.parametrize("chip", ["M1 Max", "M3 Max", "M4 Pro", "M5 Max"])
 def test_the_readme_shows_what_is_predicted(chip: str) -> None:
     llama, *_ = PREDICTED["MODELS"]
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     table = {cells[0]: cells[1:] for line in lines if (cells := _cells(line))}
-    found = dict(zip(table["rows"], table[chip.removeprefix("Apple ")], strict=True))
+    found = dict(zip(table["rows"], table[chip], strict=True))
 
     for rows, gain in found.items():
         stock, ours = PREDICTED["totals"](llama, int(rows), Device.named(chip))
