@@ -15,6 +15,7 @@ import pytest
 
 import document_blocks
 from document_blocks import PAGES, ROOT, Block
+from mlx_marlin import cache
 from support import auto_hook, command_names
 
 SLOW = {
@@ -53,11 +54,15 @@ def with_blocks(language: str, slow: Collection[str] = ()) -> pytest.MarkDecorat
 
 
 @pytest.fixture
-def _undone(kernels: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _undone(
+    kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[None]:
     """Serves calls by our kernels; at the end, undoes what the pages change.
 
-    A chat ends at once, and a server when it listens.
+    A chat ends at once, and a server when it listens. Results and verdicts are kept in
+    a folder of the test.
     """
+    monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
 
     def interrupt(server: ThreadingHTTPServer) -> None:
         server.server_close()
