@@ -13,6 +13,24 @@ from support.foreign_models import write_llama
 VOCABULARY = 1024
 """Tokens of the demo's tokenizer."""
 KERNEL = "y[thread_position_in_grid.x] = T(2) * x[thread_position_in_grid.x];\n"
+LIBRARY = """
+constant int n [[function_constant(0)]];
+constant int factor [[function_constant(1)]];
+
+kernel void f(
+    device const float* x, device float* y, uint i [[thread_position_in_grid]]) {
+  y[i] = n * x[i];
+}
+
+template <typename T>
+kernel void times(
+    device const T* x, device T* y, uint i [[thread_position_in_grid]]) {
+  y[i] = factor * x[i];
+}
+
+template [[host_name("times_float4")]] kernel void times<float4>(
+    device const float4* x, device float4* y, uint i);
+"""
 PROGRAM = """
 import mlx.core as mx
 import mlx_marlin
@@ -73,6 +91,8 @@ FILES: dict[str, Callable[[Path], None]] = {
     "Qwen3-8B": partial(_foreign, arrays=_plain, config={}, bits=8),
     "sample.txt": partial(_text, "def main():\n    pass\n" * 20),
     "double.metal": partial(_text, KERNEL),
+    "kernels.metal": partial(_text, LIBRARY),
+    "many.metal": partial(_text, LIBRARY),
     "my_program.py": partial(_text, PROGRAM),
 }
 """Writes what a page names, by its name. A folder's name is also one on the hub."""
