@@ -135,7 +135,7 @@ def test_the_header_is_compiled_once_or_read(
     found = compiler.find()
     texts = [KERNEL.replace("PRODUCTS", f"y[0] = {value};") for value in (1, 2, 3)]
     build.kernel_library(found, texts[0])
-    (header,) = (tmp_path / "cache" / build.FOLDER).glob("*.pch")
+    (header,) = (tmp_path / "cache" / build.cache.FOLDER).glob("*.pch")
     if content is not None:
         header.write_bytes(content)
 
