@@ -113,15 +113,47 @@ def info_arguments(
     ]
 
 
+def bytes_argument(name: str, content: bytes) -> Argument:
+    """Returns the memory of a number or a struct."""
+    import numpy as np
+
+    return Argument(name, np.frombuffer(content, np.uint8), len(content), 0)
+
+
 def output_argument(
-    name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None
+    name: str,
+    shape: Sequence[int],
+    dtype: mx.Dtype,
+    init_value: float | None,
+    start: mx.array | None = None,
 ) -> Argument:
-    """Returns the memory of an output: `init_value`, or poison if that is None."""
+    """Returns the memory of an output.
+
+    Args:
+        name: Name of the parameter.
+        shape: Shape of the output.
+        dtype: Its dtype.
+        init_value: What its elements begin with; None: poison.
+        start: What the output begins with, of its size and dtype, in place of that.
+
+    Raises:
+        ValueError: If `start` has another size or dtype.
+    """
     import numpy as np
 
     size = math.prod(shape) * dtype.size
     contents = None
-    if init_value is not None:
+    if start is not None:
+        if not isinstance(start, mx.array) or (start.nbytes, start.dtype) != (
+            size,
+            dtype,
+        ):
+            raise ValueError(
+                f"input {name!r} is an output too, expected an array of its shape "
+                f"{tuple(shape)} and dtype {dtype}"
+            )
+        contents = np.array(raw_array(start)).reshape(-1).view(np.uint8)
+    elif init_value is not None:
         # mx.full returns float32 for a float, even if dtype is an integer.
         filled = raw_array(mx.full(tuple(shape), init_value, dtype).astype(dtype))
         contents = filled.reshape(-1).view(np.uint8)

@@ -87,25 +87,6 @@ def find(file_name: str) -> Path | None:
     return None
 
 
-def read(path: Path, most_bytes: int) -> bytes:
-    """Returns the content of a regular file.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not a regular file, or larger than `most_bytes`.
-    """
-    # Opening a FIFO without O_NONBLOCK waits for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > most_bytes:
-            raise ValueError(
-                f"{path}: {status.st_size} bytes, expected a regular file of at most "
-                f"{most_bytes}"
-            )
-        return file.read(status.st_size)
-
-
 def write(folder: Path, file_name: str, content: bytes) -> Path:
     """Writes a file that only this user can read and write, and returns its path.
 

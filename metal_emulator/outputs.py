@@ -64,7 +64,7 @@ def _warn(name: str, output: str, size: int, memory: Memory) -> None:
         f"kernel {name}: {count} of {total} elements of output {output!r} were never "
         f"written, the first is element {memory.first_unwritten // size}",
         EmulatorWarning,
-        stacklevel=5,  # the caller of the kernel
+        stacklevel=6,  # the caller of the kernel
     )
 
 

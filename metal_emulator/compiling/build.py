@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from metal_emulator import cache
+from metal_emulator import cache, regular_files
 from metal_emulator.compiling.clangs import Compiler
 from metal_emulator.compiling.flags import (
     FLAGS,
@@ -94,7 +94,7 @@ def _is_intact(path: Path) -> bool:
     Loaders ignore bytes after the last section.
     """
     try:
-        content = cache.read(path, MOST_BYTES)
+        content = regular_files.read(path, MOST_BYTES)
     except (OSError, ValueError):
         return False
     size = hashlib.sha256().digest_size

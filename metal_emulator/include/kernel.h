@@ -24,11 +24,20 @@ struct Reference {
   }
 };
 
+struct MutableReference {
+  void* address;
+  template <class T>
+  METAL_FUNC operator T&() const {
+    return *static_cast<T*>(address);
+  }
+};
+
 METAL_FUNC void* buffer(u32 number) {
   return self().worker->threadgroup.buffers[number];
 }
 METAL_FUNC Pointer pointer(u32 number) { return {buffer(number)}; }
 METAL_FUNC Reference reference(u32 number) { return {buffer(number)}; }
+METAL_FUNC MutableReference mutable_reference(u32 number) { return {buffer(number)}; }
 
 template <class T, u32 Slot>
 METAL_FUNC T& threadgroup_variable(const char* name) {

@@ -36,10 +36,14 @@ class Location:
 
 
 class SourceMap:
-    """Names lines of a generated kernel by the header and source of its author."""
+    """Names lines of a generated kernel by the header and source of its author.
+
+    Attributes:
+        text: The Metal text.
+    """
 
     def __init__(self, text: str, header: str, body_line: int) -> None:
-        self._text = text
+        self.text = text
         self._header_lines = len(header.splitlines())
         self._body_line = body_line
 
@@ -48,7 +52,7 @@ class SourceMap:
         """The text by location, computed only for error messages."""
         lines: dict[Location, str] = {}
         file, number = FILE, 0
-        for line in self._text.split("\n"):
+        for line in self.text.split("\n"):
             number += 1
             if found := _LINE.match(line):
                 file, number = found["file"] or file, int(found["line"]) - 1

@@ -45,7 +45,7 @@ COMMANDS = {
     "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
     "demo": ("mlx_marlin.cli.demo.command", "generate text with quantized kernels"),
     "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
-    "emulate": ("mlx_marlin.cli.emulate.command", "run a Metal kernel on the CPU"),
+    "emulate": ("mlx_marlin.cli.emulate", "run a Metal kernel on the CPU"),
 }
 """Command name -> (module, help), in the order of the help."""
 

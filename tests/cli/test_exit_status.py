@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli.emulate import arguments as emulate_arguments
+from metal_emulator.command_line import arguments as emulate_arguments
 from mlx_marlin.cli.main import COMMANDS, main
 from support.processes import HANG_SECONDS
 

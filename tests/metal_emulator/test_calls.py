@@ -446,7 +446,7 @@ def test_only_the_last_calls_of_a_kernel_stay_loaded(
         maps = Path("/proc/self/maps").read_text().splitlines()
         return len({line.split()[-1] for line in maps if line.endswith(".so")})
 
-    module = importlib.import_module("metal_emulator.metal_kernel")
+    module = importlib.import_module("metal_emulator.program")
     monkeypatch.setattr(module, "PROGRAMS", 3)
     kernel = metal_kernel(
         name="templated", input_names=[], output_names=["out"], source="out[0] = N;"

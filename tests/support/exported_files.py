@@ -9,8 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_emulator.dispatch import Dispatch
-from metal_emulator.metal_kernel import _compiled, _execute
-from metal_emulator.modes import Options
+from metal_emulator.metal_kernel import Recorded
 from mlx_marlin.products import exported_streams as streams
 
 Node = dict[str, Any]
@@ -77,6 +76,5 @@ def _run(node: Node, values: dict[str, mx.array]) -> None:
     names, shapes, dtypes = zip(*node["outputs"], strict=True)
     inputs = [values[name] for name, *_ in node["inputs"]]
     mx.eval(inputs)
-    program = _compiled(kernel, "", dispatch, Options())
-    results = _execute(program, inputs, shapes, dtypes, None)
+    results = Recorded.compiled(kernel, "", dispatch).run(inputs, shapes, dtypes)
     values.update(zip(names, results, strict=True))

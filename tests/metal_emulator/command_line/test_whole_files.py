@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import metal_emulator
+from metal_emulator.command_line.main import main
+from metal_emulator.language.tokens import Tokens
 from metal_emulator.language.whole_kernel import whole_kernels
-from mlx_marlin.cli.main import main
 
 pytestmark = pytest.mark.skipif(
     metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -56,7 +57,7 @@ def scale(file: Path, tmp_path: Path) -> list[str]:
     arguments = np.array([32], np.uint32).tobytes() + np.array([3], "f4").tobytes()
     np.save(tmp_path / "arguments.npy", np.frombuffer(arguments, np.uint8))
     return [
-        *("emulate", str(file), "--kernel", "scale", "--grid", "32"),
+        *(str(file), "--entry", "scale", "--grid", "32"),
         *("--input", "x=32:float32:arange", "--output", "y=32:float32"),
         *("--input", f"arguments={tmp_path / 'arguments.npy'}"),
         *("--threadgroup-memory", "hold=64"),
@@ -64,7 +65,7 @@ def scale(file: Path, tmp_path: Path) -> list[str]:
 
 
 def test_parameters_and_templates_are_read() -> None:
-    first, second = whole_kernels(WHOLE)
+    first, second = whole_kernels(Tokens(WHOLE))
 
     assert (first.name, first.template) == ("scale", ())
     assert [parameter.name for parameter in first.parameters] == [
@@ -73,7 +74,7 @@ def test_parameters_and_templates_are_read() -> None:
     assert (second.name, second.template) == ("shift", ("T", "N"))
     assert second.parameters[2].type == "constant int&"
     assert second.parameters[3].attribute == "thread_position_in_grid"
-    assert whole_kernels("uint kernel = 1; y[0] = kernel;") == []
+    assert not list(whole_kernels(Tokens("uint kernel = 1; y[0] = kernel;")))
 
 
 def test_a_whole_kernel_is_checked_and_run(
@@ -101,7 +102,7 @@ def test_its_faults_are_told_with_the_lines_of_the_file(
 def test_a_template_with_atomic_and_filled_outputs(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["emulate", str(file), "--kernel", "shift", "--grid", "64", "--check"]
+    command = [str(file), "--entry", "shift", "--grid", "64", "--check"]
     outputs = ["--output", "values=64:uint32", "--output", "count=1:uint32"]
     template = ["--template", "T=uint32", "--template", "N=5", "--input", "by=2"]
     options = ["--atomic-outputs", "--init-value", "7"]
@@ -128,8 +129,11 @@ def test_elements_that_nobody_writes_are_told(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["--kernel", "other"], "--kernel other, expected a kernel of FILE (scale, sh"),
-        (["--kernel", "shift"], "kernel shift: parameter 'values' needs an input or"),
+        (
+            ["--entry", "other"],
+            "entry other, expected a kernel of whole.metal (scale, sh",
+        ),
+        (["--entry", "shift"], "kernel shift: output 'y', expected a parameter in dev"),
         (
             ["--input", "x=32:float16"],
             "parameter 'x' is device const float*, expected an array of that type",
@@ -159,7 +163,7 @@ def test_messages_name_lines_of_the_file_only(
     path.write_text(
         "#define MAKE(kind) kind##9 pasted;\nMAKE(float)\ny[0] = 1;", encoding="utf-8"
     )
-    command = ["emulate", str(path), "--grid", "1", "--output", "y=1:float32"]
+    command = [str(path), "--grid", "1", "--output", "y=1:float32"]
 
     assert main(command) == 1
     plain = capsys.readouterr().out

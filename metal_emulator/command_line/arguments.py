@@ -1,4 +1,4 @@
-"""Parsing of the arguments of `mlx-marlin emulate`."""
+"""Parsing of the values of options."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin import regular_files
+from metal_emulator import regular_files
+from metal_emulator.language.function_constants import Value
 
 FILLS: dict[str, Callable[[list[int]], mx.array]] = {
     "random": lambda shape: mx.random.normal(shape, key=mx.random.key(0)),
@@ -43,7 +44,9 @@ def all_named(texts: list[str], option: str) -> dict[str, str]:
 
 
 def input_array(text: str) -> Any:
-    """Returns the input that a text describes: a file, a number or a filled array."""
+    """Returns the input that a text describes: none, a file, a number or an array."""
+    if text == "none":
+        return None
     if text.endswith(".npy"):
         return _load(text)
     if ":" in text:
@@ -105,18 +108,55 @@ def byte_count(text: str) -> int:
     return integer(text, "--threadgroup-memory")
 
 
-def template(text: str) -> tuple[str, mx.Dtype | int | bool]:
-    """Parses NAME=VALUE, where VALUE is an integer, true, false or a dtype."""
+def template(text: str) -> tuple[str, mx.Dtype | int | bool | str]:
+    """Parses NAME=VALUE, where VALUE is an integer, true, false, a dtype or a type."""
     name, value = named(text, "--template")
     if value in ("true", "false"):
         return name, value == "true"
     if _is_integer(value):
         return name, integer(value, f"--template {name}")
-    if not isinstance(getattr(mx, value, None), mx.Dtype):
+    dtype = getattr(mx, value, None)
+    return name, dtype if isinstance(dtype, mx.Dtype) else value
+
+
+def mlx_template(text: str) -> tuple[str, mx.Dtype | int | bool]:
+    """Parses NAME=VALUE as `template`, without types that MLX cannot pass."""
+    name, value = template(text)
+    if isinstance(value, str):
         raise ValueError(
             f"--template {text!r}, expected an integer, true, false or a dtype"
         )
-    return name, getattr(mx, value)
+    return name, value
+
+
+def constants(texts: list[str]) -> dict[str | int, Value]:
+    """Parses several NAME=VALUE or INDEX=VALUE of function constants."""
+    found: dict[str | int, Value] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not (key.isidentifier() or _is_natural(key)):
+            raise ValueError(f"--constant {text!r}, expected NAME=VALUE or INDEX=VALUE")
+        parts = [_number(part, text) for part in value.split(",")]
+        name = key if key.isidentifier() else integer(key, "--constant")
+        if name in found:
+            raise ValueError(
+                f"--constant {text!r}: {key} is given twice, expected once"
+            )
+        found[name] = parts[0] if len(parts) == 1 else parts
+    return found
+
+
+def _number(text: str, option: str) -> bool | int | float:
+    if text in ("true", "false"):
+        return text == "true"
+    if _is_integer(text):
+        return integer(text, "--constant", bits=65)
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"--constant {option!r}, expected true, false or numbers"
+        ) from None
 
 
 def triple(text: str, option: str) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
-from mlx_marlin.cli.main import main
+from metal_emulator.command_line.main import main
 
 pytestmark = pytest.mark.skipif(
     metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
@@ -24,7 +24,7 @@ def kernel(tmp_path: Path) -> Path:
 
 def emulate(kernel: Path, source: str, *options: str) -> int:
     kernel.write_text(source)
-    return main(["emulate", str(kernel), "--grid", "32", *options])
+    return main([str(kernel), "--grid", "32", *options])
 
 
 def test_outputs_are_described(
