@@ -206,7 +206,12 @@ class Rewriter:
     def _literal(self, at: int) -> None:
         if found := _HALF.match(self.tokens.text(at)):
             kind = "half" if found["suffix"] in "hH" else "bfloat"
-            self.tokens[at].written = f"{found['digits']}_{kind}"
+            self._write_literal(at, f"{found['digits']}_{kind}")
+
+    def _write_literal(self, at: int, literal: str) -> None:
+        """Replaces a literal; a cast before it may have written behind it."""
+        token = self.tokens[at]
+        token.written = token.written.replace(token.text, literal, 1)
 
     def _constructor(self, at: int) -> None:
         """Rewrites `float4(a, b)` to a call of emu::make."""

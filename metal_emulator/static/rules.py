@@ -61,7 +61,6 @@ def findings(tokens: Tokens) -> Iterator[Finding]:
         line += token.text.count("\n")
     rules = (
         _unqualified,
-        _array_parameters,
         _reserved,
         _unsupported,
         _threadgroup_variables,
@@ -146,8 +145,11 @@ def _unqualified(tokens: Tokens) -> Iterator[Finding]:
             )
 
 
-def _array_parameters(tokens: Tokens) -> Iterator[Finding]:
-    """Finds array parameters such as `float a[4]`, which are pointers."""
+def array_parameters(tokens: Tokens) -> Iterator[int]:
+    """Yields the types of array parameters such as `float a[4]`.
+
+    They are pointers to thread memory, though other pointers need an address space.
+    """
     names = _types(tokens)
     for at in range(len(tokens)):
         end = _type_end(tokens, at, names)
@@ -161,7 +163,7 @@ def _array_parameters(tokens: Tokens) -> Iterator[Finding]:
         while tokens.text(following) == "[":
             following = tokens.after(tokens.closing(following))
         if tokens.text(following) in (",", ")"):
-            yield at, f"array parameter without an address space: {_MISSING}"
+            yield at
 
 
 def _begins_parameter(tokens: Tokens, at: int) -> bool:

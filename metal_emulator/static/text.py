@@ -4,7 +4,8 @@ The rules are those of the emulator, except that address spaces are kept, and:
 
 - Threadgroup variables become references, because OpenCL allows them only in functions
   that cannot be templates.
-- Methods without an address space are qualified with `thread`, as in Metal.
+- Methods and array parameters without an address space are qualified with `thread`, as
+  in Metal.
 - Constructors and conversions lose `thread`, because temporaries have no address space
   in clang.
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 
 from metal_emulator.language import rewrite
 from metal_emulator.language.tokens import Tokens
+from metal_emulator.static.rules import array_parameters
 
 _NO_METHOD = frozenset(
     ["static", "operator", "friend", "using", "typedef", "static_assert"]
@@ -37,11 +39,13 @@ def _inexact(value: float) -> str:
 def translated(tokens: Tokens) -> str:
     """Returns the text for clang."""
     rewriter = StaticRewriter(tokens)
-    heads = list(_methods(tokens))
+    heads, arrays = list(_methods(tokens)), list(array_parameters(tokens))
     for at in range(len(tokens)):
         rewriter.rewrite(at)
     for last in heads:
         tokens[last].written += " thread"
+    for at in arrays:
+        tokens[at].written = f"thread {tokens[at].written}"
     body = "".join(token.written for token in tokens)
     return f'#include "kernel.h"\n{body}\n'
 
@@ -89,9 +93,9 @@ class StaticRewriter(rewrite.Rewriter):
         """
         text = self.tokens.text(at)
         if text.lower().endswith("bf") and not text.lower().startswith("0x"):
-            self.tokens[at].written = f"bfloat({text[:-2]})"
+            self._write_literal(at, f"bfloat({text[:-2]})")
         elif _FLOAT.fullmatch(text):
-            self.tokens[at].written = _inexact(float(text.rstrip("fF")))
+            self._write_literal(at, _inexact(float(text.rstrip("fF"))))
 
     def _component(self, at: int) -> None:
         """Does nothing: there is no alignment check without a run."""

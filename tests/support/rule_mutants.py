@@ -140,13 +140,15 @@ MUTANTS = {
         "bfloat b = 0.5f; v = b + float(1.0bf);",
         "bfloat b = bfloat(0.5f); half h = 0.5f; v = b + h;",
     ),
-    "array parameter without a space": Mutant(
-        "array parameter without an address space",
+    "array parameter without a space is in thread memory": Mutant(
+        "no matching function for call to 'pick'",
         "v = pick(i, x);",
         bad_header="METAL_FUNC float pick(uint i, const float a[4]) { return a[i]; }\n",
         good_header=(
             "METAL_FUNC float pick(uint i, const device float a[4]) {\n"
             "  thread float b[2] = {a[i], 1};\n  return b[0];\n}\n"
+            "METAL_FUNC float first(float b[2]) { return b[0]; }\n"
+            "METAL_FUNC float mine() { float b[2] = {1, 2}; return first(b); }\n"
         ),
     ),
     "half becomes bfloat by itself": Mutant(
