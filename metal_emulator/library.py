@@ -37,6 +37,7 @@ class Library:
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.text = text
+        self._prepared: dict[str, str] = {}
         tokens = Tokens(text)
         self.entries: tuple[Entry, ...] = tuple(entries.entries(tokens))
         self.constants: tuple[FunctionConstant, ...] = tuple(
@@ -62,6 +63,13 @@ class Library:
                 not of the constant's type.
         """
         return Function(self, self._entry(name), dict(constants or {}), outputs)
+
+    def prepared(self, constants: Mapping[str | int, Value]) -> str:
+        """Returns the text with values of constants, as `entries.prepared`."""
+        key = repr(sorted(map(repr, constants.items())))
+        if key not in self._prepared:
+            self._prepared[key] = entries.prepared(Tokens(self.text), constants)
+        return self._prepared[key]
 
     def _entry(self, name: str | None) -> Entry:
         found = [entry for entry in self.entries if name in (None, entry.name)]
@@ -98,6 +106,7 @@ class Function:
         name: Its host name.
         inputs: Names of the inputs, in order.
         outputs: Names of the outputs, in order.
+        threadgroup_memory: Names of the parameters in threadgroup memory, in order.
     """
 
     def __init__(
@@ -113,7 +122,8 @@ class Function:
         self._constants = constants
         self._signature = Signature.of(entry, outputs)
         self.inputs, self.outputs = self._signature.inputs, self._signature.outputs
-        self._prepared = entries.prepared(Tokens(library.text), constants)
+        self.threadgroup_memory = self._signature.threadgroup_memory
+        self._prepared = library.prepared(constants)
         self._programs = Programs()
 
     def __call__(
@@ -134,8 +144,9 @@ class Function:
 
         Args:
             inputs: An array, a number, bytes of a struct, or None for a buffer that is
-                not set, for each of `inputs` in order or by name. One that is named
-                like an output is what that begins with.
+                not set, for each of `inputs` in order or by name. Parameters with one
+                array share its buffer. A value that is named like an output is what
+                that begins with.
             output_shapes: The shape of each of `outputs`.
             output_dtypes: Their dtypes.
             grid: Threads in x, y and z.

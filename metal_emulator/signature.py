@@ -97,6 +97,12 @@ class Signature:
         inputs = tuple(each.name for each in memory if each.name not in chosen)
         return cls(entry, inputs, tuple(name for name in written if name in chosen))
 
+    @property
+    def threadgroup_memory(self) -> tuple[str, ...]:
+        """Names of the parameters in threadgroup memory, in order."""
+        parameters = self.entry.parameters
+        return tuple(p.name for p in parameters if p.attribute == "threadgroup")
+
     def bind(
         self, inputs: Sequence[Any] | Mapping[str, Any], template: Mapping[str, Any]
     ) -> Call:
@@ -180,7 +186,7 @@ class Call:
             ValueError: If one has no size.
         """
         entry = self.signature.entry
-        wanted = [p.name for p in entry.parameters if p.attribute == "threadgroup"]
+        wanted = self.signature.threadgroup_memory
         for name in {*wanted} ^ {*threadgroup_memory}:
             raise ValueError(
                 f"kernel {entry.name}: parameter {name!r} needs threadgroup memory of "
@@ -189,8 +195,7 @@ class Call:
                 else f"kernel {entry.name}: threadgroup memory {name!r}, expected "
                 f"{', '.join(wanted) or 'none'}"
             )
-        memory = [name for name in self._memory() if not self._is_unset(name)]
-        numbers = {name: at for at, name in enumerate(memory)}
+        numbers = self._buffers()
         arguments = (
             self._argument(each, numbers, threadgroup_memory)
             for each in entry.parameters
@@ -217,8 +222,11 @@ class Call:
                     f"items, expected {len(names)} ({', '.join(names)})"
                 )
         types = dict(zip(names, zip(shapes, dtypes, strict=True), strict=True))
-        result = []
+        result: list[Argument] = []
+        buffers = self._buffers()
         for parameter in self.signature.entry.parameters:
+            if buffers.get(parameter.name) != len(result):  # no buffer of its own
+                continue
             if parameter.name in types:
                 shape, dtype = types[parameter.name]
                 self._check(parameter, dtype)
@@ -226,15 +234,29 @@ class Call:
                 result.append(
                     output_argument(parameter.name, shape, dtype, init_value, start)
                 )
-            elif parameter.is_memory and not self._is_unset(parameter.name):
+            else:
                 result.append(self._input(parameter, self.values[parameter.name]))
         return result
 
-    def _memory(self) -> list[str]:
-        return [each.name for each in self.signature.entry.parameters if each.is_memory]
+    def _buffers(self) -> dict[str, int]:
+        """Returns the number of each parameter's buffer, if it is set.
 
-    def _is_unset(self, name: str) -> bool:
-        return name in self.signature.inputs and self.values[name] is None
+        Inputs that are one array share its buffer, as on a GPU.
+        """
+        numbers: dict[str, int] = {}
+        arrays: dict[int, int] = {}
+        count = 0
+        for parameter in self.signature.entry.parameters:
+            name, value = parameter.name, self.values.get(parameter.name)
+            is_input = name in self.signature.inputs
+            if not parameter.is_memory or (is_input and value is None):
+                continue
+            shared = is_input and isinstance(value, mx.array)
+            numbers[name] = arrays.get(id(value), count) if shared else count
+            if shared:
+                arrays.setdefault(id(value), count)
+            count += numbers[name] == count
+        return numbers
 
     def _argument(
         self,

@@ -41,7 +41,8 @@ Without --entry and --grid the entries of a file with several kernels are listed
 
 ARRAY is SHAPE:DTYPE[:FILL], such as 8x512:float16:random, where FILL is random, arange,
 ones or zeros. An input can also be a .npy file, or a number, which the kernel receives
-as a reference, or none: a buffer that is not set.
+as a reference, or none: a buffer that is not set. The name of an earlier input stands
+for the same buffer.
 
 In a file with whole kernels, --input and --output name parameters of the kernel, and
 --template its template parameters. An array of uint8 stands for a structure of as many
@@ -125,7 +126,10 @@ def _call(args: argparse.Namespace, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def _inputs(args: argparse.Namespace) -> dict[str, Any]:
     texts = all_named(args.input, "--input")
-    return {name: input_array(text) for name, text in texts.items()}
+    found: dict[str, Any] = {}
+    for name, text in texts.items():
+        found[name] = found[text] if text in found else input_array(text)
+    return found
 
 
 def _whole(args: argparse.Namespace, library: metal_emulator.Library) -> Request:

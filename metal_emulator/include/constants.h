@@ -1,5 +1,9 @@
-// Macros of metal_math and metal_limits, for the emulator and for the static check.
+// Macros of the language, metal_math and metal_limits, for the emulator and for the
+// static check.
 #pragma once
+
+#define __METAL__ 1
+#define __METAL_VERSION__ 320
 
 #define M_E_F 2.71828182845904523536f
 #define M_LOG2E_F 1.44269504088896340736f

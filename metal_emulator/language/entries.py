@@ -80,12 +80,15 @@ def entries(tokens: Tokens) -> list[Entry]:
     """Returns the entries of a text; none for the body of a kernel."""
     kernels = list(whole_kernels(tokens))
     functions = {kernel.name: kernel for kernel in kernels}
-    found = [Entry(kernel.host_name, kernel) for kernel in kernels]
+    instances = []
     for number, each in enumerate(_instantiations(tokens)):
         if kernel := functions.get(each.function):
             instance = tokens.read_line(each.first, each.last + 1)
-            found.append(Entry(each.name or instance, kernel, instance, number))
-    return found
+            instances.append(Entry(each.name or instance, kernel, instance, number))
+    # The name of a template may be the host name of its instance.
+    names = {entry.name for entry in instances}
+    own = (Entry(kernel.host_name, kernel) for kernel in kernels)
+    return [*(entry for entry in own if entry.name not in names), *instances]
 
 
 def prepared(

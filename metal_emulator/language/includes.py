@@ -72,7 +72,7 @@ class _Includes:
 
 
 def _place(before: str, name: str) -> tuple[str, int]:
-    """Returns the file and line that follow a text, as `#line` directives count them."""
+    """Returns the file and line behind a text, as `#line` directives count them."""
     start, line = 0, 1
     for found in _LINE.finditer(before):
         start, line, name = found.end(), int(found["line"]), found["name"] or name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from metal_emulator.language import lines
+from metal_emulator.language.entries import ALIAS
 
 _DIAGNOSTIC = re.compile(
     r"(?P<file>.+?):(?P<line>\d+):(?P<column>\d+): "
@@ -41,4 +42,6 @@ def compile_message(name: str, source: lines.SourceMap, diagnostics: str) -> str
 def _in_words_of_metal(text: str) -> str:
     if text.startswith(_INITIALIZER):
         return "a variable of program scope is not initialized with a constant"
+    if f"undeclared identifier '{ALIAS}'" in text:
+        return "an #if of the text excludes this instance"
     return text

@@ -1,0 +1,179 @@
+"""llama.cpp's Metal text, out of the source distribution of `llama-cpp-python`.
+
+Nothing of it is part of this repository: it is downloaded into the user's cache folder
+and handed to the emulator byte for byte.
+"""
+
+import ctypes
+import fcntl
+import functools
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+import metal_emulator
+from mlx_marlin import cache
+
+PACKAGE = "llama-cpp-python"
+VERSION = "0.3.16"
+FILES = ("ggml-metal/ggml-metal.metal", "ggml-metal/ggml-metal-impl.h", "ggml-common.h")
+"""What is kept, in llama.cpp's folder `ggml/src`."""
+
+
+def downloaded() -> Path:
+    """Returns the folder of the files, filled when the cache has none."""
+    folder = cache.folder("peers")
+    target = folder / f"{PACKAGE}-{VERSION}"
+    cache.make(folder)
+    with (folder / "lock").open("w") as lock:  # the tests' other processes wait here
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                _unpack(_archive(Path(name)), Path(name) / "ggml")
+                os.replace(Path(name) / "ggml", target)
+    return target
+
+
+def _archive(folder: Path) -> Path:
+    # pip runs the distribution's build back end to read its metadata; nothing is built.
+    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
+    wanted = (f"--no-binary={PACKAGE}", f"{PACKAGE}=={VERSION}")
+    subprocess.run((*pip, *wanted, "--dest", str(folder)), check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as members:
+        for member in members:
+            name = member.name.partition("/ggml/src/")[2]
+            if name in FILES:
+                file = folder / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                content = members.extractfile(member)
+                assert content is not None
+                file.write_bytes(content.read())
+
+
+def library(*definitions: str) -> metal_emulator.Library:
+    """Returns the kernels of the text, behind `#define` lines."""
+    folder = downloaded()
+    before = "".join(f"#define {each}\n" for each in definitions)
+    file = folder / FILES[0]
+    return metal_emulator.library(
+        f"{before}#line 1\n{file.read_text()}",
+        name=file.name,
+        include=[folder, file.parent],
+    )
+
+
+_STRUCT = r"typedef struct\s*\{(?P<fields>[^}]*)\}\s*ggml_metal_kargs_"
+_FIELD = re.compile(r"(?P<type>\w+)\s+(?P<name>\w+)(?:\[(?P<count>\d+)\])?;")
+_TYPES = {
+    "bool": ctypes.c_bool,
+    "float": ctypes.c_float,
+    "int": ctypes.c_int32,
+    "int16_t": ctypes.c_int16,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "size_t": ctypes.c_uint64,
+    "uint64_t": ctypes.c_uint64,
+}
+
+
+@functools.cache
+def _struct(name: str) -> type[ctypes.Structure]:
+    text = (downloaded() / FILES[1]).read_text()
+    found = re.search(rf"{_STRUCT}{name};", text)
+    assert found is not None, name
+    fields: list[tuple[str, Any]] = []
+    for field in _FIELD.finditer(found["fields"]):
+        kind: Any = _TYPES[field["type"]]
+        fields.append(
+            (field["name"], kind * int(field["count"] or 1) if field["count"] else kind)
+        )
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+def arguments(name: str, **values: Any) -> bytes:
+    """Returns the bytes of the struct `ggml_metal_kargs_NAME`.
+
+    Args:
+        name: Its name.
+        values: Values of all fields, and of others, which are left out.
+    """
+    struct = _struct(name)
+    chosen = {}
+    for field, kind, *_ in struct._fields_:
+        value = values[field]
+        chosen[field] = kind(*value) if isinstance(value, tuple) else value
+    return bytes(struct(**chosen))
+
+
+def sizes(digit: str, array: npt.NDArray[Any], row_bytes: int = 0) -> dict[str, int]:
+    """Returns the extents and strides of a tensor of at most four dimensions.
+
+    Args:
+        digit: What its fields begin with behind `ne` and `nb`: "0" for src0.
+        array: The tensor; the last axis is llama.cpp's first one.
+        row_bytes: Bytes of a row, if its elements are in blocks.
+    """
+    shape = (1,) * (4 - array.ndim) + array.shape
+    steps = [array.itemsize, row_bytes or array.itemsize * shape[3]]
+    steps += [steps[1] * shape[2], steps[1] * shape[2] * shape[1]]
+    return {
+        **{f"ne{digit}{at}": size for at, size in enumerate(reversed(shape))},
+        **{f"nb{digit}{at}": step for at, step in enumerate(steps)},
+    }
+
+
+def launch(
+    library: metal_emulator.Library,
+    name: str,
+    inputs: Mapping[str, Any],
+    output: npt.NDArray[Any],
+    groups: tuple[int, int, int],
+    threads: tuple[int, int, int],
+    memory: int = 0,
+) -> npt.NDArray[Any]:
+    """Runs the kernel `kernel_NAME`.
+
+    Args:
+        library: The text.
+        name: Name of the kernel.
+        inputs: Inputs by parameter; one array for two of them is one buffer.
+        output: An array of the output's shape and dtype.
+        groups: Threadgroups in x, y and z.
+        threads: Threads of a threadgroup in x, y and z.
+        memory: Bytes of each parameter in threadgroup memory.
+
+    Returns:
+        The output.
+    """
+    kernel = library.function(f"kernel_{name}")
+    arrays: dict[int, mx.array] = {}
+    given = {
+        key: arrays.setdefault(id(value), mx.array(value))
+        if isinstance(value, np.ndarray)
+        else value
+        for key, value in inputs.items()
+    }
+    (result,) = kernel(
+        inputs=given,
+        output_shapes=[output.shape],
+        output_dtypes=[mx.array(output[:0]).dtype],
+        grid=tuple(g * t for g, t in zip(groups, threads, strict=True)),
+        threadgroup=threads,
+        threadgroup_memory=dict.fromkeys(kernel.threadgroup_memory, memory),
+    )
+    return np.array(result)

@@ -1,0 +1,170 @@
+"""What the trace finds in llama.cpp's kernels, and what it would do.
+
+A release of llama.cpp that mends one fails its test here.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import metal_emulator
+from peers import llama_cpp
+from peers.llama_cpp import arguments, launch, sizes
+from peers.test_llama_cpp_kernels import matrix_product, matrix_vector, soft_max
+
+pytestmark = pytest.mark.peer
+
+Array = npt.NDArray[Any]
+RACE = "race between threads on byte .* of threadgroup variable"
+
+
+@pytest.fixture(scope="module")
+def library() -> metal_emulator.Library:
+    return llama_cpp.library()
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def group_norm(library: metal_emulator.Library, x: Array, threads: int) -> Array:
+    """Returns two groups [2, 1, n], each with mean 0 and variance 1."""
+    fields = {**sizes("0", x), "n_groups": 2, "eps": 1e-5}
+    given = {"src0": x, "args": arguments("group_norm", **fields)}
+    return launch(library, "group_norm", given, x, (2, 1, 1), (threads, 1, 1), 128)
+
+
+def test_group_norm_clears_sums_that_others_still_read(
+    library: metal_emulator.Library, random: np.random.Generator
+) -> None:
+    x = random.standard_normal((2, 1, 256), np.float32) + 3
+    exact = x.astype(float)
+    exact -= exact.mean(axis=-1, keepdims=True)
+    exact /= np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 1e-5)
+
+    with metal_emulator.emulated(trace=True):
+        with pytest.raises(metal_emulator.EmulatorError, match=RACE):
+            group_norm(library, x, 64)
+        one_simdgroup = group_norm(library, x, 32)
+    errors = []
+    for seed in range(8):
+        with metal_emulator.emulated(seed=seed):
+            errors.append(np.abs(group_norm(library, x, 64) - exact).max())
+
+    np.testing.assert_allclose(one_simdgroup, exact, atol=1e-5)
+    assert max(errors) > 0.5  # some order of simdgroups gives another mean
+    assert min(errors) < 1e-5
+
+
+TOKENS = 4
+
+
+def ssm_scan(library: metal_emulator.Library, threads: int, start: Array | None) -> Any:
+    """Returns y [TOKENS] of a Mamba-1 scan with one head, whose inputs are all 1.
+
+    Args:
+        library: llama.cpp's text.
+        threads: Elements of the state, one a thread.
+        start: What the output begins with: y and the state.
+    """
+    x = np.ones((1, TOKENS, 1, 1), np.float32)
+    dt = np.ones((1, TOKENS, 1), np.float32)
+    state = np.zeros((1, 1, 1, threads), np.float32)
+    a = -np.ones((1, 1, 1, threads), np.float32)
+    b = np.ones((1, TOKENS, 1, threads), np.float32)
+    extents = {"d_state": threads, "d_inner": 1, "n_head": 1, "n_group": 1}
+    extents |= {"n_seq_tokens": TOKENS, "n_seqs": 1, "s_off": x.nbytes}
+    fields = {**extents, **sizes("0", state), **sizes("1", x), **sizes("2", dt)}
+    fields |= {**sizes("3", a), **sizes("4", b), **sizes("5", b)}
+    given = {"src0": state, "src1": x, "src2": dt, "src3": a, "src4": b, "src5": b}
+    given |= {"src6": np.zeros(1, np.int32), "args": arguments("ssm_scan", **fields)}
+    if start is not None:
+        given["dst"] = start
+    output = np.empty(TOKENS + threads, np.float32)
+    size = (threads, 1, 1)
+    return launch(library, "ssm_scan_f32", given, output, (1, 1, 1), size, 128)[:TOKENS]
+
+
+def test_ssm_scan_overwrites_sums_of_a_token_that_are_still_read(
+    library: metal_emulator.Library,
+) -> None:
+    start = np.zeros(TOKENS + 64, np.float32)
+    dt = np.log1p(np.e)
+    decay = np.exp(-dt)
+    exact = 64 * dt * np.cumsum(decay ** np.arange(TOKENS))
+
+    with (
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match=RACE),
+    ):
+        ssm_scan(library, 64, start)
+    errors = []
+    for seed in range(8):
+        with metal_emulator.emulated(seed=seed):
+            errors.append(np.abs(ssm_scan(library, 64, start) - exact).max())
+
+    assert max(errors) > 1  # some order of simdgroups adds sums of two tokens
+    with metal_emulator.emulated(trace=True):
+        alone = ssm_scan(library, 32, start[: TOKENS + 32])
+    np.testing.assert_allclose(alone, exact / 2, rtol=1e-6)
+
+
+def test_ssm_scan_reads_a_state_that_nobody_has_written(
+    library: metal_emulator.Library,
+) -> None:
+    with (
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match=r"never written.*'dst'"),
+    ):
+        ssm_scan(library, 32, None)
+
+
+def test_the_barrier_between_two_uses_of_a_buffer_in_soft_max_orders_nothing(
+    library: metal_emulator.Library, random: np.random.Generator
+) -> None:
+    x = random.standard_normal((1, 1, 100), np.float32)
+
+    with (
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match=f"{RACE} 'buf': write after"),
+    ):
+        soft_max(library, x, None, 64)
+
+
+def test_every_simdgroup_of_argmax_writes_the_result(
+    library: metal_emulator.Library, random: np.random.Generator
+) -> None:
+    x = random.standard_normal((1, 100), np.float32)
+    given = {"x": x, "ncols": 100, "nb01": x.nbytes}
+    output = np.empty(1, np.int32)
+
+    with (
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match="'dst': write after write"),
+    ):
+        launch(library, "argmax", given, output, (1, 1, 1), (64, 1, 1), 128)
+    plain = launch(library, "argmax", given, output, (1, 1, 1), (64, 1, 1), 128)
+
+    assert plain == x.argmax()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K"])
+def test_matrix_vector_products_read_rows_behind_the_last_one(
+    library: metal_emulator.Library, random: np.random.Generator, kind: str
+) -> None:
+    with pytest.raises(
+        metal_emulator.EmulatorError, match="read outside buffer 'src0'"
+    ):
+        matrix_vector(library, random, kind, n=37)
+
+
+def test_matrix_products_store_vectors_at_any_multiple_of_four_bytes(
+    library: metal_emulator.Library, random: np.random.Generator
+) -> None:
+    with pytest.raises(
+        metal_emulator.EmulatorError, match=r"misaligned access.*\n.*\n.*D4"
+    ):
+        matrix_product(library, random, "F16", (70, 37, 64))

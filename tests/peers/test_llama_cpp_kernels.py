@@ -1,0 +1,329 @@
+"""llama.cpp's Metal kernels, unmodified, in trace mode and against float64."""
+
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import metal_emulator
+from peers import llama_cpp
+from peers.llama_cpp import arguments, launch, sizes
+
+pytestmark = pytest.mark.peer
+
+Array = npt.NDArray[Any]
+
+
+@pytest.fixture(scope="module")
+def library() -> metal_emulator.Library:
+    return llama_cpp.library()
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def run(library: metal_emulator.Library, *call: Any, **options: Any) -> Array:
+    """Launches a kernel in trace mode."""
+    with metal_emulator.emulated(trace=True):
+        return launch(library, *call, **options)
+
+
+def close(result: Array, expected: Array, tolerance: float = 2e-6) -> None:
+    """Compares with a tolerance of the largest element."""
+    np.testing.assert_allclose(
+        result, expected, rtol=0, atol=tolerance * np.abs(expected).max()
+    )
+
+
+def normal(random: np.random.Generator, *shape: int) -> Array:
+    return random.standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"), [("add", np.add), ("mul", np.multiply), ("div", np.divide)]
+)
+def test_binary_operations_broadcast(
+    library: metal_emulator.Library,
+    random: np.random.Generator,
+    name: str,
+    operation: np.ufunc,
+) -> None:
+    x, y = normal(random, 2, 3, 5, 36), normal(random, 1, 3, 1, 36)
+    fields = {**sizes("0", x), **sizes("1", y), **sizes("", x)}
+    given = arguments("bin", **fields, offs=0, o1=(0,) * 8)
+
+    result = run(
+        library, name, {"args": given, "src0": x, "src1": y}, x, (5, 3, 2), (32, 1, 1)
+    )
+
+    close(result, operation(x.astype(float), y))
+
+
+ONE_TO_ONE = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "sqr": np.square,
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
+@pytest.mark.parametrize("name", ONE_TO_ONE)
+def test_functions_of_elements(
+    library: metal_emulator.Library, random: np.random.Generator, name: str
+) -> None:
+    x = normal(random, 200)
+
+    result = run(library, name, {"src0": x}, x, (200, 1, 1), (1, 1, 1))
+
+    close(result, ONE_TO_ONE[name](x.astype(float)))
+
+
+def test_scale(library: metal_emulator.Library, random: np.random.Generator) -> None:
+    x = normal(random, 64)
+    given = {"src0": x, "scale": 1.75, "bias": -0.5}
+
+    close(run(library, "scale", given, x, (64, 1, 1), (1, 1, 1)), 1.75 * x - 0.5)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rms_norm_mul", "norm"])
+def test_norms(
+    library: metal_emulator.Library, random: np.random.Generator, name: str
+) -> None:
+    x, weight = normal(random, 3, 320), normal(random, 1, 320)
+    three: dict[str, Any] = {}
+    for axis in (1, 2, 3):
+        three[f"nef{axis}"] = (sizes("0", x)[f"ne0{axis}"], 1, 1)
+        three[f"nbf{axis}"] = (sizes("0", x)[f"nb0{axis}"], x.nbytes, x.nbytes)
+    fields = {**sizes("0", x), **sizes("", x), **three, "ne00_4": 80, "eps": 1e-5}
+    given = {
+        "args": arguments(name.removesuffix("_mul"), **fields),
+        "src0": x,
+    }
+    if name != "norm":
+        given |= {"src1_0": weight, "src1_1": weight}
+
+    result = run(library, name, given, x, (3, 1, 1), (96, 1, 1), memory=128)
+
+    exact = x.astype(float)
+    if name == "norm":
+        exact = exact - exact.mean(axis=1, keepdims=True)
+    exact = exact / np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5)
+    close(result, exact * weight if name == "rms_norm_mul" else exact)
+
+
+def rows_reduced(x: Array, **others: Array) -> dict[str, int]:
+    fields = {**sizes("0", x), **sizes("1", others.get("src1", x))}
+    return {**fields, **sizes("", others.get("dst", x))}
+
+
+def softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def soft_max(
+    library: metal_emulator.Library, x: Array, mask: Array | None, threads: int
+) -> Array:
+    fields = rows_reduced(x, src1=x if mask is None else mask)
+    bias = {"max_bias": 0, "m0": 0, "m1": 0, "n_head_log2": 0}
+    # A tensor that is absent is the first one's buffer.
+    given = {
+        "src0": x,
+        "src1": x if mask is None else mask,
+        "src2": x,
+        "args": arguments("soft_max", **fields, scale=0.5, **bias),
+    }
+    groups = (x.shape[-2], x.shape[-3], 1)
+    return run(library, "soft_max_f32", given, x, groups, (threads, 1, 1), 128)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_soft_max(
+    library: metal_emulator.Library, random: np.random.Generator, masked: bool
+) -> None:
+    x, mask = normal(random, 2, 3, 70), normal(random, 1, 3, 70)
+
+    result = soft_max(library, x, mask if masked else None, 32)
+
+    close(result, softmax(x.astype(float) / 2 + (mask if masked else 0)))
+
+
+def test_sum_rows(library: metal_emulator.Library, random: np.random.Generator) -> None:
+    x = normal(random, 2, 3, 100)
+    y = x[..., :1]
+    given = {"args": arguments("sum_rows", **rows_reduced(x, dst=y)), "src0": x}
+
+    result = run(library, "sum_rows", given, y, (3, 2, 1), (64, 1, 1), 128)
+
+    close(result, x.astype(float).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("order", ["norm", "neox"])
+def test_rope(
+    library: metal_emulator.Library, random: np.random.Generator, order: str
+) -> None:
+    tokens, heads, size, rotated = 3, 2, 64, 32
+    x = normal(random, tokens, heads, size)
+    at = np.array([0, 5, 77], np.int32)
+    yarn = {"ext_factor": 0, "attn_factor": 1, "beta_fast": 32, "beta_slow": 1}
+    fields = {**sizes("0", x), **sizes("", x), **yarn, "n_past": 0, "n_dims": rotated}
+    fields |= {"n_ctx_orig": 4096, "freq_base": 1e4, "freq_scale": 1}
+    fields |= {f"sect_{part}": 0 for part in range(4)}
+    given = {"args": arguments("rope", **fields), "src0": x, "src1": at, "src2": x}
+
+    groups = (heads, tokens, 1)
+    result = run(library, f"rope_{order}_f32", given, x, groups, (32, 1, 1))
+
+    expected = x.astype(float)
+    half = rotated // 2
+    for pair in range(half):
+        angle = at * 1e4 ** (-2 * pair / rotated)
+        one, two = (pair, pair + half) if order == "neox" else (2 * pair, 2 * pair + 1)
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        first, second = x[..., one].astype(float), x[..., two].astype(float)
+        expected[..., one] = first * cos - second * sin
+        expected[..., two] = first * sin + second * cos
+    close(result, expected, 2e-5)  # angles of 77 radians in float32
+
+
+def blocks(random: np.random.Generator, kind: str, n: int, k: int) -> Array:
+    """Returns random blocks of a GGUF type [n, bytes] with finite scales."""
+    name = gguf.GGMLQuantizationType[kind]
+    elements, size = gguf.GGML_QUANT_SIZES[name]
+    found = random.integers(0, 256, (n, k // elements, size), np.uint8)
+    scales = {"Q4_0": [0], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}[kind]
+    for at in scales:
+        half = random.uniform(0.001, 0.01, (n, k // elements, 1)).astype(np.float16)
+        found[..., at : at + 2] = half.view(np.uint8)
+    return found.reshape(n, -1)
+
+
+def dense(weight: Array, kind: str) -> Array:
+    """Returns what the blocks mean, float64 [n, k]."""
+    if kind == "F16":
+        return weight.astype(float)
+    return gguf.dequantize(weight, gguf.GGMLQuantizationType[kind]).astype(float)
+
+
+def product_fields(weight: Array, k: int, x: Array, y: Array) -> dict[str, int]:
+    weights = np.empty((weight.shape[0], k), np.float16)
+    row = weight.nbytes // weight.shape[0]
+    fields = {**sizes("0", weights, row), **sizes("1", x), **sizes("", y)}
+    return {**fields, "r2": 1, "r3": 1}
+
+
+MATRIX_VECTOR = {"Q4_0": 4, "Q8_0": 4, "Q4_K": 4, "Q6_K": 1}
+"""Rows of a simdgroup, of which a threadgroup has two."""
+
+
+def matrix_vector(
+    library: metal_emulator.Library, random: np.random.Generator, kind: str, n: int
+) -> tuple[Array, Array]:
+    """Returns two products with a weight of n rows, and what they are in float64."""
+    k, rows = 512, 2
+    weight, x = blocks(random, kind, n, k), normal(random, rows, k)
+    y = np.empty((rows, n), np.float32)
+    fields = product_fields(weight, k, x, y)
+    given = {"args": arguments("mul_mv", **fields), "src0": weight, "src1": x}
+    groups = (-(-n // (2 * MATRIX_VECTOR[kind])), rows, 1)
+    name = f"mul_mv_{kind.replace('Q', 'q')}_f32"
+    result = run(library, name, given, y, groups, (32, 2, 1))
+    return result, x.astype(float) @ dense(weight, kind).T
+
+
+@pytest.mark.parametrize("kind", MATRIX_VECTOR)
+def test_matrix_vector_products(
+    library: metal_emulator.Library, random: np.random.Generator, kind: str
+) -> None:
+    close(*matrix_vector(library, random, kind, n=32))
+
+
+def matrix_product(
+    library: metal_emulator.Library,
+    random: np.random.Generator,
+    kind: str,
+    shape: tuple[int, int, int],
+) -> tuple[Array, Array]:
+    """Returns a product with a weight [n, k], and what it is in float64."""
+    n, rows, k = shape
+    if kind == "F16":
+        weight = normal(random, n, k).astype(np.float16)
+    else:
+        weight = blocks(random, kind, n, k)
+    x, y = normal(random, rows, k), np.empty((rows, n), np.float32)
+    fields = product_fields(weight, k, x, y)
+    given = {"args": arguments("mul_mm", **fields), "src0": weight, "src1": x}
+    groups = (-(-rows // 32), -(-n // 64), 1)
+    name = f"mul_mm_{kind.replace('Q', 'q').replace('F', 'f')}_f32"
+    result = run(library, name, given, y, groups, (128, 1, 1), memory=8192)
+    # Weights are rounded to half before the product.
+    half = dense(weight, kind).astype(np.float16).astype(float)
+    return result, x.astype(float) @ half.T
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 256), (68, 37, 512)], ids=str)
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q8_0", "Q4_K"])
+def test_matrix_products(
+    library: metal_emulator.Library,
+    random: np.random.Generator,
+    kind: str,
+    shape: tuple[int, int, int],
+) -> None:
+    result, expected = matrix_product(library, random, kind, shape)
+
+    close(result, expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0", "Q4_K"])
+def test_get_rows(
+    library: metal_emulator.Library, random: np.random.Generator, kind: str
+) -> None:
+    table = normal(random, 9, 256) if kind == "F32" else blocks(random, kind, 9, 256)
+    chosen = np.array([3, 0, 8, 3], np.int32)
+    y = np.empty((4, 256), np.float32)
+    fields = {**sizes("0", y, table.nbytes // 9), **sizes("1", chosen), **sizes("", y)}
+    given = {"args": arguments("get_rows", **fields), "src0": table, "src1": chosen}
+
+    name = f"get_rows_{kind.replace('Q', 'q').replace('F', 'f')}"
+    result = run(library, name, given, y, (4, 1, 1), (32, 1, 1))
+
+    close(result, (table if kind == "F32" else dense(table, kind))[chosen])
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_copies(
+    library: metal_emulator.Library, random: np.random.Generator, kind: str
+) -> None:
+    x = normal(random, 3, 96)
+    y = np.empty((3, 96), np.float16)
+    if kind != "f16":
+        y = np.empty((3, {"q8_0": 102, "q4_0": 54}[kind]), np.uint8)
+    fields = {**sizes("0", x), **sizes("", np.empty((3, 96), y.dtype), y.nbytes // 3)}
+    given = {"args": arguments("cpy", **fields), "src0": x}
+
+    result = run(library, f"cpy_f32_{kind}", given, y, (3, 1, 1), (32, 1, 1))
+
+    got = result.astype(float) if kind == "f16" else dense(result, kind.upper())
+    close(got, x, {"f16": 1e-3, "q8_0": 5e-3, "q4_0": 0.1}[kind])
+
+
+def test_argsort(library: metal_emulator.Library, random: np.random.Generator) -> None:
+    x = normal(random, 2, 50)
+    given = {"x": x, "args": arguments("argsort", ncols=50, ncols_pad=64)}
+
+    result = run(
+        library,
+        "argsort_f32_i32_asc",
+        given,
+        np.empty((2, 50), np.int32),
+        (1, 2, 1),
+        (64, 1, 1),
+        256,
+    )
+
+    np.testing.assert_array_equal(result, x.argsort(axis=1))
