@@ -164,7 +164,9 @@ class Function:
             CompileError: If the text does not compile, or a function constant that the
                 kernel uses has no value.
         """
-        call = self._signature.bind(inputs, dict(template or ()))
+        call = self._signature.bind(
+            inputs, dict(template or ()), threadgroup_memory or {}
+        )
         arrays = evaluated(self.name, call.arrays())
         arguments = call.arguments(output_shapes, output_dtypes, init_value)
         dispatch = Dispatch(
@@ -176,7 +178,7 @@ class Function:
             ensure_row_contiguous=True,
         )
         check_sizes(dispatch)
-        program = self._program(call.text(threadgroup_memory or {}))
+        program = self._program(call.text())
         if verbose:
             print(dispatch.text)
         return execute(

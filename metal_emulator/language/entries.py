@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from metal_emulator.language import function_constants
 from metal_emulator.language.tokens import Tokens
@@ -18,6 +18,7 @@ from metal_emulator.language.whole_kernel import Parameter, WholeKernel, whole_k
 ALIAS = "mslemu_entry"
 """Name of the chosen instance."""
 _MACRO = "MSLEMU_INSTANCE_"
+_MACRO_NAME = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.M)
 _HOST_NAME = re.compile(r'host_name\s*\(\s*"(?P<name>[^"]*)"\s*\)')
 
 
@@ -30,12 +31,15 @@ class Entry:
         kernel: The kernel function.
         instance: The instance as written, such as "add<half>", or "" for the function.
         number: Number of the instantiation in the text, or -1.
+        arguments: The template arguments of an instance, as text, by parameter; empty
+            if macros hide them.
     """
 
     name: str
     kernel: WholeKernel
     instance: str = ""
     number: int = -1
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def template(self) -> tuple[str, ...]:
@@ -46,12 +50,6 @@ class Entry:
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters of the function, in order."""
         return self.kernel.parameters
-
-    @property
-    def arguments(self) -> Mapping[str, str]:
-        """The template arguments of an instance, as text, by parameter."""
-        inner = self.instance.partition("<")[2].rpartition(">")[0]
-        return dict(zip(self.kernel.template, _split(inner), strict=False))
 
     def __str__(self) -> str:
         template = f" <{', '.join(self.template)}>" if self.template else ""
@@ -80,11 +78,14 @@ def entries(tokens: Tokens) -> list[Entry]:
     """Returns the entries of a text; none for the body of a kernel."""
     kernels = list(whole_kernels(tokens))
     functions = {kernel.name: kernel for kernel in kernels}
+    macros = frozenset(_MACRO_NAME.findall(tokens.read(0, len(tokens))))
     instances = []
     for number, each in enumerate(_instantiations(tokens)):
         if kernel := functions.get(each.function):
             instance = tokens.read_line(each.first, each.last + 1)
-            instances.append(Entry(each.name or instance, kernel, instance, number))
+            arguments = _arguments(kernel, instance, macros)
+            name = each.name or instance
+            instances.append(Entry(name, kernel, instance, number, arguments))
     # The name of a template may be the host name of its instance.
     names = {entry.name for entry in instances}
     own = (Entry(kernel.host_name, kernel) for kernel in kernels)
@@ -184,6 +185,16 @@ def _instantiated(tokens: Tokens, begin: int, at: int) -> _Instantiation | None:
         last,
         end,
     )
+
+
+def _arguments(
+    kernel: WholeKernel, instance: str, macros: frozenset[str]
+) -> Mapping[str, str]:
+    """Returns the template arguments by parameter; none if one is a macro."""
+    if not macros.isdisjoint(re.findall(r"\w+", instance)):
+        return {}
+    inner = instance.partition("<")[2].rpartition(">")[0]
+    return dict(zip(kernel.template, _split(inner), strict=False))
 
 
 def _split(arguments: str) -> list[str]:

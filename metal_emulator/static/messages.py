@@ -53,8 +53,8 @@ _WORD = re.compile("|".join(_WORDS))
 Operands = tuple[str, ...]
 """Element types of the four matrices of a multiply-accumulate: d, a, b, c."""
 
-# Metal accepts these, clang does not: `float4 x = {0}`, a temporary bound to `const thread T&`, and a
-# copy of a struct from constant memory.
+# Metal accepts these, clang does not: `float4 x = {0}`, a temporary bound to
+# `const thread T&`, and a copy of a struct from constant memory.
 _FALSE_POSITIVE = re.compile(
     r"too few elements in vector initialization"
     r"|cannot bind reference in default address space to object in address space "

@@ -1,0 +1,101 @@
+"""The package needs nothing of mlx_marlin, and knows nothing of its subject."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import metal_emulator
+
+PACKAGE = Path(metal_emulator.__file__).parent
+needs_compiler = pytest.mark.skipif(
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "mlx_marlin":
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+try:
+    import mlx_marlin
+except ImportError:
+    pass
+else:
+    raise SystemExit("mlx_marlin is not blocked")
+"""
+USE = """
+import mlx.core as mx
+import metal_emulator
+
+one = {"output_shapes": [(1,)], "output_dtypes": [mx.float32]}
+one |= {"inputs": [], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+body = metal_emulator.metal_kernel("body", [], ["y"], "y[0] = 5;")
+whole = metal_emulator.library("kernel void f(device float* y) { y[0] = 6; }")
+whole.function().check()
+with metal_emulator.emulated(trace=True):
+    assert [body(**one)[0].item(), whole.function()(**one)[0].item()] == [5, 6]
+from metal_emulator import pytest_plugin
+from metal_emulator.command_line.main import main
+assert main(sys.argv[1:]) == 0
+assert not [name for name in sys.modules if name.partition(".")[0] == "mlx_marlin"]
+"""
+
+
+@needs_compiler
+def test_kernels_run_where_mlx_marlin_is_blocked(tmp_path: Path) -> None:
+    file = tmp_path / "seven.metal"
+    file.write_text("y[0] = 7;")
+    command = [str(file), "--grid", "1", "--output", "y=1:float32", "--trace"]
+
+    answer = subprocess.run(
+        [sys.executable, "-c", BLOCKED + USE, *command], capture_output=True, text=True
+    )
+
+    assert answer.stderr == ""
+    assert answer.stdout.startswith("y: float32 1, min 7, max 7")
+
+
+def test_the_former_name_is_an_alias_that_warns() -> None:
+    code = "import mlx_marlin.emulator as old, metal_emulator as new; "
+    code += "print(old.trace is new.trace)"
+
+    answer = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True
+    )
+
+    assert answer.stdout == "True\n"
+    assert (
+        "DeprecationWarning: mlx_marlin.emulator is now the package metal_emulator: "
+        "import metal_emulator" in answer.stderr
+    )
+
+
+OTHER_SUBJECTS = re.compile(
+    r"quantiz|quantis|dequant|marlin|gguf|gptq|awq|group_size|zero.point|checkpoint",
+    re.IGNORECASE,
+)
+NAMES_OF_THE_DISTRIBUTION = re.compile(
+    r"MLX_MARLIN_CLANG|MLX_MARLIN_BACKEND=stock|mlx-marlin cache|mlx-marlin\[emulator"
+    r'|"mlx_marlin-?"'
+)
+"""What packaging shares: its variables, its cache and its extra."""
+
+
+def test_no_word_of_quantization_is_in_the_package() -> None:
+    found = []
+    for file in sorted(PACKAGE.rglob("*")):
+        if file.suffix in {".pyc", ""} and "include" not in file.parts:
+            continue
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        for number, line in enumerate(text.splitlines(), 1):
+            if OTHER_SUBJECTS.search(NAMES_OF_THE_DISTRIBUTION.sub("", line)):
+                found.append(f"{file.relative_to(PACKAGE)}:{number}: {line.strip()}")
+
+    assert not found, "\n".join(found)
