@@ -1,4 +1,4 @@
-"""`mlx-marlin emulate` runs a kernel, and tells its faults in words."""
+"""The command runs the body of a kernel, and tells its faults in words."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""`mlx-marlin emulate` takes files that define kernels whole."""
+"""The command takes files that define kernels whole."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -174,3 +175,142 @@ def test_messages_name_lines_of_the_file_only(
     assert "unknown type name 'float9'" in checked
     assert "scratch space" not in plain + checked
     assert "at source line 2: MAKE(float)" in plain
+
+
+CONSTANTS = """
+constant int nsg [[function_constant(600)]];
+constant float2 pair [[function_constant(1)]];
+template <typename T>
+kernel void fill(
+    device T* y, device const T* x, uint i [[thread_position_in_grid]]) {
+  y[i] = x ? x[i] : T(nsg * pair.x + pair.y);
+}
+template [[host_name("fill_half4")]] kernel decltype(fill<half4>) fill<half4>;
+kernel void none() {}
+"""
+
+
+@pytest.fixture
+def constants(tmp_path: Path) -> str:
+    path = tmp_path / "constants.metal"
+    path.write_text(CONSTANTS, encoding="utf-8")
+    return str(path)
+
+
+def test_entries_are_listed_if_none_is_named(
+    constants: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([constants]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "fill <T>",
+        "    device T* y, device const T* x",
+        "none",
+        "    ",
+        "fill_half4 = fill<half4>",
+        "    device T* y, device const T* x",
+        "function constants: nsg (600): int, pair (1): float2",
+    ]
+    assert main([constants, "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed["entries"]] == [
+        *("fill", "none", "fill_half4")
+    ]
+    assert listed["constants"][0] == {"name": "nsg", "index": 600, "type": "int"}
+
+
+FILL = ["--grid", "4", "--input", "x=none"]
+VALUES = ["--constant", "nsg=4", "--constant", "1=2.5,-1"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--entry", "fill_half4", "--output", "y=16:float16"],
+        ["--kernel", "fill", "--template", "T=half4", "--output", "y=16:float16"],
+    ],
+)
+def test_constants_instances_and_vector_types_are_given(
+    constants: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([constants, *options, *FILL, *VALUES, "--check", "--trace"]) == 0
+    assert "y: float16 16, min 9, max 9, mean 9" in capsys.readouterr().out
+
+
+def test_a_constant_that_is_missing_is_named(
+    constants: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--entry", "fill_half4", "--output", "y=16:float16", *FILL, *VALUES[2:]]
+
+    assert main([constants, *options]) == 1
+    assert "constant nsg (600): int, which has no value" in capsys.readouterr().out
+
+
+def test_one_buffer_for_two_parameters_and_files_in_quotes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "same.h").write_text("#define SAME(a, b) (a == b)\n")
+    file = tmp_path / "same.metal"
+    file.write_text(
+        '#include "same.h"\nkernel void f(device const float* a, device const float* b,'
+        " device int* y) { y[0] = SAME(a, b); }\n"
+    )
+    command = [str(file), "--grid", "1", "--output", "y=1:int32"]
+    command += ["--include", str(tmp_path / "other"), "--input", "a=2:float32"]
+
+    for other, result in (("a", 1), ("2:float32", 0)):
+        assert main([*command, "--input", f"b={other}"]) == 0
+        assert f"y: int32 1, min {result}, max {result}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--entry", "none"], "--grid is missing, expected the threads of the grid"),
+        (["--constant", "nsg"], "--constant 'nsg', expected NAME=VALUE or INDEX=VALUE"),
+        (
+            ["--constant", "nsg=x"],
+            "--constant 'nsg=x', expected true, false or numbers",
+        ),
+        (["--constant", "a=1", "--constant", "a=2"], "a is given twice, expected once"),
+        (
+            ["--constant", "a=1"],
+            "constant 'a', expected one of the text: nsg (600): int",
+        ),
+        (["--template", "T={"], "template argument '{', expected a dtype, a number or"),
+    ],
+)
+def test_wrong_options_are_told_in_a_line(
+    constants: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ["--entry", "fill", *FILL, "--output", "y=16:float16"]
+    command = options if "--entry" in options else [*rest, *options]
+
+    assert main([constants, *command]) == 2
+
+    said = capsys.readouterr().err
+    assert said.startswith("python -m metal_emulator: error: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--entry", "f"], "--entry f, expected a kernel with a signature"),
+        (["--constant", "a=1"], "--constant ['a=1'], expected a kernel with a sign"),
+        (["--input", "x=none"], "--input x=none, expected a value"),
+        (["--template", "T=half4"], "--template 'T=half4', expected an integer, true"),
+    ],
+)
+def test_a_body_has_no_options_of_whole_kernels(
+    tmp_path: Path,
+    options: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "body.metal"
+    file.write_text("y[0] = 1;")
+
+    assert main([str(file), "--grid", "1", "--output", "y=1:int32", *options]) == 2
+    assert words in capsys.readouterr().err

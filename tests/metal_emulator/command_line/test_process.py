@@ -1,0 +1,122 @@
+"""`python -m metal_emulator` as a process: its exit status, and what it writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import metal_emulator
+from metal_emulator.command_line import command
+from metal_emulator.command_line.main import main
+from support.processes import HANG_SECONDS
+
+pytestmark = pytest.mark.skipif(
+    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
+)
+OPTIONS = ["--grid", "4", "--output", "y=4:float32"]
+
+
+@pytest.fixture
+def body(tmp_path: Path) -> str:
+    file = tmp_path / "body.metal"
+    file.write_text("y[thread_position_in_grid.x] = 2;")
+    return str(file)
+
+
+def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "metal_emulator", *words],
+        timeout=HANG_SECONDS,
+        **{
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            **options,
+        },
+    )
+
+
+def test_a_kernel_runs(body: str) -> None:
+    answer = run(body, *OPTIONS)
+
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith("y: float32 4, min 2, max 2")
+
+
+def test_a_closed_pipe_is_a_status_and_no_text(body: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    answer = run(body, *OPTIONS, stdout=writer)
+
+    os.close(writer)
+    assert (answer.returncode, answer.stderr) == (141, "")
+
+
+def test_an_interrupt_is_a_status(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run", interrupted)
+
+    assert main([body]) == 130
+
+
+def test_json_is_printed_alone_or_written_beside_the_text(
+    body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+
+    assert main([body, *OPTIONS, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main([body, *OPTIONS, "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+
+    assert json.loads(file.read_text()) == printed
+    assert text.startswith("y: float32 4")
+    assert [each.name for each in tmp_path.iterdir() if "json" in each.name] == [
+        "result.json"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("none/result.json", "the folder none does not exist"), (".", "is a folder")],
+)
+def test_json_that_cannot_be_written_is_told_first(
+    body: str, file: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([body, *OPTIONS, "--json", file]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("folder", "folder: a folder, expected a regular file"),
+        ("fifo", "fifo: a FIFO, e"),
+    ],
+)
+def test_only_regular_files_are_read(
+    file: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+
+    assert main([str(tmp_path / file), *OPTIONS]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_text_beyond_the_bound_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "large.metal"
+    file.touch()
+    os.truncate(file, 100_000_001)
+
+    assert main([str(file), *OPTIONS]) == 2
+    assert "100000001 bytes, expected at most 100000000" in capsys.readouterr().err
