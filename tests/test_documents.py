@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]) + sorted(
-    ROOT.glob("examples/*/README.md")
-)
+DOCUMENTS = [
+    *sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]),
+    *sorted(ROOT.glob("examples/*/README.md")),
+    ROOT / "metal_emulator" / "README.md",
+]
 
 
 def prose(document: Path) -> str:
