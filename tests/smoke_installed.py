@@ -3,10 +3,13 @@
 Usage: python smoke_installed.py
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 
+import metal_emulator
 import mlx_marlin
 from mlx_marlin.backends import launcher, selection, source
 from mlx_marlin.cli.demo import command as demo
@@ -23,4 +26,20 @@ for weight in ((w, scales, biases), (mlx_marlin.pack(w, scales, biases),)):
     error = mx.abs(y - mx.quantized_matmul(x, w, scales, biases)).max().item()
     assert error < 1e-3, error
 assert launcher.plans_built(), "stock MLX served the calls"
+emulator = Path(metal_emulator.__file__).parent
+assert emulator.parent == package.parent, emulator
+assert "native code" in (emulator / "README.md").read_text(encoding="utf-8")
+file = Path("installed.metal")
+file.write_text(
+    "constant int n [[function_constant(0)]];\n"
+    "kernel void five(device int* y) { y[0] = n; }\n"
+)
+command = ["--grid", "1", "--output", "y=1:int32", "--constant", "n=5", "--trace"]
+answer = subprocess.run(
+    [sys.executable, "-m", "metal_emulator", file, *command],
+    stdout=subprocess.PIPE,
+    text=True,
+    check=True,
+)
+assert answer.stdout.startswith("y: int32 1, min 5, max 5"), answer.stdout
 print(f"{package}: {selection.backend()} agrees with stock MLX")

@@ -12,7 +12,13 @@ import pytest
 import metal_emulator
 from peers import llama_cpp
 from peers.llama_cpp import arguments, launch, sizes
-from peers.test_llama_cpp_kernels import matrix_product, matrix_vector, soft_max
+from peers.test_llama_cpp_kernels import (
+    close,
+    matrix_product,
+    matrix_vector,
+    soft_max,
+    softmax,
+)
 
 pytestmark = pytest.mark.peer
 
@@ -168,3 +174,57 @@ def test_matrix_products_store_vectors_at_any_multiple_of_four_bytes(
         metal_emulator.EmulatorError, match=r"misaligned access.*\n.*\n.*D4"
     ):
         matrix_product(library, random, "F16", (70, 37, 64))
+
+
+def attention(
+    library: metal_emulator.Library, random: np.random.Generator, masked: bool
+) -> tuple[Array, Array]:
+    """Returns attention of two heads, and what it is in float64."""
+    heads, queries, keys, size, simdgroups = 2, 11, 64, 64, 4
+    q = random.standard_normal((heads, queries, size), np.float32)
+    k, v = random.standard_normal((2, heads, keys, size)).astype(np.float16)
+    mask = np.zeros((1, 16, keys), np.float16)
+    future = np.triu(np.ones((queries, keys), bool), keys - queries + 1)
+    mask[0, :queries][future] = -np.inf
+    fields = {**sizes("0", q), **sizes("1", k), **sizes("2", v), **sizes("3", mask)}
+    fields |= {"ne_12_2": heads, "ne_12_3": 1, "ne1": heads, "ne2": queries}
+    fields |= {"scale": size**-0.5, "max_bias": 0, "m0": 1, "m1": 1}
+    fields |= {"n_head_log2": 2, "logit_softcap": 0}
+    given = {
+        "args": arguments("flash_attn_ext", **fields),
+        "q": q,
+        "k": k,
+        "v": v,
+        "mask": mask if masked else q,
+        "sinks": q,
+    }
+    y = np.empty((queries, heads, size), np.float32)
+    memory = 8 * (2 * size + 2 * (2 * 32 + 8) * simdgroups) * 2
+
+    groups, threads = (-(-queries // 8), heads, 1), (32, simdgroups, 1)
+    result = launch(
+        library, "flash_attn_ext_f16_h64", given, y, groups, threads, memory=memory
+    )
+
+    scores = q.astype(float) @ k.astype(float).swapaxes(1, 2) * size**-0.5
+    if masked:
+        scores = scores + mask[:, :queries].astype(float)
+    expected = (softmax(scores) @ v.astype(float)).swapaxes(0, 1)
+    return result, expected
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_reads_scores_of_other_lanes_without_a_barrier(
+    library: metal_emulator.Library, random: np.random.Generator, masked: bool
+) -> None:
+    result, expected = attention(library, random, masked)
+    first = np.arange(len(result)) % 8 == 0
+
+    # The emulator's lanes run in turn, those of a GPU in step. Only the first query of
+    # a threadgroup has scores that no later operation of the simdgroup orders.
+    close(result[~first], expected[~first], 2e-3)  # operands in half
+    with (
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match=f"{RACE} 'shmem_f16': read"),
+    ):
+        attention(library, random, masked)
