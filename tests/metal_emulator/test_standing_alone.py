@@ -82,8 +82,8 @@ OTHER_SUBJECTS = re.compile(
     re.IGNORECASE,
 )
 NAMES_OF_THE_DISTRIBUTION = re.compile(
-    r"MLX_MARLIN_CLANG|MLX_MARLIN_BACKEND=stock|mlx-marlin cache|mlx-marlin\[emulator"
-    r'|"mlx_marlin-?"'
+    r"MLX_MARLIN_CLANG|MLX_MARLIN_BACKEND=stock|mlx-marlin cache"
+    r'|distribution `mlx-marlin`|"mlx_marlin-?"'
 )
 """What packaging shares: its variables, its cache and its extra."""
 
