@@ -363,3 +363,31 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"odd.h: byte 0 is not UTF-8, expected a tex"):
         library('#include "odd.h"', include=[tmp_path])
+
+
+LITERALS = """
+#if __METAL_VERSION__ < 310
+#error
+#endif
+float first(float pair[2]) { return pair[0]; }
+kernel void f(device float4* y) {
+  half4 h = (half4) 0.5h;
+  float4 z = (float4) 0.0f;
+  float4 s = {1.f};
+  float pair[2] = {2, 3};
+  y[0] = float4(h) + z + s + first(pair);
+}
+"""
+
+
+def test_casts_of_literals_short_lists_and_array_parameters_are_metal() -> None:
+    function = library(LITERALS).function()
+    output = {"output_shapes": [(4,)], "output_dtypes": [mx.float32]}
+    one = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+
+    function.check()
+    (y,) = function(inputs=[], **output, **one)
+
+    assert y.tolist() == [3.5, 2.5, 2.5, 2.5]
+    with pytest.raises(CompileError, match="excess elements"):
+        library(LITERALS.replace("{1.f}", "{1, 2, 3, 4, 5}")).function().check()
