@@ -43,6 +43,17 @@ def normal(random: np.random.Generator, *shape: int) -> Array:
     return random.standard_normal(shape, np.float32)
 
 
+def test_the_text_has_its_entries_and_passes_the_static_check(
+    library: metal_emulator.Library,
+) -> None:
+    names = [entry.name for entry in library.entries]
+    assert len(names) == len({*names}) == 458
+
+    operands = library.function("kernel_mul_mm_q4_0_f32").check()
+
+    assert operands == {("float", "float", "half", "float")}
+
+
 @pytest.mark.parametrize(
     ("name", "operation"), [("add", np.add), ("mul", np.multiply), ("div", np.divide)]
 )
