@@ -2,10 +2,12 @@
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from _pytest.terminal import TerminalReporter
 
-from peers import mlx_headers
+import metal_emulator
+from peers import llama_cpp, mlx_headers
 
 
 @pytest.fixture(scope="session")
@@ -73,6 +75,17 @@ def thin_header() -> str:
         "steel/gemm/gemm_nax.h",
         "steel/gemm/kernels/steel_gemm_thin_nax.h",
     )
+
+
+@pytest.fixture(scope="session")
+def library() -> metal_emulator.Library:
+    """llama.cpp's kernels."""
+    return llama_cpp.library()
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(7)
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

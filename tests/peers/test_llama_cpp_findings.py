@@ -10,30 +10,14 @@ import numpy.typing as npt
 import pytest
 
 import metal_emulator
-from peers import llama_cpp
 from peers.llama_cpp import arguments, launch, sizes
-from peers.test_llama_cpp_kernels import (
-    close,
-    matrix_product,
-    matrix_vector,
-    soft_max,
-    softmax,
-)
+from peers.test_llama_cpp_blocks import matrix_product, matrix_vector
+from peers.test_llama_cpp_kernels import close, soft_max, softmax
 
 pytestmark = pytest.mark.peer
 
 Array = npt.NDArray[Any]
 RACE = "race between threads on byte .* of threadgroup variable"
-
-
-@pytest.fixture(scope="module")
-def library() -> metal_emulator.Library:
-    return llama_cpp.library()
-
-
-@pytest.fixture
-def random() -> np.random.Generator:
-    return np.random.default_rng(7)
 
 
 def group_norm(library: metal_emulator.Library, x: Array, threads: int) -> Array:
