@@ -37,6 +37,8 @@ class Traffic:
         lines_32: Cache lines of 32 bytes.
         bank_cycles: Cycles of threadgroup memory with 32 banks of 4 bytes, each of
             which serves one word per cycle to any number of lanes.
+        lane_read_bytes: Bytes that reads return to lanes: a byte that several lanes
+            read in one access counts once for each. Repeated accesses are left out.
         atomics: Atomic operations of all lanes; their bytes are not counted.
     """
 
@@ -52,6 +54,7 @@ class Traffic:
     lines_64: int = 0
     lines_32: int = 0
     bank_cycles: int = 0
+    lane_read_bytes: int = 0
     atomics: int = 0
 
 

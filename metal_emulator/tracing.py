@@ -10,7 +10,7 @@ from metal_emulator import counters, engine
 from metal_emulator.language import lines
 from metal_emulator.memory import MappedArgument
 
-VALUES = 10
+VALUES = 11
 MAX_COUNTERS = 1 << 16
 THREADGROUP_MEMORY = 1 << 16
 OPERATION = 1 << 17

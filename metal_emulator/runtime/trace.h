@@ -68,6 +68,7 @@ enum Value : u32 {
   kLines64,
   kLines32,
   kBankCycles,
+  kLaneReadBytes,
   kOperations,
   kValues,
 };

@@ -162,7 +162,10 @@ void count(Worker* worker, const Group& group, u64 mask) {
   bool repeated = repeats(tracer->gathering, group, mask);
   u32 value = (group.kind == Kind::kRead ? kReadBytes : kWrittenBytes) + repeated;
   counter.values[value] += distinct(Sorted(group), group.bytes, 0, 0);
-  if (!repeated) open(worker, group, number);
+  if (repeated) return;
+  if (group.kind == Kind::kRead)
+    counter.values[kLaneReadBytes] += group.bytes * u32(__builtin_popcount(group.lanes));
+  open(worker, group, number);
 }
 
 void begin(Group& group, const Entry& entry) {

@@ -34,6 +34,7 @@ def test_bytes_and_lines_of_a_copy_are_exact() -> None:
     read, written = counters.of("a"), counters.of("out")
     assert read.read_bytes == written.written_bytes == 256
     assert read.written_bytes == written.read_bytes == 0
+    assert (read.lane_read_bytes, written.lane_read_bytes) == (256, 0)
     for traffic in (read, written):
         assert traffic.accesses == 2
         lines = traffic.lines_128, traffic.lines_64, traffic.lines_32
@@ -60,6 +61,7 @@ def test_lines_depend_on_the_stride(
     traffic = counted(source, BYTES).of("a")
 
     assert traffic.read_bytes == bytes_read
+    assert traffic.lane_read_bytes == 32
     assert (traffic.lines_128, traffic.lines_64, traffic.lines_32) == lines
 
 
@@ -106,7 +108,9 @@ def test_a_second_read_is_repeated_unless_lanes_meet_in_between() -> None:
     apart = counted(REPEATED.replace("BETWEEN", barrier), FLOATS, shape=(64,))
 
     assert same.of("a").read_bytes == same.of("a").repeated_read_bytes == 128
+    assert same.of("a").lane_read_bytes == 128
     assert same.of("a").lines_128 == 1
+    assert apart.of("a").lane_read_bytes == 256
     assert apart.of("a").read_bytes == 256
     assert apart.of("a").repeated_read_bytes == 0
     assert apart.of("a").lines_128 == 2
