@@ -12,12 +12,7 @@ from peers import llama_cpp, mlx_headers
 
 @pytest.fixture(scope="session")
 def affine_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm.h",
-        "quantized_utils.h",
-        "quantized.h",
-    )
+    return mlx_headers.affine()
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,8 @@ def _splits(product: Product) -> int:
         return QVM_SPLITS
     if product.kernel != "qmm_t_splitk":
         return 1
+    if product.splits:
+        return product.splits
     step = max(product.format[0], SPLIT_STEP)
     splits = min(512 // math.prod(_groups(product)), product.k // step)
     while product.k % (splits * step):

@@ -4,17 +4,12 @@ Nothing of them is part of this repository: they are downloaded into the user's 
 directory and handed to the emulator byte for byte.
 """
 
-import fcntl
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import zipfile
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from mlx_marlin import cache
+from peers import downloads
 
 MLX = version("mlx")
 FOLDER = "mlx/backend/metal/kernels/"
@@ -26,35 +21,9 @@ _INCLUDE = re.compile(r'^#include "mlx/backend/metal/kernels/([^"]+)".*\n', re.M
 
 
 def downloaded() -> Path:
-    """The folder of the headers, filled when the cache has none."""
-    folder = cache.folder("peers")
-    target = folder / f"mlx-{MLX}"
-    cache.make(folder)
-    with (folder / "lock").open("w") as lock:  # the tests' other processes wait here
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as name:
-                _unpack(_wheel(Path(name)), Path(name))
-                os.replace(Path(name) / "mlx", target)
-    return target
-
-
-def _wheel(folder: Path) -> Path:
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-    wanted = ("--only-binary=:all:", "--platform", _PLATFORM, f"mlx-metal=={MLX}")
-    subprocess.run((*pip, *wanted, "--dest", str(folder)), check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
-
-
-def _unpack(wheel: Path, folder: Path) -> None:
-    prefix = f"mlx/include/{FOLDER}"
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.startswith(prefix) and name.endswith(".h"):
-                file = folder / "mlx" / name.removeprefix(prefix)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(archive.read(name))
+    """The folder of the headers."""
+    platform = ("--platform", _PLATFORM)
+    return downloads.files("mlx-metal", MLX, f"mlx/include/{FOLDER}", ".h", *platform)
 
 
 def flattened(headers: Path, *names: str) -> str:
@@ -78,6 +47,13 @@ def flattened(headers: Path, *names: str) -> str:
         return _INCLUDE.sub(lambda found: text_of(found[1]), text) + "\n"
 
     return "".join(map(text_of, names))
+
+
+@cache
+def affine() -> str:
+    """The text with MLX's quantized kernels for affine weights."""
+    names = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
+    return flattened(downloaded(), *names)
 
 
 def function(headers: Path, name: str, function: str) -> str:

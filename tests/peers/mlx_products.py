@@ -28,6 +28,7 @@ class Product:
         bits: 0 for the mode's own.
         batch: Number of products with a weight each; gathers have their own.
         bm: Rows of a tile of the kernels for tensor units.
+        splits: Parts of k of `qmm_t_splitk`; 0 for MLX's choice.
     """
 
     kernel: str
@@ -40,6 +41,7 @@ class Product:
     bits: int = 0
     batch: int = 1
     bm: int = 64
+    splits: int = 0
 
     @property
     def family(self) -> str:

@@ -1,0 +1,139 @@
+"""Issue slots, registers and spills of the kernels that `rival_calls` counts.
+
+Slots are those of the main loop, for 2,048 weights (64 k of 32 rows of w) and all rows
+of x: a kernel that reads a weight several times pays each time.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, prod
+
+import mlx.core as mx
+
+from benchmarks import agx_counts
+from benchmarks.agx_counts import Counts, Text
+from benchmarks.rival_calls import RIVAL_ROWS, dspark
+from mlx_marlin.backends.launch import Launch
+from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS, readers
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.launches import launches
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.problem import Problem
+
+METAL = {
+    "float16": "half",
+    "bfloat16": "bfloat",
+    "float32": "float",
+    "uint32": "uint32_t",
+    "uint8": "uint8_t",
+    "int32": "int",
+}
+UNROLLED = re.compile(r"for \(int ([tred]) ")
+"""Heads of the rival's loops whose bounds are constants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What the AGX aid says of a kernel.
+
+    Attributes:
+        slots: Issue slots for 2,048 weights and all rows of x.
+        registers: 16-bit registers of a thread.
+        spills: Stores of registers to memory.
+    """
+
+    slots: int
+    registers: int
+    spills: int
+
+
+def ours(plan: MetalPlan) -> Slots:
+    """Returns the counts of our plan's first kernel."""
+    found = counts_of(launches(plan)[0])
+    if plan.fragments_m == 0:
+        return _of(found, found.most.slots)
+    total = sum(
+        count * found.with_matrix(MATRIX_OPS[fragments]).slots
+        for fragments, count in readers(plan.problem.m, plan.fragments_m).items()
+    )
+    return _of(found, total)
+
+
+def rival(problem: Problem) -> Slots:
+    """Returns the counts of mlx-dspark's `skinny_qmm`."""
+    found = _skinny(problem)
+    return _of(found, ceil(problem.m / RIVAL_ROWS) * found.most.slots)
+
+
+def mlx(problem: Problem, device: Device) -> Slots | None:
+    """Returns the counts of MLX's kernel, or None if the aid does not take it."""
+    return None
+
+
+def counts_of(launch: Launch) -> Counts:
+    """Returns the counts of one of our launches."""
+    return _of_instance(launch.instance, launch)
+
+
+_known: dict[object, Counts] = {}
+
+
+def _of_instance(instance: object, launch: Launch) -> Counts:
+    key = instance, prod(launch.threadgroup)
+    if key not in _known:
+        _known[key] = agx_counts.counts(agx_counts.by_value(_text(launch)))
+    return _known[key]
+
+
+def _text(launch: Launch) -> Text:
+    text = launch.source
+    types = [METAL[operand.dtype] for operand in launch.inputs]
+    outputs = [METAL[output.dtype] for output in launch.outputs]
+    return Text(
+        inputs=[*zip(text.input_names, types, strict=True)],
+        outputs=[*zip(text.output_names, outputs, strict=True)],
+        source=text.source,
+        header=text.header,
+        template={
+            name: METAL[value] if isinstance(value, str) else value
+            for name, value in launch.template
+        },
+        threads=prod(launch.threadgroup),
+    )
+
+
+def _skinny(problem: Problem) -> Counts:
+    rows = min(problem.m, RIVAL_ROWS)
+    return _skinny_of(
+        rows > RIVAL_ROWS // 2, problem.n, problem.k, problem.bits, problem.dtype
+    )
+
+
+@cache
+def _skinny_of(two: bool, n: int, k: int, bits: int, dtype: str) -> Counts:
+    """Counts the kernel with its loops unrolled, its number of rows passed by value."""
+    type_ = getattr(mx, dtype)
+    header, body = dspark.text(type_)
+    template, _, threads = dspark.plan(16 if two else 8, n, k, bits, type_)
+    values = {name: METAL[dtype] if name == "T" else value for name, value in template}
+    body = UNROLLED.sub(r'_Pragma("unroll") for (int \1 ', body)
+    metal = METAL[dtype]
+    given = ("X", metal), ("Wq", "uint32_t"), ("SC", metal), ("BI", metal)
+
+    def text(source: str, *more: tuple[str, str]) -> Text:
+        return Text(
+            inputs=[*given, *more],
+            outputs=[("OUT", metal)],
+            source=source,
+            header=header,
+            template=values,
+            threads=prod(threads),
+        )
+
+    preloaded = body.replace("X_shape[0]", "X_rows")
+    return agx_counts.counts(text(body), text(preloaded, ("X_rows", "int&")))
+
+
+def _of(counts: Counts, slots: int) -> Slots:
+    return Slots(slots=slots, registers=counts.registers, spills=counts.spills)

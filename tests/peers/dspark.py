@@ -1,0 +1,97 @@
+"""mlx-dspark's kernels, out of its wheel: the fastest published ones of this kind.
+
+The modules that hold them run as they stand; the kernels that they make are those of
+the emulator. `skinny_qmm` multiplies a few rows by a quantized weight, on the matrix
+units; `multirow_attn` is the attention of a few rows over a long cache.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+
+import metal_emulator
+from peers import downloads
+
+PACKAGE, VERSION = "mlx-dspark", "0.20.3"
+WINDOW = {4: (5, 16), 8: (6, 16)}
+"""Rows for which mlx-dspark calls `skinny_qmm`, by bits; the kernel takes any."""
+
+# Its one function that knows x is bfloat16, for float16. Ours, only to count with.
+_HALF_READER = """
+inline float bf_at(uint w, int e) { return float(as_type<half2>(w)[e & 1]); }
+"""
+
+
+@cache
+def module(name: str) -> ModuleType:
+    """Returns one of its modules, whose kernels run in the emulator."""
+    folder = downloads.files(PACKAGE, VERSION, "mlx_dspark/", ".py")
+    full = f"mlx_dspark_{name}"
+    spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[full] = found  # its dataclasses look their module up
+    with mock.patch.object(mx.fast, "metal_kernel", metal_emulator.metal_kernel):
+        spec.loader.exec_module(found)
+    return found
+
+
+Plan = tuple[list[tuple[str, Any]], Sequence[int], Sequence[int]]
+"""Template arguments, grid and threadgroup."""
+
+
+def plan(rows: int, n: int, k: int, bits: int, dtype: mx.Dtype) -> Plan:
+    """Returns how mlx-dspark launches `skinny_qmm`."""
+    result: Plan = module("skinny_qmm").plan(rows, n, k, bits, dtype)
+    return result
+
+
+def skinny_qmm(
+    x: mx.array, weight: Sequence[mx.array], bits: int, planned: Plan | None = None
+) -> mx.array:
+    """Multiplies x [rows, k] by a weight [n, k] in groups of 64.
+
+    Args:
+        x: bfloat16, or float16 by our translation of the one function that reads x.
+        weight: Codes, scales and biases in MLX's layout.
+        bits: 4 or 8.
+        planned: How to launch it, instead of mlx-dspark's own way.
+    """
+    codes, scales, biases = weight
+    rows, k = x.shape
+    template, grid, threads = planned or plan(rows, codes.shape[0], k, bits, x.dtype)
+    (y,) = _kernel(x.dtype)(
+        inputs=[x, codes, scales, biases],
+        template=template,
+        grid=tuple(grid),
+        threadgroup=tuple(threads),
+        output_shapes=[(rows, codes.shape[0])],
+        output_dtypes=[x.dtype],
+    )
+    return y
+
+
+def text(dtype: mx.Dtype) -> tuple[str, str]:
+    """Returns header and body of `skinny_qmm`."""
+    found = module("skinny_qmm")
+    header = found._HEADER if dtype == mx.bfloat16 else _HALF_READER
+    return header, found._SRC
+
+
+@cache
+def _kernel(dtype: mx.Dtype) -> metal_emulator.MetalKernel:
+    header, body = text(dtype)
+    return metal_emulator.metal_kernel(
+        name="dspark_skinny_qmm",
+        input_names=["X", "Wq", "SC", "BI"],
+        output_names=["OUT"],
+        source=body,
+        header=header,
+    )
