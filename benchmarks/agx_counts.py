@@ -109,18 +109,19 @@ def missing() -> str | None:
     return None
 
 
-def counts(*texts: Text) -> Counts:
+def counts(*texts: Text, levels: Sequence[str] = LEVELS) -> Counts:
     """Returns the counts of a kernel.
 
     Args:
         texts: Equal forms of it, such as with loops unrolled. The form and the level
             of optimisation with the fewest spills, then slots, count.
+        levels: The levels of optimisation to try.
 
     Raises:
         ValueError: If none compiles.
     """
     found, errors = [], []
-    for text, level in product(texts, LEVELS):
+    for text, level in product(texts, levels):
         (result,) = _aid().kernel_stats(_kernel(text), (level,))
         if "error" in result:
             errors.append(result["error"])

@@ -11,14 +11,19 @@ from math import ceil, prod
 
 import mlx.core as mx
 
-from benchmarks import agx_counts
+from benchmarks import agx_counts, mlx_texts
 from benchmarks.agx_counts import Counts, Text
 from benchmarks.rival_calls import RIVAL_ROWS, dspark
 from mlx_marlin.backends.launch import Launch
-from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS, readers
+from mlx_marlin.backends.metal.cost.main_loop import (
+    MATRIX_OPS,
+    WEIGHTS_PER_TRIP,
+    readers,
+)
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.stock.kernels import stock_call
 from mlx_marlin.planning.problem import Problem
 
 METAL = {
@@ -66,24 +71,35 @@ def rival(problem: Problem) -> Slots:
     return _of(found, ceil(problem.m / RIVAL_ROWS) * found.most.slots)
 
 
-def mlx(problem: Problem, device: Device) -> Slots | None:
-    """Returns the counts of MLX's kernel, or None if the aid does not take it."""
-    return None
+def mlx(problem: Problem, device: Device) -> Slots:
+    """Returns the counts of the kernel that MLX launches."""
+    call = stock_call(problem, device)
+    found = _of_mlx(call.kernel, call.rows, problem.bits, METAL[problem.dtype])
+    if call.family.startswith("qmm"):
+        # Four simdgroups share 1,024 weights. Rows that end inside a tile have the
+        # second of its loops, which checks bounds and takes longer.
+        choose = max if problem.m % call.rows else min
+        loop = choose(each for each in found.loops if each.matrix)
+        return _of(found, call.passes * 8 * loop.slots)
+    weights = 1024 if (call.family, problem.bits) == ("qmv_fast", 8) else 2048
+    return _of(found, call.passes * found.most.slots * WEIGHTS_PER_TRIP // weights)
+
+
+@cache
+def _of_mlx(kernel: str, rows: int, bits: int, metal: str) -> Counts:
+    # Without LLVM the loops of these kernels stay rolled, or do not compile.
+    return agx_counts.counts(mlx_texts.text(kernel, rows, bits, metal), levels=("-O2",))
 
 
 def counts_of(launch: Launch) -> Counts:
     """Returns the counts of one of our launches."""
-    return _of_instance(launch.instance, launch)
-
-
-_known: dict[object, Counts] = {}
-
-
-def _of_instance(instance: object, launch: Launch) -> Counts:
-    key = instance, prod(launch.threadgroup)
+    key = launch.instance, launch.threadgroup
     if key not in _known:
         _known[key] = agx_counts.counts(agx_counts.by_value(_text(launch)))
     return _known[key]
+
+
+_known: dict[object, Counts] = {}
 
 
 def _text(launch: Launch) -> Text:
