@@ -33,6 +33,7 @@ VECTORS = frozenset(
 )
 _VECTOR_TEMPLATES = frozenset({"vec", "packed_vec"})
 _HALF = re.compile(r"(?P<digits>(?!0[xX]).*?)(?P<suffix>[hH]|bf|BF)$")
+_UNSUFFIXED = re.compile(r"(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?$")
 _QUALIFIERS = ("const", "volatile", "constant", *SPACES)
 _TYPE_WORDS = frozenset([*_SCALARS, *_QUALIFIERS, "size_t", "auto", "unsigned"])
 _UNARY = frozenset("-+!~*&")
@@ -207,6 +208,9 @@ class Rewriter:
         if found := _HALF.match(self.tokens.text(at)):
             kind = "half" if found["suffix"] in "hH" else "bfloat"
             self._write_literal(at, f"{found['digits']}_{kind}")
+        elif _UNSUFFIXED.match(self.tokens.text(at)):
+            # Metal has no double. clang's flag for that is lost inside of templates.
+            self._write_literal(at, f"{self.tokens.text(at)}f")
 
     def _write_literal(self, at: int, literal: str) -> None:
         """Replaces a literal; a cast before it may have written behind it."""

@@ -208,6 +208,20 @@ def test_templates_aliases_and_structs_compile() -> None:
     assert run(source, header=header, template=template, grid=1)[0] == 6
 
 
+@pytest.mark.parametrize("literal", ["0.1", ".1", "1e-1", "1.E-1"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_literals_without_a_suffix_are_floats_in_templates_too(
+    literal: str, dtype: mx.Dtype
+) -> None:
+    x = np.arange(32, dtype=np.float32)
+    source = f"uint i = thread_index_in_simdgroup;\nout[i] = T({literal} * a[i]);"
+
+    found = run(source, mx.array(x), dtype=dtype, template=[("T", dtype)])
+
+    wanted = mx.array(np.float32(0.1) * x).astype(dtype)
+    assert mx.array_equal(mx.array(found), wanted.astype(mx.float32))
+
+
 def test_functions_overloaded_by_address_space_are_one() -> None:
     header = """
     template <typename T> float twice(const device T* p) { return 2 * p[0]; }
