@@ -8,7 +8,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from benchmarks.agx_counts import Text
+from benchmarks.agx import Text
 from benchmarks.rival_calls import mlx_headers
 
 VECTOR_PARTS = ("get_pack_factor", "get_bytes_per_pack", "load_vector", "qdot")
@@ -59,7 +59,7 @@ def text(kernel: str, vectors: int, bits: int, metal: str) -> Text:
         source=_matrix_call(bits) if is_matrix else _call(kernel, vectors, bits),
         header=_matrix_header() if is_matrix else _vector_header(kernel),
         template={"T": metal},
-        threads=128 if is_matrix else 64,
+        threadgroup=(128 if is_matrix else 64, 1, 1),
     )
 
 

@@ -7,12 +7,12 @@ of x: a kernel that reads a weight several times pays each time.
 import re
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, prod
+from math import ceil
 
 import mlx.core as mx
 
-from benchmarks import agx_counts, mlx_texts
-from benchmarks.agx_counts import Counts, Text
+from benchmarks import agx, mlx_texts
+from benchmarks.agx import TYPES, Counts, Text
 from benchmarks.rival_calls import RIVAL_ROWS, dspark
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.metal.cost.main_loop import (
@@ -26,14 +26,6 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.stock.kernels import stock_call
 from mlx_marlin.planning.problem import Problem
 
-METAL = {
-    "float16": "half",
-    "bfloat16": "bfloat",
-    "float32": "float",
-    "uint32": "uint32_t",
-    "uint8": "uint8_t",
-    "int32": "int",
-}
 UNROLLED = re.compile(r"for \(int ([tred]) ")
 """Heads of the rival's loops whose bounds are constants."""
 
@@ -55,11 +47,11 @@ class Slots:
 
 def ours(plan: MetalPlan) -> Slots:
     """Returns the counts of our plan's first kernel."""
-    found = counts_of(launches(plan)[0])
+    found = _of_launch(launches(plan)[0])
     if plan.fragments_m == 0:
-        return _of(found, found.most.slots)
+        return _of(found, max(found.slots))
     total = sum(
-        count * found.with_matrix(MATRIX_OPS[fragments]).slots
+        count * found.slots_with(MATRIX_OPS[fragments])
         for fragments, count in readers(plan.problem.m, plan.fragments_m).items()
     )
     return _of(found, total)
@@ -68,55 +60,38 @@ def ours(plan: MetalPlan) -> Slots:
 def rival(problem: Problem) -> Slots:
     """Returns the counts of mlx-dspark's `skinny_qmm`."""
     found = _skinny(problem)
-    return _of(found, ceil(problem.m / RIVAL_ROWS) * found.most.slots)
+    return _of(found, ceil(problem.m / RIVAL_ROWS) * max(found.slots))
 
 
 def mlx(problem: Problem, device: Device) -> Slots:
     """Returns the counts of the kernel that MLX launches."""
     call = stock_call(problem, device)
-    found = _of_mlx(call.kernel, call.rows, problem.bits, METAL[problem.dtype])
+    found = _of_mlx(call.kernel, call.rows, problem.bits, TYPES[problem.dtype])
     if call.family.startswith("qmm"):
         # Four simdgroups share 1,024 weights. Rows that end inside a tile have the
         # second of its loops, which checks bounds and takes longer.
         choose = max if problem.m % call.rows else min
-        loop = choose(each for each in found.loops if each.matrix)
-        return _of(found, call.passes * 8 * loop.slots)
+        slots = zip(found.slots, found.matrix, strict=True)
+        loop = choose(each for each, products in slots if products)
+        return _of(found, call.passes * 8 * loop)
     weights = 1024 if (call.family, problem.bits) == ("qmv_fast", 8) else 2048
-    return _of(found, call.passes * found.most.slots * WEIGHTS_PER_TRIP // weights)
+    return _of(found, call.passes * max(found.slots) * WEIGHTS_PER_TRIP // weights)
 
 
 @cache
 def _of_mlx(kernel: str, rows: int, bits: int, metal: str) -> Counts:
     # Without LLVM the loops of these kernels stay rolled, or do not compile.
-    return agx_counts.counts(mlx_texts.text(kernel, rows, bits, metal), levels=("-O2",))
+    return agx.counts(mlx_texts.text(kernel, rows, bits, metal), levels=("-O2",))
 
 
-def counts_of(launch: Launch) -> Counts:
-    """Returns the counts of one of our launches."""
+def _of_launch(launch: Launch) -> Counts:
     key = launch.instance, launch.threadgroup
     if key not in _known:
-        _known[key] = agx_counts.counts(agx_counts.by_value(_text(launch)))
+        _known[key] = agx.count(launch)
     return _known[key]
 
 
 _known: dict[object, Counts] = {}
-
-
-def _text(launch: Launch) -> Text:
-    text = launch.source
-    types = [METAL[operand.dtype] for operand in launch.inputs]
-    outputs = [METAL[output.dtype] for output in launch.outputs]
-    return Text(
-        inputs=[*zip(text.input_names, types, strict=True)],
-        outputs=[*zip(text.output_names, outputs, strict=True)],
-        source=text.source,
-        header=text.header,
-        template={
-            name: METAL[value] if isinstance(value, str) else value
-            for name, value in launch.template
-        },
-        threads=prod(launch.threadgroup),
-    )
 
 
 def _skinny(problem: Problem) -> Counts:
@@ -132,9 +107,9 @@ def _skinny_of(two: bool, n: int, k: int, bits: int, dtype: str) -> Counts:
     type_ = getattr(mx, dtype)
     header, body = dspark.text(type_)
     template, _, threads = dspark.plan(16 if two else 8, n, k, bits, type_)
-    values = {name: METAL[dtype] if name == "T" else value for name, value in template}
+    values = {name: TYPES[dtype] if name == "T" else value for name, value in template}
     body = UNROLLED.sub(r'_Pragma("unroll") for (int \1 ', body)
-    metal = METAL[dtype]
+    metal = TYPES[dtype]
     given = ("X", metal), ("Wq", "uint32_t"), ("SC", metal), ("BI", metal)
 
     def text(source: str, *more: tuple[str, str]) -> Text:
@@ -144,11 +119,11 @@ def _skinny_of(two: bool, n: int, k: int, bits: int, dtype: str) -> Counts:
             source=source,
             header=header,
             template=values,
-            threads=prod(threads),
+            threadgroup=threads,
         )
 
     preloaded = body.replace("X_shape[0]", "X_rows")
-    return agx_counts.counts(text(body), text(preloaded, ("X_rows", "int&")))
+    return agx.counts(text(body), text(preloaded, ("X_rows", "int&")))
 
 
 def _of(counts: Counts, slots: int) -> Slots:

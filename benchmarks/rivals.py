@@ -3,7 +3,7 @@
 8x8 products, bytes that simdgroups request of device memory, bytes that loads return to
 lanes, and threads are the emulator's. Issue slots for 2,048 weights, registers and
 spills come from an open compiler for the M1's GPU, where AGX_HOME names it (see
-benchmarks/agx_counts.py). Nothing is timed. MLX and mlx-dspark are downloaded.
+benchmarks/agx.py). Nothing is timed. MLX and mlx-dspark are downloaded.
 
 Few columns of each product are run, and the counts multiplied: each is a sum over
 threadgroups, and those with equally many columns do the same. `--exact` runs all of
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from benchmarks import agx_counts, rival_calls, rival_slots
+from benchmarks import agx, rival_calls, rival_slots
 from benchmarks.rival_calls import Counted
 from benchmarks.rival_slots import Slots
 from mlx_marlin.backends import devices
@@ -134,7 +134,7 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
     if not isinstance(device, Device):
         raise ValueError(f"--chip {asked.chip!r}, expected an Apple GPU")
     fields = WHOLE if asked.whole else {}
-    with_slots = agx_counts.missing() is None and not asked.no_slots
+    with_slots = agx.missing() is None and not asked.no_slots
     numbers = arguments.numbers(asked.rows) if asked.rows else ROWS
     for text, bits, dtype, m in product(
         asked.shapes, asked.bits, asked.dtypes, numbers
@@ -151,7 +151,7 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
 
 def heading(asked: argparse.Namespace) -> str:
     """Returns what the table shows and how it was counted."""
-    missing = agx_counts.missing()
+    missing = agx.missing()
     plans = "whole tiles, four simdgroups along k" if asked.whole else "the planner's"
     return (
         f"Our value (ours / MLX {rival_calls.mlx_headers.MLX}, ours / mlx-dspark "
