@@ -5,22 +5,21 @@ the emulator. `skinny_qmm` multiplies a few rows by a quantized weight, on the m
 units; `multirow_attn` is the attention of a few rows over a long cache.
 """
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import mlx.core as mx
 
 import metal_emulator
-from peers import downloads
+from peers import downloads, emulated_modules
 
 PACKAGE, VERSION = "mlx-dspark", "0.20.3"
 WINDOW = {4: (5, 16), 8: (6, 16)}
 """Rows for which mlx-dspark calls `skinny_qmm`, by bits; the kernel takes any."""
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 # Its one function that knows x is bfloat16, for float16. Ours, only to count with.
 _HALF_READER = """
@@ -32,15 +31,7 @@ inline float bf_at(uint w, int e) { return float(as_type<half2>(w)[e & 1]); }
 def module(name: str) -> ModuleType:
     """Returns one of its modules, whose kernels run in the emulator."""
     folder = downloads.files(PACKAGE, VERSION, "mlx_dspark/", ".py")
-    full = f"mlx_dspark_{name}"
-    spec = importlib.util.spec_from_file_location(full, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[full] = found  # its dataclasses look their module up
-    with mock.patch.object(mx.fast, "metal_kernel", metal_emulator.metal_kernel):
-        spec.loader.exec_module(found)
-    return found
+    return emulated_modules.load(f"mlx_dspark_{name}", folder / f"{name}.py")
 
 
 Plan = tuple[list[tuple[str, Any]], Sequence[int], Sequence[int]]
@@ -67,7 +58,8 @@ def skinny_qmm(
     codes, scales, biases = weight
     rows, k = x.shape
     template, grid, threads = planned or plan(rows, codes.shape[0], k, bits, x.dtype)
-    (y,) = _kernel(x.dtype)(
+    header, body = text(x.dtype)
+    (y,) = _kernel(header, body)(
         inputs=[x, codes, scales, biases],
         template=template,
         grid=tuple(grid),
@@ -86,8 +78,7 @@ def text(dtype: mx.Dtype) -> tuple[str, str]:
 
 
 @cache
-def _kernel(dtype: mx.Dtype) -> metal_emulator.MetalKernel:
-    header, body = text(dtype)
+def _kernel(header: str, body: str) -> metal_emulator.MetalKernel:
     return metal_emulator.metal_kernel(
         name="dspark_skinny_qmm",
         input_names=["X", "Wq", "SC", "BI"],
