@@ -6,14 +6,13 @@ cost of a real one: one text repeats a passage of 200 tokens, the other repeats 
 Usage: python benchmarks/cuda_drafts.py [--model NAME] [--smoke]
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from cuda_models import MODELS, quantized_model, tiny
+from cuda_models import asked_sizes, quantized_model
 from cuda_weights import Format
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
@@ -77,12 +76,7 @@ def rate(tokens: Any) -> float:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="llama-8b")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model")
-    asked = parser.parse_args()
-    sizes = MODELS[asked.model]
-    sizes = tiny(sizes) if asked.smoke else sizes
+    sizes = asked_sizes(__doc__)
     model = quantized_model(sizes, Format(mode="affine", bits=4, group_size=64))
     mx.eval(model.parameters())
     mlx_marlin.optimize(model)

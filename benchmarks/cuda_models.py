@@ -4,6 +4,7 @@ All layers have one format, also those for which mlx-lm would keep more bits, su
 what chooses experts.
 """
 
+import argparse
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -95,6 +96,20 @@ TINY: Sizes = {
 def tiny(sizes: Sizes) -> Sizes:
     """Returns a model of the same kind that any machine runs."""
     return {name: TINY.get(name, size) for name, size in sizes.items()}
+
+
+def asked_sizes(description: str | None) -> Sizes:
+    """Returns the arguments of the model that `--model` and `--smoke` choose.
+
+    Args:
+        description: What the script does.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", choices=MODELS, default="llama-8b")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model")
+    asked = parser.parse_args()
+    sizes = MODELS[asked.model]
+    return tiny(sizes) if asked.smoke else sizes
 
 
 def quantized_model(

@@ -6,14 +6,13 @@ serves which rows; and the tokens a second with stock MLX and with our kernels.
 Usage: python benchmarks/cuda_race.py [--model NAME] [--smoke]
 """
 
-import argparse
 import statistics
 import time
 from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
-from cuda_models import MODELS, quantized_model, tiny
+from cuda_models import asked_sizes, quantized_model
 from cuda_weights import Format
 
 import mlx_marlin
@@ -65,12 +64,7 @@ def print_verdicts() -> None:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, default="llama-8b")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model")
-    asked = parser.parse_args()
-    sizes = MODELS[asked.model]
-    sizes = tiny(sizes) if asked.smoke else sizes
+    sizes = asked_sizes(__doc__)
     vocabulary = sizes["vocab_size"]
     format = Format(mode="affine", bits=4, group_size=64)
 
