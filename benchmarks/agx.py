@@ -32,6 +32,8 @@ TYPES = {
 """Names of dtypes in Metal."""
 LEVELS = ("-O2", "-O0")
 """Levels of optimization before Mesa's own; the better result counts."""
+MATRIX_SLOTS = 16
+"""Issue slots of an 8x8 product, by arithmetic."""
 CONVERSION = re.compile(
     r"(?<![\w.<>])((?:float|half|u?int|u?short|u?char|bfloat)[24]|vec<\w+, ?\d>|Vec4)\("
 )
@@ -118,7 +120,7 @@ class Counts:
     Attributes:
         registers: 16-bit registers of a thread.
         slots: Issue slots of an iteration of each innermost loop, in the text's order;
-            an 8x8 product takes 16, loads and waits none.
+            an 8x8 product takes `MATRIX_SLOTS`, loads and waits none.
         matrix: 8x8 products of an iteration of each of these loops.
         spills: Loads and stores of spilled registers.
         code: Bytes of code.

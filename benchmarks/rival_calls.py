@@ -30,9 +30,8 @@ from peers import dspark, mlx_geometry, mlx_headers
 from peers.mlx_products import Operands, Product
 from support import drawn_arrays
 
-SIMDGROUP = 32
-COLUMNS = 32
-"""Columns of the product that is run: a tile of ours, of MLX's and of mlx-dspark's."""
+COLUMNS = 64
+"""Columns that are run of MLX's and mlx-dspark's kernels: whole threadgroups."""
 RIVAL_ROWS = 16
 """Rows of a threadgroup of `skinny_qmm`, at most."""
 

@@ -140,8 +140,11 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
         asked.shapes, asked.bits, asked.dtypes, numbers
     ):
         shape = arguments.shape(text)
-        if shape is None or shape[0] is not None:
-            raise ValueError(f"--shapes {text!r}, expected NxK such as 17408x5120")
+        if shape is None or shape[0] is not None or shape[1] % rival_calls.COLUMNS:
+            raise ValueError(
+                f"--shapes {text!r}, expected NxK such as 17408x5120, n a multiple of "
+                f"{rival_calls.COLUMNS}"
+            )
         _, n, k = shape
         layout = asked.layout or "mlx"
         problem = problem_of(m, n, k, bits=bits, dtype=dtype, layout=layout)
@@ -151,19 +154,21 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
 
 def heading(asked: argparse.Namespace) -> str:
     """Returns what the table shows and how it was counted."""
-    missing = agx.missing()
+    slots = "not counted" if asked.no_slots else agx.missing() or "Mesa, G13"
     plans = "whole tiles, four simdgroups along k" if asked.whole else "the planner's"
+    run = "few, multiplied"
+    if asked.exact:
+        run += "; all as well, and a difference ends the table"
     return (
         f"Our value (ours / MLX {rival_calls.mlx_headers.MLX}, ours / mlx-dspark "
         f"{rival_calls.dspark.VERSION}). Counted, not timed.\n"
         f"Chip {asked.chip or CHIP}, layout {asked.layout or 'mlx'}, groups of 64; "
         f"our plans: {plans}.\n"
-        f"Few columns run and multiplied{', all columns run and equal' * asked.exact}. "
-        f"MLX's sum of its parts of k is left out.\n"
-        f"skinny_qmm reads bfloat16; at float16 it is a translation of ours. "
-        f"mlx-dspark calls it for 5 to 16 rows (8 bits: 6 to 16).\n"
-        f"Slots for 2,048 weights, registers of 16 bits, spills of all three: "
-        f"{missing or 'Mesa, G13'}."
+        f"Columns that are run: {run}. MLX's sum of its parts of k is left out.\n"
+        "skinny_qmm reads bfloat16; at float16 it is a translation of ours. "
+        "mlx-dspark calls it for 5 to 16 rows (8 bits: 6 to 16).\n"
+        "Slots for 2,048 weights, registers of 16 bits, spills of all three: "
+        f"{slots}."
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import metal_emulator
-from benchmarks import agx, rival_calls, rivals
+from benchmarks import agx, rival_calls, rival_slots, rivals
 from benchmarks.rival_calls import Counted
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import cost
@@ -55,6 +55,23 @@ def test_the_planner_counts_what_the_emulator_does(
     added = found[1].lane_bytes - found[0].lane_bytes
     assert added == loops[1].lane_bytes - loops[0].lane_bytes
     assert found[0].threads == found[1].threads
+
+
+@pytest.mark.skipif(agx.missing() is not None, reason=f"the AGX aid: {agx.missing()}")
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("bits", rivals.BITS)
+@pytest.mark.parametrize("m", [8, 16])
+def test_the_planner_has_the_slots_of_the_table(m: int, bits: int, layout: str) -> None:
+    problem = problem_of(m, 256, 1024, bits=bits, layout=layout)
+    plan = rival_calls.plan_of(problem, DEVICE, **rivals.WHOLE)
+    held, price = plan.fragments_m, cost.rates_of(DEVICE).matrix_slots
+
+    slots = cost.loop_slots(problem, held, plan.subtract, m, DEVICE) * WEIGHTS_PER_TRIP
+
+    pairs = readers(m, held).items()
+    products = sum(count * MATRIX_OPS[fragments] for fragments, count in pairs)
+    counted = rival_slots.ours(plan).slots
+    assert round(slots - price * products) == counted - agx.MATRIX_SLOTS * products
 
 
 @pytest.mark.parametrize(
@@ -180,7 +197,7 @@ def aid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Installs a compiler that always counts the same."""
     (tmp_path / "agxkernel.py").write_text(AID)
     monkeypatch.setenv("AGX_HOME", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "agxkernel", raising=False)
     agx._program.cache_clear()
     yield
