@@ -21,7 +21,8 @@ from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.stock.kernels import stock_call
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work import Work, data_parallel
+from mlx_marlin.planning.work.decompositions import data_parallel
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import TILE_N
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))

@@ -12,12 +12,14 @@ import metal_emulator
 from benchmarks import agx, rival_calls, rival_slots, rivals
 from benchmarks.rival_calls import Counted
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.cost.main_loop import (
     MATRIX_OPS,
     WEIGHTS_PER_TRIP,
+    loop_of,
+    loop_slots,
     readers,
 )
+from mlx_marlin.backends.metal.cost.rates import rates_of
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.planning.problem import problem_of
@@ -45,7 +47,7 @@ def test_the_planner_counts_what_the_emulator_does(
     plans = [rival_calls.plan_of(each, DEVICE, **rivals.WHOLE) for each in both]
     held, subtract = plans[0].fragments_m, plans[0].subtract
     found = [*map(rival_calls.ours, both, plans)]
-    loops = [cost.loop_of(each, held, subtract, DEVICE) for each in both]
+    loops = [loop_of(each, held, subtract, DEVICE) for each in both]
 
     products = sum(
         count * MATRIX_OPS[fragments]
@@ -64,9 +66,9 @@ def test_the_planner_counts_what_the_emulator_does(
 def test_the_planner_has_the_slots_of_the_table(m: int, bits: int, layout: str) -> None:
     problem = problem_of(m, 256, 1024, bits=bits, layout=layout)
     plan = rival_calls.plan_of(problem, DEVICE, **rivals.WHOLE)
-    held, price = plan.fragments_m, cost.rates_of(DEVICE).matrix_slots
+    held, price = plan.fragments_m, rates_of(DEVICE).matrix_slots
 
-    slots = cost.loop_slots(problem, held, plan.subtract, m, DEVICE) * WEIGHTS_PER_TRIP
+    slots = loop_slots(problem, held, plan.subtract, m, DEVICE) * WEIGHTS_PER_TRIP
 
     pairs = readers(m, held).items()
     products = sum(count * MATRIX_OPS[fragments] for fragments, count in pairs)
