@@ -1,6 +1,7 @@
 """Quantizes plain weights while a checkpoint is converted."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -99,17 +100,35 @@ class Quantization:
                 f"weight {dtype_name(w.dtype)} {w.shape}, expected a matrix of one of "
                 f"{[*DTYPE_BYTES]}"
             )
-        k = w.shape[-1]
-        if not self.applies_to(k):
+        rows = w.reshape(-1, w.shape[-1])
+        step = rows_at_a_time(w.shape[-1])
+        parts = (rows[first : first + step] for first in range(0, len(rows), step))
+        return self.apply_to_rows(parts, w.shape, w.dtype)
+
+    def apply_to_rows(
+        self, parts: Iterable[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
+    ) -> tuple[StoredWeight, float]:
+        """Quantizes a weight whose rows come a few at a time.
+
+        Args:
+            parts: Rows [r, k], in order.
+            shape: Shape [..., n, k] of the weight.
+            dtype: Dtype of its scales.
+
+        Returns:
+            As `apply`; rounding to `dtype` is part of the error.
+
+        Raises:
+            ValueError: If a value is not finite in `dtype`, or k is not a multiple of
+                the group size.
+        """
+        if not self.applies_to(shape[-1]):
             raise ValueError(
-                f"k={k} cannot be quantized in groups of {self.group_size}"
+                f"k={shape[-1]} cannot be quantized in groups of {self.group_size}"
             )
-        rows = w.reshape(-1, k)
-        step = max(1, CHUNK_BYTES // (4 * k))
         chunks, changed, total = [], 0.0, 0.0
-        for first in range(0, len(rows), step):
-            own = rows[first : first + step]
-            chunk = self._chunk(own)
+        for own in parts:
+            chunk = self._chunk(own.astype(dtype))
             chunks.append(chunk)
             exact = own.astype(mx.float32)
             changed += _number(mx.square(chunk.decoded() - exact).sum())
@@ -117,7 +136,7 @@ class Quantization:
 
         def joined(name: str) -> mx.array:
             whole = mx.concatenate([getattr(chunk, name) for chunk in chunks])
-            return whole.reshape(*w.shape[:-1], -1)
+            return whole.reshape(*shape[:-1], -1)
 
         weight = replace(
             chunks[0],
@@ -179,6 +198,11 @@ class Quantization:
             )
         words = words_of_codes(codes.reshape(len(w), -1), self.bits)
         return words, scales.squeeze(-1), biases
+
+
+def rows_at_a_time(k: int) -> int:
+    """Returns how many rows of k columns are quantized at a time."""
+    return max(1, CHUNK_BYTES // (4 * k))
 
 
 def _number(value: mx.array) -> float:

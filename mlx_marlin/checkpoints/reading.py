@@ -67,7 +67,7 @@ READERS: dict[str, Reader] = {
 
 
 def read_checkpoint(
-    path: str | Path,
+    path: str | Path, *, requantize: int | None = None
 ) -> Iterator[tuple[str, PackedWeight | mx.array]]:
     """Reads a checkpoint, one tensor at a time.
 
@@ -75,19 +75,23 @@ def read_checkpoint(
         path: A folder with config.json and safetensors files in the format of MLX,
             GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt, ours or with plain
             arrays, or a GGUF file.
+        requantize: Bits of affine codes, in groups of 64, that weights of a GGUF file
+            get if their type has no kernels, such as IQ2_XS. Default: such a file is
+            refused.
 
     Yields:
         The name of a parameter and its value: a packed weight for a quantized layer,
-        exactly as stored, else an array. If the columns of a weight are not in the
-        order of x (act-order), `NAME.input_order` follows, int32 [k]: column i of the
-        weight multiplies feature `input_order[i]`.
+        exactly as stored unless `requantize` changes it, else an array. If the columns
+        of a weight are not in the order of x (act-order), `NAME.input_order` follows,
+        int32 [k]: column i of the weight multiplies feature `input_order[i]`.
 
     Raises:
+        ImportError: If `requantize` needs the package `gguf`, and it is missing.
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed, or a weight cannot be represented exactly;
             the message names file and tensor.
     """
-    for tensor in tensors(path):
+    for tensor in tensors(path, requantize):
         value = tensor.read()
         if isinstance(value, mx.array):
             yield tensor.name, value
@@ -100,19 +104,25 @@ def read_checkpoint(
             yield f"{layer}.input_order", value.input_order
 
 
-def tensors(path: str | Path) -> list[Tensor]:
+def tensors(path: str | Path, requantize: int | None = None) -> list[Tensor]:
     """Returns the tensors of a checkpoint, checked by their headers, not read yet.
 
     Args:
         path: As for `read_checkpoint`.
+        requantize: As for `read_checkpoint`.
 
     Raises:
+        ImportError: As for `read_checkpoint`.
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed or its method is not known.
     """
     check_location(Path(path))
+    how = gguf.quantization_of(requantize)
     file = gguf_file(Path(path))
-    return folder_tensors(Folder(Path(path))) if file is None else [*gguf.read(file)]
+    if file is not None:
+        return [*gguf.read(file, how)]
+    gguf.check_nothing_asked(path, how)
+    return folder_tensors(Folder(Path(path)))
 
 
 def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:

@@ -25,7 +25,7 @@ class StoredWeight:
     """A quantized weight [n, k], or a batch of them, in rows of codes.
 
     Reading it from a checkpoint rounds nothing: `codes`, `scales` and `biases` hold the
-    same numbers as the file.
+    same numbers as the file, unless `original` says otherwise.
 
     Attributes:
         codes: uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes.
@@ -39,6 +39,9 @@ class StoredWeight:
         global_scale: As in `PackedWeight`.
         input_order: int32 [k]: column i multiplies feature `input_order[i]` of x. None
             if columns are in the order of x.
+        original: The type that was decoded and quantized anew, such as "IQ2_XS"; empty
+            if the numbers are the file's.
+        error: Frobenius norm of what that changed, relative to that of the weight.
     """
 
     codes: mx.array
@@ -49,6 +52,8 @@ class StoredWeight:
     mode: str
     global_scale: mx.array | None = None
     input_order: mx.array | None = None
+    original: str = ""
+    error: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:

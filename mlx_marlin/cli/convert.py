@@ -17,16 +17,20 @@ EPILOG = """
 SRC is a GGUF file, or a folder in the format of MLX, GPTQ, AWQ, AutoRound,
 compressed-tensors or ModelOpt, or one with plain weights, or OWNER/NAME of a folder on
 the Hugging Face Hub. Quantized weights are moved without rounding; what DST cannot
-hold exactly is refused, or its error is in the last column of the table. DST appears
-when it is complete; a conversion that was interrupted leaves nothing that loads.
+hold exactly is refused, or its error is in the last column of the table. Weights of
+GGUF's types without kernels, such as IQ2_XS, need --requantize. DST appears when it is
+complete; a conversion that was interrupted leaves nothing that loads.
 
 examples:
   mlx-marlin convert Qwen3-8B-GPTQ-Int4 qwen3-marlin
   mlx-marlin convert Qwen3-8B qwen3-4bit --layout mlx --bits 4 --quantizer search
   mlx-marlin convert Qwen3-8B-AWQ qwen3-mlx --layout mlx --dry-run
+  mlx-marlin convert Qwen3-8B-IQ2_XS.gguf qwen3-4bit --requantize 4
 """
 QUANTIZATION = ("bits", "group_size", "mode", "quantizer", "embedding_bits")
 """Options that say how plain weights are quantized."""
+FOR_BOTH = ("group_size", "mode", "quantizer")
+"""Those of them that say it for weights that are quantized anew, too."""
 NAME_WIDTH, LEFT_WIDTH = 46, 97
 """Characters of a name, and of name and format, in a line of at most 120."""
 
@@ -72,18 +76,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--embedding-bits",
         help="bits of embeddings and the output head, or plain (default: as others)",
     )
+    parser.add_argument(
+        "--requantize",
+        metavar="BITS",
+        type=int,
+        help="decode weights of a GGUF file whose types have no kernels, and quantize "
+        "them anew, as --group-size, --mode and --quantizer say",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Converts, and prints a line for each parameter.
 
     Raises:
-        ImportError: If mlx-lm cannot be imported.
+        ImportError: If mlx-lm cannot be imported, or --requantize needs the package
+            gguf, which cannot.
         OSError: If a file cannot be read or written.
         ValueError: If an argument is not valid, or a weight cannot be represented.
     """
     conversion, sources = _modules()
-    source = sources.open_source(models.downloaded(args.source))
+    requantize = _requantization(args)
+    source = sources.open_source(models.downloaded(args.source), requantize)
     rows = conversion.convert(
         source,
         args.destination,
@@ -111,19 +124,30 @@ def _modules() -> tuple[Any, Any]:
 
 def _quantization(args: argparse.Namespace) -> "Quantization | None":
     """Returns how to quantize plain weights; None if no option asks for it."""
-    if all(getattr(args, name) is None for name in QUANTIZATION):
-        return None
+    asked = {name for name in QUANTIZATION if getattr(args, name) is not None}
+    if args.requantize is not None:
+        asked -= {*FOR_BOTH}
+    return _said(args, args.bits) if asked else None
+
+
+def _requantization(args: argparse.Namespace) -> "Quantization | None":
+    """Returns how to quantize weights anew; None if no option asks for it."""
+    return None if args.requantize is None else _said(args, args.requantize)
+
+
+def _said(args: argparse.Namespace, bits: int | None) -> "Quantization":
+    """Returns the quantization of the options, with bits or the mode's own."""
     from mlx_marlin.checkpoints.quantization import Quantization
     from mlx_marlin.weights.formats import CHANNEL, MODE_DEFAULTS
 
     mode = args.mode or "affine"
-    group_size, bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
+    group_size, default_bits = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
     if args.group_size == "channel":
         group_size = CHANNEL
     elif args.group_size is not None:
         group_size = _integer("--group-size", args.group_size)
     return Quantization(
-        bits=bits if args.bits is None else args.bits,
+        bits=default_bits if bits is None else bits,
         group_size=group_size,
         mode=mode,
         quantizer=args.quantizer or "nearest",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support.gguf_blocks import NUMBERS, SIZES, draw_block, write_block
+from support.gguf_decoded import DECODED, draw_decoded
 
 FORMATS = "BbHhIif?--Qqd"
 STRING, ARRAY = 8, 9
@@ -78,12 +79,16 @@ def gguf_bytes(
     for tensor in tensors:
         octets += text(tensor.name) + struct.pack("<I", len(tensor.shape))
         octets += b"".join(struct.pack("<Q", size) for size in tensor.shape[::-1])
-        octets += struct.pack("<IQ", NUMBERS[tensor.type], offset)
+        octets += struct.pack("<IQ", _number(tensor.type), offset)
         offset += _aligned(len(tensor.data), alignment)
     octets += bytes(-len(octets) % alignment)
     for tensor in tensors:
         octets += tensor.data + bytes(-len(tensor.data) % alignment)
     return octets
+
+
+def _number(name: str) -> int:
+    return NUMBERS[name] if name in NUMBERS else DECODED[name][0]
 
 
 def write_gguf(
@@ -96,6 +101,9 @@ def write_gguf(
 def random_tensor(
     name: str, type_name: str, shape: tuple[int, ...], random: np.random.Generator
 ) -> Written:
+    if type_name not in SIZES:
+        octets = draw_decoded(type_name, shape, random)
+        return Written(name, type_name, shape, octets.tobytes())
     elements, _ = SIZES[type_name]
     count = int(np.prod(shape)) // elements
     if elements == 1:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from support.gguf_blocks import QUANTIZED
+from support.gguf_decoded import DECODED
 from support.gguf_files import Written, gguf_bytes, random_tensor
 from support.gguf_models import CASES, llama3_factors, random_model, written_model
 from support.gguf_vocabularies import byte_pairs, sentencepiece
@@ -80,7 +81,7 @@ def seeds() -> list[bytes]:
     random = np.random.default_rng(0)
     kinds = [
         random_tensor(f"blk.{layer}.attn_v.weight", kind, (2, 256), random)
-        for layer, kind in enumerate([*QUANTIZED, "F16", "BF16"])
+        for layer, kind in enumerate([*QUANTIZED, *DECODED, "F16", "BF16"])
     ]
     values = {
         "nested": ("array", ("array", [("u8", [1, 2]), ("string", ["a", "b"])])),

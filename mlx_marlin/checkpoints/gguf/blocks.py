@@ -84,9 +84,11 @@ def read_blocks(
         codes[first : first + step] = stream(layout.codes(chunk), layout.bits)
         chunks.append(layout.parameters(chunk))
     words = codes.reshape(prod(shape[:-1]), -1).view("<u4")
+    parameters = {name: _joined(chunks, name, shape) for name in chunks[0]}
     return StoredWeight(
         codes=mx.array(words.reshape(*shape[:-1], -1)),
-        **{name: _joined(chunks, name, shape) for name in chunks[0]},
+        scales=parameters["scales"],
+        biases=parameters.get("biases"),
         group_size=layout.group_size,
         bits=layout.bits,
         mode=layout.mode,

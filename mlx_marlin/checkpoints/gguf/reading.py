@@ -19,8 +19,10 @@ from mlx_marlin.checkpoints.gguf.blocks import (
 from mlx_marlin.checkpoints.gguf.configuration.facts import decoder_layers
 from mlx_marlin.checkpoints.gguf.container import Container, TensorInfo
 from mlx_marlin.checkpoints.gguf.names import architecture_of, pieces_of
+from mlx_marlin.checkpoints.gguf.requantizing import check_decoder, requantized
 from mlx_marlin.checkpoints.gguf.rows import RULES
 from mlx_marlin.checkpoints.gguf.scales import SCALES, check_scale, global_scale
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 
 if TYPE_CHECKING:
@@ -31,37 +33,43 @@ _CONVOLUTION = re.compile(r"\.(ssm_conv1d|shortconv\.conv)\.weight$")
 _DECAY = ".ssm_a"
 
 
-def read(path: str | Path) -> Iterator[Tensor]:
+def read(path: str | Path, requantize: Quantization | None = None) -> Iterator[Tensor]:
     """Lists the tensors of a GGUF file, which are read one at a time.
 
     Args:
         path: A GGUF file of one of the architectures in `architectures.ARCHITECTURES`.
+        requantize: How to quantize tensors of types without kernels, such as IQ2_XS,
+            anew. Default: they are refused.
 
     Returns:
         The tensors, in the order of the file, with mlx-lm's names. Quantized ones are
         read as `StoredWeight`, others as arrays of the file's dtype.
 
     Raises:
+        ImportError: If `requantize` needs the package `gguf`, and it is missing.
         OSError: If the file cannot be read.
         ValueError: If the file is not GGUF or is damaged, or if a tensor is no
             parameter of mlx-lm's model or of a type that is not read. Reading a tensor
             raises one if it cannot be represented exactly. The message names the file
             and the tensor.
     """
-    return iter(tensors_of(Container(path)))
+    return iter(tensors_of(Container(path), requantize))
 
 
-def tensors_of(container: Container) -> list[Tensor]:
+def tensors_of(
+    container: Container, requantize: Quantization | None = None
+) -> list[Tensor]:
     """Returns the tensors of an open file, as `read` lists them.
 
     Raises:
+        ImportError: As `read` does.
         ValueError: As `read` does.
     """
     architecture = architecture_of(container)
     layers = decoder_layers(container)
     tensors = []
     for info in container.tensors.values():
-        whole = _Source(container, architecture, info, None)
+        whole = _Source(container, architecture, info, requantize)
         scaled = _scaled(container, info)
         try:
             if scaled is not None:
@@ -112,13 +120,15 @@ class _Source:
         container: The file.
         architecture: The architecture.
         info: The tensor.
+        requantize: How to quantize it anew if its type has no kernels.
         rows: Rows that are the parameter's, in its order; None for all of them.
     """
 
     container: Container
     architecture: Architecture
     info: TensorInfo
-    rows: "Index | None"
+    requantize: Quantization | None
+    rows: "Index | None" = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -155,13 +165,10 @@ class _Source:
     def check_type(self) -> None:
         name, shape = self.info.type.name, self.info.shape
         if name not in LAYOUTS and name not in PLAIN:
-            raise ValueError(
-                f"{name} is not one of the types that are read: "
-                f"{', '.join([*LAYOUTS, *PLAIN])}"
-            )
+            check_decoder(name, self.requantize)
         vector = len(self.parameter_shape) < 2 or self.has_norm_offset
         vector = vector or _CONVOLUTION.search(self.info.name) is not None
-        if name in LAYOUTS and vector:
+        if name not in PLAIN and vector:
             raise ValueError(f"{name} {shape} is for matrices, but this is a vector")
 
     def refusal(self, error: ValueError) -> ValueError:
@@ -172,13 +179,13 @@ def _read(source: _Source) -> StoredWeight | mx.array:
     """Reads a tensor, and reverts what llama.cpp's conversion did to it."""
     try:
         stored = _stored(source)
+        if isinstance(stored, StoredWeight):
+            return _weight_in_order(source, stored)
+        return _array_in_order(source, stored)
     except ValueError as error:
         raise source.refusal(error) from None
     finally:
         source.container.release(source.info)
-    if isinstance(stored, StoredWeight):
-        return _weight_in_order(source, stored)
-    return _array_in_order(source, stored)
 
 
 def _stored(source: _Source) -> StoredWeight | mx.array:
@@ -189,6 +196,10 @@ def _stored(source: _Source) -> StoredWeight | mx.array:
         if source.has_norm_offset:
             return _without_offset(array, source.architecture.norm_offset)
         return array
+    if info.type.name not in LAYOUTS:
+        assert source.requantize is not None  # or else `check_type` refused it
+        shape = source.stored_shape
+        return requantized(data, info.type, shape, source.requantize, source.rows)
     weight = read_blocks(data, info.type, source.stored_shape)
     if info.type.name == "NVFP4":
         return replace(weight, global_scale=global_scale(source.container, info))
@@ -223,7 +234,7 @@ def _logarithm(stored: mx.array) -> mx.array:
 def _weight_in_order(source: _Source, weight: StoredWeight) -> StoredWeight:
     if (columns := source.columns) is not None:
         weight = replace(weight, input_order=mx.array(columns.astype("int32")))
-    if source.rows is None:
+    if source.rows is None or weight.original:  # which is read in order
         return weight
     rows = mx.array(source.rows)
     parts = {

@@ -39,7 +39,8 @@ class Row:
 
     Attributes:
         name: Name in mlx-lm.
-        source: Its format in the source, such as "zero_point 4-bit, group 128".
+        source: Its format in the source, such as "zero_point 4-bit, group 128", or the
+            type that was decoded, such as "IQ2_XS".
         target: Its format in the result.
         nbytes: Bytes in the result.
         error: Relative Frobenius error that the conversion adds to the weight.
@@ -146,6 +147,8 @@ def _rows(
         matches = pattern is None or pattern.search(name) is not None
         error = 0.0
         stored = _describe(value)
+        if isinstance(value, StoredWeight) and value.original:
+            stored, error = value.original, value.error
         layer = name.removesuffix(".weight")
         with naming(source.path, name):
             if isinstance(value, mx.array):

@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.location import check_location, gguf_file, projectors
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.lm.warn_once import warn_once
@@ -21,17 +22,20 @@ class GgufSource(ModelSource):
 
     Args:
         path: The file.
+        requantize: How to quantize weights of types without kernels anew. Default: they
+            are refused.
 
     Raises:
+        ImportError: If `requantize` needs the package `gguf`, and it is missing.
         OSError: If the file cannot be read.
         ValueError: If the file is malformed, or mlx-lm has no such model.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, requantize: Quantization | None = None) -> None:
         self.path = path
         self._container = gguf.Container(path)
         self.config = gguf.config_of(self._container)
-        self._tensors = gguf.tensors_of(self._container)
+        self._tensors = gguf.tensors_of(self._container, requantize)
 
     def names(self) -> list[str]:
         """Returns the names of all parameters."""
@@ -70,17 +74,25 @@ def _narrowed(array: mx.array, dtype: mx.Dtype) -> mx.array:
     return narrow if same else array
 
 
-def open_source(path: str | Path) -> ModelSource:
+def open_source(
+    path: str | Path, requantize: Quantization | None = None
+) -> ModelSource:
     """Opens a checkpoint: a folder, or a GGUF file, which may be alone in a folder.
 
+    Args:
+        path: The folder or file.
+        requantize: As for `GgufSource`.
+
     Raises:
+        ImportError: As for `GgufSource`.
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed, or mlx-lm has no such model.
     """
     check_location(Path(path))
     file = gguf_file(Path(path))
     if file is None:
+        gguf.check_nothing_asked(path, requantize)
         return FolderSource(Path(path))
     for projector in projectors(file):
         warn_once(f"ignored: {projector}", f"{projector} is ignored: it is for images")
-    return GgufSource(file)
+    return GgufSource(file, requantize)

@@ -12,6 +12,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import check_sizes, naming, read_json
 from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.gguf import quantization_of
 from mlx_marlin.checkpoints.location import check_files, gguf_file
 from mlx_marlin.checkpoints.reading import READERS
 from mlx_marlin.checkpoints.settings import AUTO_ROUND, SEPARATE_FILES, in_config
@@ -30,7 +31,9 @@ from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 Weight = StoredWeight | PackedLayer
 
 
-def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
+def load(
+    path: str | Path, *, lazy: bool = False, requantize: int | None = None
+) -> tuple[nn.Module, Any]:
     """Loads a model and its tokenizer, as `mlx_lm.load` does.
 
     Layers in a format of MLX's become MLX's own, which `optimize` converts. Layers in
@@ -40,17 +43,21 @@ def load(path: str | Path, *, lazy: bool = False) -> tuple[nn.Module, Any]:
         path: A folder in a format of docs/import.md, one that
             `mlx-marlin convert` made, or a GGUF file.
         lazy: Whether arrays are read only when they are used.
+        requantize: Bits of affine codes, in groups of 64, that weights of a GGUF file
+            get if their type has no kernels, such as IQ2_XS: each is decoded once and
+            quantized anew. Default: such a file is refused.
 
     Returns:
         The model and its tokenizer.
 
     Raises:
-        ImportError: If mlx-lm is not installed.
+        ImportError: If mlx-lm is not installed, or `requantize` needs the package
+            `gguf`, which is not.
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is malformed, mlx-lm has no such model, or a weight cannot
             be represented exactly.
     """
-    source = open_source(path)
+    source = open_source(path, quantization_of(requantize))
     model = load_model(source)
     if not lazy:
         mx.eval(model.parameters())

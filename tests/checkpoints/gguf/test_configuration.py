@@ -144,11 +144,11 @@ def test_norms_are_not_quantized(tmp_path: Path) -> None:
 def test_types_that_are_not_read_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(NUMBERS, "IQ2_S", 22)
-    tensor = Written("blk.0.attn_v.weight", "IQ2_S", (1, 256), bytes(82))
+    monkeypatch.setitem(NUMBERS, "Q8_K", 15)
+    tensor = Written("blk.0.attn_v.weight", "Q8_K", (1, 256), bytes(292))
     path = write_gguf(tmp_path / "t.gguf", CASES["llama"].metadata, [tensor])
 
-    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'blk.*IQ2_S is not one"):
+    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'blk.*Q8_K is not one"):
         read(path)
 
 

@@ -15,6 +15,7 @@ from mlx_marlin.checkpoints.gguf import (
     tensors_of,
     tokenizer_files,
 )
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import Tensor
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource
 from support.gguf_files import write_gguf
@@ -39,8 +40,8 @@ def use(path: Path, with_tokenizer: bool) -> list[Exception]:
     except (ValueError, OSError) as error:
         return [error]
     steps: list[Callable[[], object]] = [
-        lambda: read_all(tensors_of(container)),
-        lambda: [*GgufSource(path).parameters()],
+        lambda: read_all(tensors_of(container, Quantization())),
+        lambda: [*GgufSource(path, Quantization()).parameters()],
     ]
     if with_tokenizer:
         steps.append(lambda: tokenizer_files(container))

@@ -1,0 +1,288 @@
+"""Types without kernels are refused, or decoded once and quantized anew."""
+
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+
+import mlx_marlin
+from mlx_marlin.checkpoints.gguf import quantization_of, read
+from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
+from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS, PLAIN
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.cli import main
+from mlx_marlin.cli.demo import command as demo
+from support import gguf_models, oracles
+from support.gguf_decoded import DECODED, draw_decoded
+from support.gguf_files import Written, random_tensor, write_gguf
+from support.gguf_models import CASES, random_model, written_model
+from support.gguf_vocabularies import byte_pairs
+
+SHAPE = (6, 512)
+types = pytest.mark.parametrize("name", DECODED)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+def one_tensor(path: Path, name: str, stem: str = "blk.0.attn_v") -> np.ndarray:
+    """Writes a file with one weight, and returns its values."""
+    octets = draw_decoded(name, SHAPE, np.random.default_rng(3))
+    written = Written(f"{stem}.weight", name, SHAPE, octets.tobytes())
+    write_gguf(path, CASES["qwen3"].metadata, [written])
+    return values_of(name, octets)
+
+
+def values_of(name: str, octets: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return quants.dequantize(octets, GGMLQuantizationType[name])
+
+
+def test_every_type_without_kernels_that_is_named_so_is_decoded() -> None:
+    assert {"IQ2_XXS", "IQ3_S", "IQ1_M", "TQ1_0", "TQ2_0"} <= {*DECODED}
+    refused = {block.name for block in BLOCK_TYPES.values()} - {*LAYOUTS, *PLAIN}
+    wholes = {"I8", "I16", "I32", "I64", "F64"}
+    assert refused - {*DECODED} <= wholes | {"Q8_1", "Q8_K", "Q1_0"}
+
+
+@types
+def test_a_type_without_kernels_names_its_tensor_and_the_remedy(
+    name: str, path: Path
+) -> None:
+    one_tensor(path, name)
+
+    with pytest.raises(
+        ValueError, match=rf"'blk\.0\.attn_v\.weight': {name}"
+    ) as raised:
+        read(path)
+
+    assert "convert --requantize 4" in str(raised.value)
+    assert "requantize=4" in str(raised.value)
+
+
+@types
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_are_those_of_mlx_for_the_decoded_weight(
+    name: str, bits: int, path: Path
+) -> None:
+    exact = one_tensor(path, name)
+
+    (tensor,) = read(path, Quantization(bits=bits))
+    weight = tensor.read()
+
+    assert isinstance(weight, StoredWeight)
+    assert (weight.original, tensor.format, weight.shape) == (name, name, SHAPE)
+    narrow = mx.array(exact).astype(mx.float16)
+    expected = mx.quantize(narrow, group_size=64, bits=bits)
+    parts = (weight.codes, weight.scales, weight.biases)
+    for part, wanted in zip(parts, expected, strict=True):
+        assert part is not None
+        assert mx.array_equal(part, wanted)
+    codes, *halves = expected
+    wide_parts = (codes, *(part.astype(mx.float32) for part in halves))
+    rounded = mx.dequantize(*wide_parts, group_size=64, bits=bits)
+    wide = exact.astype(np.float64)
+    error = np.linalg.norm(np.array(rounded, np.float64) - wide) / np.linalg.norm(wide)
+    assert weight.error == pytest.approx(error, rel=1e-4)
+    assert weight.error < {2: 1, 4: 0.2, 8: 0.02}[bits]
+
+
+def test_many_chunks_are_as_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_tensor(path, "IQ3_S")
+    (whole,) = read(path, Quantization())
+    expected = whole.read()
+    monkeypatch.setattr("mlx_marlin.checkpoints.quantization.CHUNK_BYTES", 4 * 512 * 4)
+
+    found = whole.read()
+
+    assert isinstance(found, StoredWeight)
+    assert isinstance(expected, StoredWeight)
+    assert mx.array_equal(found.codes, expected.codes)
+    assert found.error == pytest.approx(expected.error, rel=1e-4)
+
+
+@types
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 65504.0])
+def test_weights_that_are_not_finite_are_refused(
+    name: str, scale: float, path: Path
+) -> None:
+    octets = draw_decoded(name, (1, 512), np.random.default_rng(0))
+    bits = np.array([scale], "<f2").view("<u2")
+    _, elements, nbytes = DECODED[name]
+    blocks = octets.reshape(512 // elements, nbytes)
+    if name == "IQ1_M":
+        words = np.ascontiguousarray(blocks[:, -8:]).view("<u2") & 0x0FFF
+        words |= (bits >> np.array([0, 4, 8, 12], "<u2") & 0xF) << 12
+        blocks[:, -8:] = words.view(np.uint8)
+    else:
+        at = slice(nbytes - 2, nbytes) if name.startswith("TQ") else slice(0, 2)
+        blocks[:, at] = bits.view(np.uint8)
+    tensor = Written("blk.0.attn_v.weight", name, (1, 512), octets.tobytes())
+    write_gguf(path, CASES["qwen3"].metadata, [tensor])
+
+    (read_tensor,) = read(path, Quantization())
+    if np.abs(values_of(name, octets)).max() < 65520:
+        assert name in ("TQ1_0", "IQ1_S")  # whose largest scale is no larger a weight
+        read_tensor.read()
+        return
+    with pytest.raises(ValueError, match=r"model\.gguf: tensor 'blk.*NaN or infinite"):
+        read_tensor.read()
+
+
+def test_a_missing_decoder_is_named_before_any_work(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_tensor(path, "IQ2_S")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+
+    with pytest.raises(ImportError, match=r"IQ2_S needs .* 'mlx-marlin\[gguf\]'"):
+        read(path, Quantization())
+
+
+@pytest.mark.parametrize("bits", [7, 0, -4, 4.5, "4", True])
+def test_bits_without_codes_are_refused(bits: int, path: Path) -> None:
+    one_tensor(path, "IQ2_S")
+    with pytest.raises(ValueError, match=r"^requantize=.*, expected one of \[1, 2"):
+        mlx_marlin.load(path, requantize=bits)
+    with pytest.raises(ValueError, match=r"^requantize=.*, expected one of \[1, 2"):
+        [*mlx_marlin.read_checkpoint(path, requantize=bits)]
+
+
+def test_types_with_kernels_stay_as_they_are(path: Path) -> None:
+    random = np.random.default_rng(0)
+    tensor = random_tensor("blk.0.attn_v.weight", "Q4_0", SHAPE, random)
+    write_gguf(path, CASES["qwen3"].metadata, [tensor])
+
+    (one,) = read(path, quantization_of(2))
+    weight = one.read()
+
+    assert isinstance(weight, StoredWeight)
+    assert (weight.mode, weight.bits, weight.original) == ("symmetric", 4, "")
+    assert weight.error == 0
+
+
+@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ1_M", "TQ1_0"])
+def test_a_checkpoint_is_read_one_tensor_at_a_time(name: str, path: Path) -> None:
+    exact = one_tensor(path, name)
+
+    ((parameter, packed),) = mlx_marlin.read_checkpoint(path, requantize=8)
+
+    assert parameter == "model.layers.0.self_attn.v_proj.weight"
+    assert isinstance(packed, mlx_marlin.PackedWeight)
+    decoded = mlx_marlin.dequantize(packed, mx.float32)
+    assert oracles.error(decoded, exact.astype(np.float64)) < 0.02
+
+
+def written_twice(
+    name: str, kind: str, fused: bool, folder: Path
+) -> tuple[Path, Path, set[str]]:
+    """Writes a model with weights of a type, and one with the decoded numbers."""
+    case = CASES[name]
+    random = np.random.default_rng(0)
+    tensors = {each.name: each for each in written_model(case, random_model(case))}
+    for gate in [each for each in tensors if fused and "ffn_gate_exps" in each]:
+        up = tensors.pop(gate.replace("gate", "up"))
+        experts, rows, columns = tensors.pop(gate).shape
+        both = gate.replace("gate", "gate_up")
+        tensors[both] = Written(both, "F32", (experts, 2 * rows, columns), up.data)
+    stored, exact, changed = [], [], set()
+    for each in tensors.values():
+        if "norm" in each.name or "_inp" in each.name or each.shape[-1] % 256:
+            if "_exps" in each.name:  # MLX multiplies experts on the CPU in float32
+                wide = np.frombuffer(each.data, np.float32) * np.float32(1.0001)
+                each = each._replace(data=wide.tobytes())
+            stored.append(each)
+            exact.append(each)
+            continue
+        octets = draw_decoded(kind, each.shape, random)
+        stored.append(each._replace(type=kind, data=octets.tobytes()))
+        exact.append(each._replace(data=values_of(kind, octets).tobytes()))
+        changed.add(each.name)
+    metadata = case.metadata | byte_pairs("qwen2")
+    paths = folder / "stored.gguf", folder / "exact.gguf"
+    return (
+        write_gguf(paths[0], metadata, stored),
+        write_gguf(paths[1], metadata, exact),
+        changed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fused"),
+    [
+        ("mistral3", "IQ2_XXS", False),
+        ("qwen3moe", "IQ3_XXS", False),
+        ("qwen3moe", "IQ1_S", True),
+        ("gemma3", "TQ2_0", False),
+    ],
+)
+def test_a_model_computes_with_the_decoded_numbers(
+    name: str, kind: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_models, "HIDDEN", 256)
+    stored, exact, changed = written_twice(name, kind, fused, tmp_path)
+    assert {part for each in changed for part in each.split(".")} >= {
+        "attn_q",
+        "token_embd",
+    }
+
+    with pytest.raises(ValueError, match=f"{kind} has no kernels"):
+        mlx_marlin.load(stored)
+    found, expected = (
+        mlx_marlin.load(path, requantize=8)[0] for path in (stored, exact)
+    )
+
+    tokens = mx.array([[1, 5, 39, 0, 7, 3]])
+    logits = np.array(expected(tokens).astype(mx.float32), np.float64)
+    assert oracles.error(found(tokens), logits) < 0.05
+
+
+def test_the_table_shows_the_error(
+    path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gguf_models, "HIDDEN", 256)
+    stored, _, changed = written_twice("qwen3moe", "IQ2_XS", True, tmp_path)
+    errors = {}
+    for result, more in (("nearest", []), ("search", ["--quantizer", "search"])):
+        words = ["convert", str(stored), str(tmp_path / result)]
+        assert main([*words, "--requantize", "4", *more]) == 0
+        out = capsys.readouterr().out
+        rows = [line for line in out.splitlines() if "IQ2_XS → affine 4-bit" in line]
+        assert len(rows) == len(changed) + 2  # fused gates are two parameters
+        errors[result] = sum(float(row.split()[-1]) for row in rows)
+        assert f"bytes; {len(rows)} of them rounded" in out
+        assert "float32 → affine" not in out  # routers stay plain
+    assert 0 < errors["search"] < errors["nearest"] < 0.2 * (len(changed) + 2)
+
+    found, expected = (
+        mlx_marlin.load(tmp_path / "nearest")[0],
+        mlx_marlin.load(stored, requantize=4)[0],
+    )
+    tokens = mx.array([[1, 5, 39]])
+    wide = np.array(expected(tokens), np.float64)
+    assert oracles.error(found(tokens), wide) < 0.01
+
+
+def test_the_command_refuses_folders_and_bits_without_codes(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_tensor(path, "IQ2_S")
+    folder = demo.checkpoint()
+    words = ["convert", str(folder), str(tmp_path / "result")]
+    assert main([*words, "--requantize", "4"]) == 2
+    assert "requantize=4, which is for GGUF files only" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="which is for GGUF files only"):
+        mlx_marlin.load(folder, requantize=4)
+    with pytest.raises(ValueError, match="which is for GGUF files only"):
+        [*mlx_marlin.read_checkpoint(folder, requantize=4)]
+    assert main(["convert", str(path), *words[2:], "--requantize", "7"]) == 2
+    assert "bits=7 is not one of" in capsys.readouterr().err
