@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from gguf import MODEL_ARCH, get_tensor_name_map
+from gguf import MODEL_ARCH, TensorNameMap, get_tensor_name_map
 from mlx.utils import tree_flatten
 
 from support.gguf_files import Written, plain_bytes
@@ -58,6 +58,18 @@ class Case:
 
 _WIDE = {"attention.key_length": 32, "attention.value_length": 32}
 _MIXTURE = {"expert_count": 4, "expert_used_count": 2}
+_GEMMA4 = {
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.sliding_window": 16,
+    "attention.value_length": 32,
+    "attention.value_length_swa": 16,
+    "final_logit_softcapping": 20.0,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base": 1000000.0,
+    "rope.freq_base_swa": 10000.0,
+}
 KEY_DIM, VALUE_HEADS = 16, 4
 """Of linear attention, whose heads of keys are `KV_HEADS`."""
 _LINEAR = {
@@ -94,6 +106,34 @@ CASES = {
     ),
     "gemma3": Case(
         "gemma3", "gemma3_text", _WIDE | {"attention.sliding_window": 16}, True, 6
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "gemma4_text",
+        _GEMMA4
+        | {
+            "attention.shared_kv_layers": 2,
+            "attention.sliding_window_pattern": [True, True, True, False, True, False],
+            "embedding_length_per_layer_input": 16,
+            "feed_forward_length": [96, 96, 96, 96, 192, 192],
+        },
+        True,
+        6,
+    ),
+    "gemma4_experts": Case(
+        "gemma4",
+        "gemma4_text",
+        _GEMMA4
+        | _MIXTURE
+        | {
+            "attention.head_count_kv": [KV_HEADS, KV_HEADS, 1],
+            "attention.shared_kv_layers": 0,
+            "attention.sliding_window_pattern": [True, True, False],
+            "embedding_length_per_layer_input": 0,
+            "expert_feed_forward_length": 32,
+        },
+        True,
+        3,
     ),
     "phi3": Case("phi3", "phi3", {"rope.dimension_count": 8}),
     "mistral3": Case(
@@ -168,6 +208,8 @@ def arguments(case: Case) -> dict[str, Any]:
         "vocab_size": VOCABULARY,
         "tie_word_embeddings": case.tied,
     }
+    if case.model_type == "gemma4_text":
+        return config | _gemma4_arguments(case)
     if case.model_type == "llama":
         config |= {"attention_bias": case.biases, "mlp_bias": case.biases}
     linear = {
@@ -256,6 +298,42 @@ def arguments(case: Case) -> dict[str, Any]:
     }.get(case.model_type, {})
 
 
+def _gemma4_arguments(case: Case) -> dict[str, Any]:
+    of_layers = case.keys["embedding_length_per_layer_input"]
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    config = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "rope_theta": 1000000.0,
+        "attention_k_eq_v": not of_layers,
+        "num_global_key_value_heads": KV_HEADS if of_layers else 1,
+        "num_kv_shared_layers": case.keys["attention.shared_kv_layers"],
+        "hidden_size_per_layer_input": of_layers,
+        "use_double_wide_mlp": bool(of_layers),
+        "sliding_window": 16,
+        "layer_types": [
+            kinds[each] for each in case.keys["attention.sliding_window_pattern"]
+        ],
+        "final_logit_softcapping": 20.0,
+        "enable_moe_block": not of_layers,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }
+    if of_layers:
+        return config | {"vocab_size_per_layer_input": VOCABULARY}
+    return config | {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    }
+
+
 def build(config: dict[str, Any]) -> nn.Module:
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     return module.Model(module.ModelArgs.from_dict(config))
@@ -285,20 +363,52 @@ def written_model(case: Case, model: nn.Module) -> list[Written]:
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     if case.architecture == "qwen3next":
         parameters = _with_joined_gates(parameters)
+    if case.architecture == "gemma4":
+        parameters = _with_fused_experts(parameters)
+        tensors.append(_proportional())
     for name, array in parameters.items():
         path = name.replace("switch_mlp", "experts").removeprefix("language_model.")
         path = path.replace("correction_bias", "correction.bias")
         path = path.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
-        if case.model_type == "mixtral":
-            for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
-                path = path.replace(f"experts.{ours}_proj", f"experts.{theirs}")
-        stored = names.get_name(path, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, f"no name for {path}"
-        if not stored.endswith((".weight", ".bias", ".ssm_a")):
-            stored += ".weight"
+        if name.endswith("router.scale"):
+            stored = f"blk.{name.split('.')[2]}.ffn_gate_inp.scale"
+        elif name.endswith("per_expert_scale"):
+            stored = f"blk.{name.split('.')[2]}.ffn_down_exps.scale"
+        else:
+            stored = _stored_name(names, case, path)
         values = _converted(case, name, np.array(array.astype(mx.float32)))
         tensors.append(Written(stored, "F32", values.shape, plain_bytes("F32", values)))
     return tensors
+
+
+def _stored_name(names: TensorNameMap, case: Case, path: str) -> str:
+    if case.model_type == "mixtral":
+        for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+            path = path.replace(f"experts.{ours}_proj", f"experts.{theirs}")
+    stored = names.get_name(path, try_suffixes=(".weight", ".bias"))
+    assert stored is not None, f"no name for {path}"
+    if not stored.endswith((".weight", ".bias", ".ssm_a")):
+        stored += ".weight"
+    return stored
+
+
+def _with_fused_experts(parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Joins gates and ups of experts, as Gemma 4 has them."""
+    fused = {}
+    for name, array in parameters.items():
+        if name.endswith("switch_glu.gate_proj.weight"):
+            up = parameters[name.replace("gate_proj", "up_proj")]
+            both = name.replace("switch_glu.gate_proj.weight", "gate_up_proj")
+            fused[both] = mx.concatenate([array, up], axis=1)
+        elif not name.endswith("switch_glu.up_proj.weight"):
+            fused[name.replace("switch_glu.", "")] = array
+    return fused
+
+
+def _proportional() -> Written:
+    """Returns the factors of a head of 32, of which a quarter is rotated."""
+    factors = np.array([1.0] * 4 + [1e30] * 12, np.float32)
+    return Written("rope_freqs.weight", "F32", factors.shape, factors.tobytes())
 
 
 def _arch_name(architecture: MODEL_ARCH) -> str:

@@ -37,6 +37,19 @@ _GEMMA: Blocks = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA4: Blocks = {
+    **_GEMMA,
+    **_HEAD_NORMS,
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 _ENDS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -115,6 +128,7 @@ class Architecture:
         inside: The module of mlx-lm's model that has all others, and a dot.
         grouped_columns: Layers whose columns are heads of values in llama.cpp's order.
         norm_offset: What is added to the weights of norms in the file.
+        shared_keys: Tensors that have no use in layers with keys of another layer.
     """
 
     name: str
@@ -124,6 +138,12 @@ class Architecture:
     inside: str = ""
     grouped_columns: tuple[str, ...] = ()
     norm_offset: float = 0.0
+    shared_keys: tuple[str, ...] = ()
+
+    def has_parameter_scale(self, weight: str) -> bool:
+        """Returns whether "NAME.scale" beside "NAME.weight" is a parameter."""
+        stem = weight.split(".", 2)[-1].removesuffix(".weight")
+        return f"{stem}.scale" in self.block
 
 
 LLAMA = Architecture("llama", "llama", _DENSE | _PAIRS, _ENDS)
@@ -155,6 +175,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("gemma2", "gemma2", _GEMMA, _TIED_ENDS, norm_offset=1.0),
         Architecture(
             "gemma3", "gemma3_text", _GEMMA | _HEAD_NORMS, _ENDS, norm_offset=1.0
+        ),
+        Architecture(
+            "gemma4",
+            "gemma4_text",
+            _GEMMA4 | _experts("router.proj", "experts.switch_glu"),
+            {
+                **_ENDS,
+                "per_layer_token_embd": "model.embed_tokens_per_layer",
+                "per_layer_model_proj": "model.per_layer_model_projection",
+                "per_layer_proj_norm": "model.per_layer_projection_norm",
+            },
+            shared_keys=("attn_k", "attn_v", "attn_k_norm"),
         ),
         Architecture(
             "phi3",

@@ -16,7 +16,10 @@ from mlx_marlin.checkpoints.gguf.blocks import (
     read_blocks,
     read_plain,
 )
-from mlx_marlin.checkpoints.gguf.configuration.facts import decoder_layers
+from mlx_marlin.checkpoints.gguf.configuration.facts import (
+    decoder_layers,
+    layers_with_keys,
+)
 from mlx_marlin.checkpoints.gguf.container import Container, TensorInfo
 from mlx_marlin.checkpoints.gguf.names import architecture_of, pieces_of
 from mlx_marlin.checkpoints.gguf.requantizing import check_decoder, requantized
@@ -66,17 +69,17 @@ def tensors_of(
         ValueError: As `read` does.
     """
     architecture = architecture_of(container)
-    layers = decoder_layers(container)
+    layers, with_keys = decoder_layers(container), layers_with_keys(container)
     tensors = []
     for info in container.tensors.values():
         whole = _Source(container, architecture, info, requantize)
-        scaled = _scaled(container, info)
+        scaled = _scaled(whole)
         try:
             if scaled is not None:
                 if info.name.endswith(".scale"):
                     check_scale(container, scaled)
                 continue  # read with the weight; those of activations are not used
-            pieces = pieces_of(architecture, info.name, layers)
+            pieces = pieces_of(architecture, info.name, layers, with_keys)
             whole.check_type()
             for name, rule in pieces:
                 rows = _rows(container, info, rule)
@@ -106,10 +109,14 @@ def _rows(container: Container, info: TensorInfo, rule: str) -> "Index | None":
     return None if np.array_equal(rows, np.arange(info.shape[axis])) else rows
 
 
-def _scaled(container: Container, info: TensorInfo) -> TensorInfo | None:
+def _scaled(source: "_Source") -> TensorInfo | None:
     """Returns the weight of which a tensor is a scale; None for other tensors."""
-    parts = SCALES.fullmatch(info.name)
-    return None if parts is None else container.tensors.get(f"{parts[1]}.weight")
+    parts = SCALES.fullmatch(source.info.name)
+    if parts is None:
+        return None
+    weight = f"{parts[1]}.weight"
+    is_own = parts[2] == "scale" and source.architecture.has_parameter_scale(weight)
+    return None if is_own else source.container.tensors.get(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +208,8 @@ def _stored(source: _Source) -> StoredWeight | mx.array:
         shape = source.stored_shape
         return requantized(data, info.type, shape, source.requantize, source.rows)
     weight = read_blocks(data, info.type, source.stored_shape)
-    if info.type.name == "NVFP4":
+    is_own = source.architecture.has_parameter_scale(info.name)
+    if info.type.name == "NVFP4" and not is_own:
         return replace(weight, global_scale=global_scale(source.container, info))
     return weight
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence, Sized
 from typing import Any, cast
 
 from mlx_marlin.checkpoints.gguf.container import Container
-from mlx_marlin.checkpoints.gguf.splits import QWEN2, SAME, SPLITS
+from mlx_marlin.checkpoints.gguf.splits import QWEN2, SAME, SPLITS, Split
 
 _PREFIX = "tokenizer.ggml."
-_MODELS = ("gpt2", "llama")
-"""Kinds of vocabularies that are read: bytes in pairs, and SentencePiece's."""
+_MODELS = ("gpt2", "llama", "gemma4")
+"""Kinds of vocabularies that are read: bytes in pairs, SentencePiece's, and Gemma 4's,
+which has pairs too, but of characters."""
 LONGEST_TOKEN = 1024
 """Characters of a token."""
 LONGEST_PIECE = 256
@@ -45,8 +46,7 @@ def tokenizer_files(container: Container) -> dict[str, str]:
     architecture = container.text("general.architecture")
     vocabulary = _vocabulary(container, architecture, splits)
     split = SPLITS.get(vocabulary.get("pre_tokenizer_type", ""))
-    begins = split is None or split.begins
-    before = _end(container, vocabulary, "bos", default=begins)
+    before = _begin(container, vocabulary, split)
     after = _end(container, vocabulary, "eos", default=False)
     special = _special_tokens(container, vocabulary["tokens"])
     try:
@@ -116,7 +116,7 @@ def _vocabulary(
     if model == "gpt2":
         pre = container.text(f"{_PREFIX}pre")
         vocabulary["pre_tokenizer_type"] = SAME.get(pre, pre)
-    needed = "merges" if model == "gpt2" else "scores"
+    needed = "scores" if model == "llama" else "merges"
     if needed not in vocabulary:
         raise ValueError(f"{container.path}: metadata '{_PREFIX}{needed}' is missing")
     _check_tokens(container, tokens, derived="merges" not in vocabulary)
@@ -130,6 +130,10 @@ def _check_options(container: Container, model: str, architecture: str) -> None:
     if architecture == "qwen2" and not known:
         # Beside a config.json transformers takes its own tokenizer for this model.
         raise container.refusal(pre, f"is not one of {', '.join(QWEN2)} for Qwen2")
+    if architecture == "gemma4" and model == "llama":
+        raise container.refusal(f"{_PREFIX}model", "must be gemma4: convert it again")
+    if model == "gemma4" and _flag(container, "add_space_prefix", False):
+        raise container.refusal(f"{_PREFIX}add_space_prefix", "must be False")
     gemma = architecture.startswith("gemma")
     if model == "llama" and _flag(container, "add_space_prefix", True) == gemma:
         raise container.refusal(
@@ -212,6 +216,16 @@ def _token(container: Container, tokens: list[str], key: str) -> str:
     if index >= len(tokens):
         raise container.refusal(key, f"is not one of {len(tokens)} tokens")
     return tokens[index]
+
+
+def _begin(
+    container: Container, vocabulary: dict[str, Any], split: Split | None
+) -> str | None:
+    """Returns the token before each text; Gemma 4's has one, whatever the file says."""
+    if vocabulary["tokenizer_type"] == "gemma4":
+        return _token(container, vocabulary["tokens"], f"{_PREFIX}bos_token_id")
+    begins = split is None or split.begins
+    return _end(container, vocabulary, "bos", default=begins)
 
 
 def _end(

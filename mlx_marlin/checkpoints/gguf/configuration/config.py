@@ -1,6 +1,8 @@
 """The configuration of mlx-lm's model, from a GGUF file's metadata."""
 
+from mlx_marlin.checkpoints.gguf.configuration.experts import first_experts
 from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
+from mlx_marlin.checkpoints.gguf.configuration.gemma4 import gemma4_rope
 from mlx_marlin.checkpoints.gguf.configuration.keys import check_keys
 from mlx_marlin.checkpoints.gguf.configuration.models import (
     GATED,
@@ -8,12 +10,14 @@ from mlx_marlin.checkpoints.gguf.configuration.models import (
     UNTIED,
     WITH_HEAD_DIM,
     Config,
-    first_experts,
     ministral_rope,
 )
 from mlx_marlin.checkpoints.gguf.configuration.rope import check_rope, rope_scaling
 from mlx_marlin.checkpoints.gguf.container import Container
 from mlx_marlin.checkpoints.gguf.names import architecture_of
+
+_MIXED = "gemma4_text"
+"""Model type of mlx-lm whose layers have sizes of two kinds."""
 
 
 def config_of(container: Container) -> Config:
@@ -30,6 +34,8 @@ def config_of(container: Container) -> Config:
     facts = Facts(container)
     model_type = architecture.model_type
     config = _common(facts) | {"model_type": model_type}
+    if model_type != _MIXED:
+        config |= _equal_layers(facts)
     if model_type in SPECIFIC:
         config |= SPECIFIC[model_type](facts)
     check_keys(facts, model_type, config["rope_theta"])
@@ -38,6 +44,9 @@ def config_of(container: Container) -> Config:
     scaling = rope_scaling(facts, config["rope_theta"])
     if model_type == "ministral3":
         config["rope_parameters"] = ministral_rope(facts, config, scaling)
+    elif model_type == _MIXED:
+        base = config["rope_theta"]
+        config["rope_parameters"] = gemma4_rope(facts, base, scaling)
     elif scaling is not None:
         config["rope_scaling"] = scaling
     if config["tie_word_embeddings"] and model_type in UNTIED:
@@ -52,16 +61,22 @@ def _common(facts: Facts) -> Config:
     return {
         "hidden_size": facts.hidden_size,
         "num_hidden_layers": facts.layers,
-        "intermediate_size": facts.integer("feed_forward_length", 0),
         "num_attention_heads": facts.heads,
-        "num_key_value_heads": _key_heads(facts),
-        "head_dim": facts.head_dim,
         "max_position_embeddings": facts.integer("context_length"),
         "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": facts.positive("rope.freq_base", 10000.0),
         "vocab_size": facts.rows("token_embd.weight"),
         "tie_word_embeddings": not facts.has("output.weight"),
         **_token_ids(facts.container),
+    }
+
+
+def _equal_layers(facts: Facts) -> Config:
+    """Returns sizes that are those of all layers."""
+    return {
+        "intermediate_size": facts.integer("feed_forward_length", 0),
+        "num_key_value_heads": _key_heads(facts),
+        "head_dim": facts.head_dim,
     }
 
 
@@ -79,10 +94,17 @@ def _key_heads(facts: Facts) -> int:
 
 def _check_sizes(facts: Facts, config: Config) -> None:
     """Refuses sizes that are not those of the first layer's tensors."""
+    key, value = "attention.key_length", "attention.value_length"
+    if facts.integer(value, facts.head_dim) != facts.head_dim:
+        raise facts.refusal(value, f"must be {key} ({facts.head_dim})")
+    if config["model_type"] != _MIXED:  # which has compared the sizes of both kinds
+        _check_heads(facts, config, key)
+        is_mixture = "num_experts_per_tok" in config
+        (_check_experts if is_mixture else _check_dequantized)(facts, config)
+
+
+def _check_heads(facts: Facts, config: Config, key: str) -> None:
     width, heads, kv_heads = facts.head_dim, facts.heads, config["num_key_value_heads"]
-    key = "attention.key_length"
-    if facts.integer("attention.value_length", width) != width:
-        raise facts.refusal("attention.value_length", f"must be {key} ({width})")
     if heads % kv_heads:
         raise facts.refusal("attention.head_count_kv", f"does not divide {heads} heads")
     any_width = config["model_type"] in WITH_HEAD_DIM
@@ -100,9 +122,6 @@ def _check_sizes(facts: Facts, config: Config) -> None:
             facts.first(stem),
             (count * width, None),
         )
-    (_check_experts if "num_experts_per_tok" in config else _check_dequantized)(
-        facts, config
-    )
 
 
 def _check_dequantized(facts: Facts, config: Config) -> None:

@@ -22,6 +22,20 @@ def decoder_layers(container: Container) -> int:
     return layers - further
 
 
+def layers_with_keys(container: Container) -> int:
+    """Returns the decoder layers that compute keys and values of their own.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    layers = decoder_layers(container)
+    key = f"{container.text('general.architecture')}.attention.shared_kv_layers"
+    shared = container.integer(key) if key in container.metadata else 0
+    if shared >= layers:
+        raise container.refusal(key, f"is not below {layers}")
+    return layers - shared
+
+
 class Facts:
     """Values of the metadata, by keys without the architecture's prefix.
 
@@ -94,6 +108,12 @@ class Facts:
         ):
             raise self.refusal(key, f"is not an integer for each of {self.layers}")
         return numbers
+
+    def each(self, key: str) -> list[int]:
+        """Returns likewise, where one integer may stand for all layers."""
+        if isinstance(self.container.metadata.get(self.prefix + key), memoryview):
+            return self.counts(key)
+        return [self.integer(key)] * self.layers
 
     def first(self, *stems: str) -> str:
         """Returns the weight of the first layer that has it; of layer 0 if none has."""

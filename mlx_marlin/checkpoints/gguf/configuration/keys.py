@@ -8,7 +8,8 @@ commit 00395eb2), what it reads for every architecture (`load_hparams` in
 src/llama-model.cpp) and for one (`load_arch_hparams` in src/models/: llama.cpp,
 qwen3.cpp, qwen3moe.cpp and openai-moe.cpp at commit 069be0ae, qwen35moe.cpp at
 02ebd8f7, glm4-moe.cpp at 06e514f6, mistral3.cpp at 1df2e908, lfm2.cpp at 1ceca7c7,
-qwen2moe.cpp at 623ac8d3, gemma2.cpp at 82234e08, phi3.cpp at 358a4a01).
+qwen2moe.cpp at 623ac8d3, gemma2.cpp at 82234e08, phi3.cpp at 358a4a01, gemma4.cpp
+at 06e514f6).
 """
 
 from collections.abc import Mapping
@@ -71,6 +72,18 @@ READ_FOR: Mapping[str, frozenset[str]] = {
     "qwen3_5": _LINEAR,
     "qwen3_5_moe": _LINEAR | _EXPERTS,
     "gemma2": _CAPS | {"attention.sliding_window"},
+    "gemma4_text": _EXPERTS
+    | {
+        "attention.key_length_swa",
+        "attention.shared_kv_layers",
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attention.value_length_swa",
+        "embedding_length_per_layer_input",
+        "final_logit_softcapping",
+        "rope.dimension_count_swa",
+        "rope.freq_base_swa",
+    },
     "gemma3_text": frozenset(
         {
             "attention.sliding_window",
@@ -97,7 +110,7 @@ NO_EFFECT = frozenset(
     }
 )
 """Keys that change no number."""
-_WINDOWS = ("gemma2", "gemma3_text", "gpt_oss")
+_WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss")
 """Models with windows in llama.cpp; it reads Phi-3's and switches it off."""
 _OF_WINDOWS = frozenset(
     {

@@ -3,7 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlx_marlin.checkpoints.gguf.configuration.experts import (
+    expert_rows,
+    qwen_experts,
+    qwen_shared_expert,
+    routed,
+)
 from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
+from mlx_marlin.checkpoints.gguf.configuration.gemma4 import gemma4
 from mlx_marlin.checkpoints.gguf.rows import linear_heads
 
 Config = dict[str, Any]
@@ -22,16 +29,6 @@ _WINDOWS = ("sliding_attention", "full_attention")
 """Layers of gpt-oss, in turn; mlx-lm's default drops the last of an odd number."""
 
 
-def first_experts(facts: Facts) -> str:
-    """Returns the gates of the first layer with experts; of layer 0 if none has."""
-    return facts.first("ffn_gate_exps", "ffn_gate_up_exps")
-
-
-def _expert_rows(facts: Facts) -> int:
-    name = first_experts(facts)
-    return facts.rows(name) // (2 if "gate_up" in name else 1)
-
-
 def _llama(facts: Facts) -> Config:
     biases = [
         facts.has(f"blk.0.{stem}.bias") for stem in ("attn_q", "attn_k", "attn_output")
@@ -45,26 +42,12 @@ def _llama(facts: Facts) -> Config:
 
 
 def _mixtral(facts: Facts) -> Config:
-    return {
-        "num_local_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-    }
-
-
-def _qwen2_moe(facts: Facts) -> Config:
-    return {
-        "num_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-        "moe_intermediate_size": _expert_rows(facts),
-        "shared_expert_intermediate_size": facts.rows("blk.0.ffn_gate_shexp.weight"),
-    }
+    return routed(facts, "num_local_experts")
 
 
 def _qwen3_moe(facts: Facts) -> Config:
     return {
-        "num_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-        "moe_intermediate_size": _expert_rows(facts),
+        **qwen_experts(facts),
         "mlp_only_layers": [
             layer
             for layer in range(facts.layers)
@@ -130,8 +113,7 @@ def _phi3(facts: Facts) -> Config:
 
 def _gpt_oss(facts: Facts) -> Config:
     return {
-        "num_local_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
+        **routed(facts, "num_local_experts"),
         "intermediate_size": facts.rows("blk.0.ffn_gate_exps.weight"),
         "sliding_window": facts.count("attention.sliding_window"),
         "layer_types": [_WINDOWS[layer % 2] for layer in range(facts.layers)],
@@ -161,12 +143,11 @@ def _glm4(facts: Facts) -> Config:
 
 def _glm4_moe(facts: Facts) -> Config:
     experts = [facts.has(f"blk.{i}.ffn_gate_inp.weight") for i in range(facts.layers)]
-    rows, shared = _expert_rows(facts), facts.rows(facts.first("ffn_gate_shexp"))
+    rows, shared = expert_rows(facts), facts.rows(facts.first("ffn_gate_shexp"))
     return {
         **_glm4(facts),
         "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
-        "n_routed_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
+        **routed(facts, "n_routed_experts"),
         "n_shared_experts": shared // rows,
         "moe_intermediate_size": rows,
         "first_k_dense_replace": experts.index(True) if any(experts) else facts.layers,
@@ -235,10 +216,7 @@ def _qwen3_5(facts: Facts) -> Config:
 def _qwen3_5_moe(facts: Facts) -> Config:
     return {
         **_qwen3_5(facts),
-        "num_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-        "moe_intermediate_size": _expert_rows(facts),
-        "shared_expert_intermediate_size": facts.rows("blk.0.ffn_gate_shexp.weight"),
+        **qwen_shared_expert(facts),
         "norm_topk_prob": True,
     }
 
@@ -246,10 +224,11 @@ def _qwen3_5_moe(facts: Facts) -> Config:
 SPECIFIC: Mapping[str, Callable[[Facts], Config]] = {
     "llama": _llama,
     "mixtral": _mixtral,
-    "qwen2_moe": _qwen2_moe,
+    "qwen2_moe": qwen_shared_expert,
     "qwen3_moe": _qwen3_moe,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": gemma4,
     "phi3": _phi3,
     "gpt_oss": _gpt_oss,
     "glm4": _glm4,
@@ -260,8 +239,8 @@ SPECIFIC: Mapping[str, Callable[[Facts], Config]] = {
 }
 """What only one of mlx-lm's models has, by model type."""
 WITH_HEAD_DIM = (
-    *("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss"),
-    *("ministral3", "glm4", "glm4_moe", "qwen3_5", "qwen3_5_moe"),
+    *("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gemma4_text"),
+    *("gpt_oss", "ministral3", "glm4", "glm4_moe", "qwen3_5", "qwen3_5_moe"),
 )
 """Model types of mlx-lm with heads of any width."""
 UNTIED = ("qwen2_moe", "gpt_oss", "glm4", "glm4_moe")

@@ -18,6 +18,7 @@ _SCALINGS = {
     "qwen2": ("linear", "yarn"),
     "qwen3": ("linear", "yarn"),
     "gemma3_text": ("linear",),
+    "gemma4_text": ("proportional",),
     "phi3": ("longrope",),
     "gpt_oss": ("linear", "yarn"),
     "ministral3": ("yarn",),
@@ -31,6 +32,8 @@ _TYPE = "rope.scaling.type"
 _ATTENTION = "rope.scaling.attn_factor"
 _ORIGINAL = "rope.scaling.original_context_length"
 _FACTORS = "rope_freqs.weight"
+_NOT_ROTATED = float(1 << 80)
+"""Wavelengths that are so many times as long rotate nothing; Gemma 4's files: 1e30."""
 _LONGROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -76,6 +79,8 @@ def rope_scaling(facts: Facts, base: float) -> dict[str, Any] | None:
     scaling = _scaling_type(facts)
     if scaling in (None, "none"):
         return None
+    if scaling == "proportional":
+        return _proportional(facts)
     if scaling == "llama3":
         return _llama3(facts, base)
     if scaling == "longrope":
@@ -107,7 +112,7 @@ def _scaling_type(facts: Facts) -> str | None:
     """Returns the scaling that tensors or keys say; None without one."""
     name = _named_scaling(facts)
     if facts.has(_FACTORS):
-        tensors = "llama3"
+        tensors = "proportional" if facts.prefix == "gemma4." else "llama3"
     elif any(map(facts.has, _LONGROPE)):
         tensors = "longrope"
     else:
@@ -147,6 +152,26 @@ def _factors(container: Container, name: str) -> list[float]:
     if not all(isfinite(value) and value > 0 for value in values):
         raise ValueError(f"{container.path}: tensor {name!r} has a factor not above 0")
     return values
+
+
+def _proportional(facts: Facts) -> dict[str, Any]:
+    """Returns Gemma 4's rotation of a part of a head.
+
+    The file has a factor for each pair of features: 1, and 1e30 for those that are not
+    rotated.
+    """
+    factors = _factors(facts.container, _FACTORS)
+    rotated = factors.count(1.0)
+    still = [factor for factor in factors[rotated:] if factor >= _NOT_ROTATED]
+    if 2 * len(factors) != facts.head_dim or rotated + len(still) != len(factors):
+        raise ValueError(
+            f"{facts.container.path}: tensor {_FACTORS!r} is not {facts.head_dim // 2} "
+            f"factors, 1 and then {_NOT_ROTATED:.0e}"
+        )
+    return {
+        "rope_type": "proportional",
+        "partial_rotary_factor": rotated / len(factors),
+    }
 
 
 def _llama3(facts: Facts, base: float) -> dict[str, Any]:
