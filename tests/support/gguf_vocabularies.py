@@ -35,6 +35,29 @@ def byte_pairs(split: str = "qwen2", add_bos: bool = False) -> dict[str, Any]:
     }
 
 
+def character_pairs() -> dict[str, Any]:
+    """Returns a vocabulary as Gemma 4 has it: pairs of characters, and bytes."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>"]
+    octets = [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = ["h e", "l l", "he ll", "hell o", "▁ w", "o r", "▁w or", "\n \n", "▁ ▁"]
+    words = [*"helowrd▁\n", *(merge.replace(" ", "") for merge in merges)]
+    types = [CONTROL] * len(special) + [BYTE] * 256 + [NORMAL] * len(words)
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [*special, *octets, *words],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.scores": [0.0] * len(types),
+        "tokenizer.ggml.token_type": ("array", ("i32", types)),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
 def sentencepiece() -> dict[str, Any]:
     octets = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["▁", "h", "e", "l", "o", "w", "r", "d"]

@@ -81,6 +81,71 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "sigmoid": ("qwen3moe", {"expert_gating_func": 2}, "expert_gating_func"),
     "sigmoid of Mixtral": ("mixtral", {"expert_gating_func": 2}, "gating_func"),
     "sigmoid of Qwen2": ("qwen2moe", {"expert_gating_func": 2}, "gating_func"),
+    "heads of Gemma 4": ("gemma4", {"attention.head_count_kv": [1] * 5 + [2]}, "_kv"),
+    "heads of full attention with values": (
+        "gemma4",
+        {"attention.head_count_kv": [2, 2, 2, 1, 2, 1]},
+        "head_count_kv.*values are apart",
+    ),
+    "heads that divide none": (
+        "gemma4_experts",
+        {"attention.head_count_kv": [2, 2, 3]},
+        "head_count_kv.*does not divide 4",
+    ),
+    "widths of Gemma 4": (
+        "gemma4",
+        {"feed_forward_length": [96, 96, 96, 96, 96, 192]},
+        "feed_forward_length.*from layer 4 on",
+    ),
+    "a width": ("gemma4", {"feed_forward_length": 64}, "feed_forward_length"),
+    "keys of an earlier layer": (
+        "gemma4",
+        {"attention.sliding_window_pattern": [True, True, False] * 2},
+        "shared_kv_layers.*does not fit",
+    ),
+    "keys of no layer": (
+        "gemma4",
+        {"attention.shared_kv_layers": 3, "feed_forward_length": [96] * 3 + [192] * 3},
+        "shared_kv_layers",
+    ),
+    "only shared keys": ("gemma4", {"attention.shared_kv_layers": 6}, "not below 6"),
+    "a pattern": (
+        "gemma4",
+        {"attention.sliding_window_pattern": 6},
+        "sliding_window_pattern",
+    ),
+    "a part of a sliding head": (
+        "gemma4",
+        {"rope.dimension_count_swa": 8},
+        "rope.dimension_count_swa",
+    ),
+    "wide sliding values": (
+        "gemma4",
+        {"attention.value_length_swa": 32},
+        "value_length_swa",
+    ),
+    "wide sliding keys": (
+        "gemma4",
+        {
+            "attention.key_length_swa": 32,
+            "attention.value_length_swa": 32,
+            "rope.dimension_count_swa": 32,
+        },
+        "key_length_swa.*attn_q",
+    ),
+    "no base of windows": ("gemma4", {"rope.freq_base_swa": None}, "freq_base_swa"),
+    "inputs of layers": (
+        "gemma4",
+        {"embedding_length_per_layer_input": 32},
+        "embedding_length_per_layer_input",
+    ),
+    "scaled Gemma 4": ("gemma4", {"rope.scaling.factor": 2.0}, "rope.scaling.factor"),
+    "experts of Gemma 4": ("gemma4_experts", {"expert_count": 5}, "expert_count"),
+    "more experts than there are": (
+        "gemma4_experts",
+        {"expert_used_count": 5},
+        "expert_used_count",
+    ),
     "no window": ("gemma3", {"attention.sliding_window": None}, "sliding_window"),
 }
 
@@ -97,6 +162,20 @@ def test_what_the_model_cannot_do_is_refused(case: str, tmp_path: Path) -> None:
 def test_outputs_must_be_there_if_the_model_has_one(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"t\.gguf.*'output\.weight'"):
         config_of(opened(tmp_path, name, {}, without="output.weight"))
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [None, [1.0] * 15, [1e30] * 4 + [1.0] * 12, [1.0] * 4 + [2.0] * 12],
+)
+def test_rotations_of_gemma4_are_of_the_first_features(
+    factors: list[float] | None, tmp_path: Path
+) -> None:
+    more = [] if factors is None else [numbers("rope_freqs.weight", factors)]
+    file = opened(tmp_path, "gemma4", {}, *more, without="rope_freqs.weight")
+
+    with pytest.raises(ValueError, match=r"t\.gguf: tensor 'rope_freqs\.weight'"):
+        config_of(file)
 
 
 def test_unknown_architectures_are_refused(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_marlin import load
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
@@ -30,7 +32,7 @@ from support.gguf_models import (
     random_model,
     written_model,
 )
-from support.gguf_vocabularies import byte_pairs
+from support.gguf_vocabularies import byte_pairs, character_pairs
 
 INEXACT = float(np.float32(1.9999999) * np.float32(2**-13))
 """No float32, divided by 2688, is this one."""
@@ -96,6 +98,66 @@ def test_the_model_computes_the_same(name: str, converted: bool, path: Path) -> 
     np.testing.assert_allclose(
         np.array(loaded(tokens)), np.array(model(tokens)), rtol=1e-4, atol=1e-4
     )
+
+
+@cases
+def test_greedy_tokens_are_those_of_the_model(name: str, path: Path) -> None:
+    """More tokens than a window of the models that have one."""
+    case = CASES[name]
+    model = random_model(case)
+    tensors = written_model(case, model)
+    write_gguf(path, case.metadata | byte_pairs("qwen2"), tensors)
+
+    loaded, _ = load(path)
+
+    assert greedy(loaded) == greedy(model)
+
+
+def greedy(model: nn.Module) -> list[int]:
+    cache, tokens = make_prompt_cache(model), [1, 5, 39]
+    given = tokens
+    for _ in range(20):
+        tokens.append(int(model(mx.array([given]), cache=cache)[0, -1].argmax().item()))
+        given = tokens[-1:]
+    return tokens
+
+
+def test_keys_that_layers_of_gemma4_do_not_use_are_left_out(path: Path) -> None:
+    """Checkpoints hold them for layers that take keys and values of another one."""
+    case = CASES["gemma4"]
+    model = random_model(case)
+    tensors = written_model(case, model)
+    unused = [
+        each._replace(name=each.name.replace("blk.0", "blk.4"))
+        for each in tensors
+        if each.name.startswith(("blk.0.attn_k", "blk.0.attn_v"))
+    ]
+    assert len(unused) == 3
+    write_gguf(path, case.metadata | character_pairs(), [*tensors, *unused])
+
+    loaded, _ = load(path)
+
+    assert greedy(loaded) == greedy(model)
+
+
+def test_the_scale_of_gemma4s_experts_is_a_parameter_beside_nvfp4(path: Path) -> None:
+    random = np.random.default_rng(1)
+    scale = random.uniform(0.5, 2, 4).astype(np.float32)
+    tensors = [
+        random_tensor("blk.0.ffn_down_exps.weight", "NVFP4", (4, 8, 64), random),
+        Written("blk.0.ffn_down_exps.scale", "F32", (4,), scale.tobytes()),
+    ]
+    write_gguf(path, CASES["gemma4_experts"].metadata, tensors)
+
+    weight, parameter = (tensor.read() for tensor in read(path))
+
+    assert isinstance(weight, StoredWeight)
+    assert weight.global_scale is None
+    np.testing.assert_array_equal(parameter, scale)
+    assert [tensor.name for tensor in read(path)] == [
+        "model.layers.0.experts.switch_glu.down_proj.weight",
+        "model.layers.0.router.per_expert_scale",
+    ]
 
 
 def test_qwen3_next_is_the_model_that_mlx_lm_has_for_it(path: Path) -> None:

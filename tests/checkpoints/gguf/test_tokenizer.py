@@ -17,7 +17,12 @@ from mlx_marlin.checkpoints.gguf import (
 from mlx_marlin.checkpoints.gguf.splits import SPLITS
 from support.gguf_files import write_gguf
 from support.gguf_models import CASES, random_model, written_model
-from support.gguf_vocabularies import TEMPLATE, byte_pairs, sentencepiece
+from support.gguf_vocabularies import (
+    TEMPLATE,
+    byte_pairs,
+    character_pairs,
+    sentencepiece,
+)
 
 PREFIX = "tokenizer.ggml."
 
@@ -146,6 +151,22 @@ def test_templates_of_chats_are_kept(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([message], tokenize=False) == "hello"
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_pairs_of_characters(begins: bool, tmp_path: Path) -> None:
+    """llama.cpp puts <bos> before Gemma 4's texts, whatever the file says."""
+    vocabulary = character_pairs() | {f"{PREFIX}add_bos_token": begins}
+    tokenizer = loaded(tmp_path, "gemma4", vocabulary)
+
+    ids = tokenizer.encode("hello  world\n\n\n hello é<turn|>")
+
+    words = ["<bos>", "hello", "▁", "▁wor", "l", "d", "\n\n", "\n", "▁", "hello", "▁"]
+    words += ["<0xC3>", "<0xA9>", "<turn|>"]
+    assert ids == ids_of(vocabulary, *words)
+    assert tokenizer.decode(ids[1:]) == "hello  world\n\n\n hello é<turn|>"
+    assert tokenizer.eos_token_ids == set(ids_of(vocabulary, "<eos>", "<turn|>"))
+    assert len(tokenizer.get_vocab()) == len(vocabulary[f"{PREFIX}tokens"])
+
+
 REFUSED: dict[str, tuple[str, Any]] = {
     "kind": ("model", "bert"),
     "split": ("pre", "deepseek-v3"),
@@ -180,6 +201,7 @@ def test_vocabularies_that_are_not_read_are_refused(case: str, tmp_path: Path) -
         ("llama", {"add_space_prefix": False}, "add_space_prefix"),
         ("gemma2", {}, "add_space_prefix"),
         ("gemma2", {"add_space_prefix": True}, "add_space_prefix"),
+        ("gemma4", {"add_space_prefix": False}, "model"),
         ("qwen2", {}, "pre"),
         ("qwen2", {"pre": "qwen2"}, "pre"),
     ],
@@ -192,6 +214,17 @@ def test_sentencepiece_that_transformers_has_not_is_refused(
 
     with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{key}"):
         tokenizer_files(opened(tmp_path, architecture, vocabulary))
+
+
+@pytest.mark.parametrize("name", ["merges", "add_space_prefix", "bos_token_id"])
+def test_pairs_of_characters_must_be_whole(name: str, tmp_path: Path) -> None:
+    vocabulary = character_pairs()
+    del vocabulary[PREFIX + name]
+    if name == "add_space_prefix":
+        vocabulary[PREFIX + name] = True
+
+    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{name}"):
+        tokenizer_files(opened(tmp_path, "gemma4", vocabulary))
 
 
 def test_other_splits_of_qwen2_are_refused(tmp_path: Path) -> None:

@@ -119,6 +119,9 @@ def _inputs_of_layers(facts: Facts) -> Config:
 
 def _experts(facts: Facts) -> Config:
     if not facts.has("blk.0.ffn_gate_inp.weight"):
+        for key in ("expert_count", "expert_used_count"):
+            if facts.integer(key, 0):
+                raise facts.refusal(key, "must be 0 without tensors of experts")
         return {"enable_moe_block": False}
     experts, used = facts.count("expert_count"), facts.count("expert_used_count")
     if used > experts:
