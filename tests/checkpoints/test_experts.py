@@ -109,6 +109,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
     },
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": EXPERTS,  # float16 would choose others among near ones
+        "head_dim": 32,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "glm4_moe": {
         "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
@@ -187,7 +199,7 @@ def write(path: Path, name: str, format: str, **options: Any) -> Any:
         shape = array.shape
         if len(shape) == 3 and shape[0] == EXPERTS and part == "weight":
             base, _, projection = layer.rpartition(".")
-            base = base.rpartition(".")[0]
+            base = base.rpartition(".")[0].removesuffix(".experts")
             own = NAMES.get(name, {}).get(projection, projection)
             names = [f"{base}.experts.{e}.{own}" for e in range(EXPERTS)]
             exact[key] = np.stack([quantized(each, *shape[1:]) for each in names])

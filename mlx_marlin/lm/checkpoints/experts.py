@@ -15,6 +15,8 @@ PARTS = ("scales", "biases", "global_scale", "input_order", "bias")
 """Arrays of a quantized layer beside its weight."""
 EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.(\w+)")
 """Layer of experts, number, projection and part, as Hugging Face's models have them."""
+STACKED = ("switch_mlp", "experts.switch_glu")
+"""Modules of mlx-lm's models that hold stacked experts, beside `experts`."""
 
 Arrays = dict[str, mx.array]
 
@@ -63,7 +65,7 @@ def move_parts(
 
 
 def stack(arrays: Arrays, layer: Callable[[str], Any]) -> None:
-    """Stacks experts that `sanitize` has left as they are, such as Qwen 3.5's.
+    """Stacks experts that `sanitize` has left as they are: Qwen 3.5's and Gemma 4's.
 
     Args:
         arrays: Arrays by mlx-lm's names; changed in place.
@@ -72,9 +74,10 @@ def stack(arrays: Arrays, layer: Callable[[str], Any]) -> None:
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for name in arrays:
         if (parts := EXPERT.fullmatch(name)) is not None:
-            target = f"{parts[1]}.switch_mlp.{parts[3]}"
-            if layer(target) is not None:
-                found[f"{target}.{parts[4]}"][int(parts[2])] = name
+            for stacked in STACKED:
+                target = f"{parts[1]}.{stacked}.{parts[3]}"
+                if layer(target) is not None:
+                    found[f"{target}.{parts[4]}"][int(parts[2])] = name
     for target, names in found.items():
         own = [arrays.pop(names[expert]) for expert in sorted(names)]
         arrays[target] = mx.stack(own)

@@ -11,6 +11,7 @@ from mlx_marlin.checkpoints.location import check_location, gguf_file, projector
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
+from mlx_marlin.lm.module_tree import natural_key
 from mlx_marlin.lm.warn_once import warn_once
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
@@ -35,7 +36,8 @@ class GgufSource(ModelSource):
         self.path = path
         self._container = gguf.Container(path)
         self.config = gguf.config_of(self._container)
-        self._tensors = gguf.tensors_of(self._container, requantize)
+        tensors = gguf.tensors_of(self._container, requantize)
+        self._tensors = sorted(tensors, key=lambda tensor: natural_key(tensor.name))
 
     def names(self) -> list[str]:
         """Returns the names of all parameters."""

@@ -1,5 +1,6 @@
 """GGUF files are converted for our kernels, and for mlx-lm."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,20 @@ def test_weights_are_the_ones_of_the_file(source: Path, tmp_path: Path) -> None:
             assert mx.array_equal(back, value.astype(mx.float32))
     assert quantized == len(records) == 2 * 7
     assert (tmp_path / "result" / "tokenizer.json").exists()
+
+
+def test_rows_of_the_table_are_in_the_order_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "tokenizer_files", lambda _: {})
+    case = replace(CASES["llama"], layers=11)
+    written = written_model(case, random_model(case))
+    path = write_gguf(tmp_path / "model.gguf", case.metadata, written[::-1])
+
+    rows = convert(open_source(path), tmp_path / "result", dry_run=True)
+    layers = [row.name.split(".")[2] for row in rows if ".layers." in row.name]
+
+    assert [*dict.fromkeys(layers)] == [str(layer) for layer in range(11)]
 
 
 def test_norms_get_the_dtype_of_the_scales(source: Path) -> None:
