@@ -125,6 +125,6 @@ def _decoder(name: str) -> tuple[Any, Any]:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
         raise ImportError(
-            f"decoding {name} needs the package gguf: pip install 'mlx-marlin[gguf]'"
+            f"decoding {name} needs the package gguf: pip install gguf"
         ) from error
     return quants.dequantize, GGMLQuantizationType[name]
