@@ -14,8 +14,8 @@ from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
 from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS, PLAIN
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.cli import main
 from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli.main import main
 from support import gguf_models, oracles
 from support.gguf_decoded import DECODED, draw_decoded
 from support.gguf_files import Written, random_tensor, write_gguf
