@@ -11,6 +11,7 @@ import numpy as np
 
 SIZES = {  # elements, bytes
     "F32": (1, 4),
+    "Q1_0": (128, 18),
     "F16": (1, 2),
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -28,6 +29,7 @@ SIZES = {  # elements, bytes
 }
 NUMBERS = {
     "F32": 0,
+    "Q1_0": 41,
     "F16": 1,
     "Q4_0": 2,
     "Q4_1": 3,
@@ -45,6 +47,7 @@ NUMBERS = {
 }
 QUANTIZED = [name for name, (elements, _) in SIZES.items() if elements > 1]
 CODE_BITS = {
+    "Q1_0": 1,
     "Q2_K": 2,
     "Q3_K": 3,
     "Q5_0": 5,
@@ -71,6 +74,8 @@ def draw_block(name: str, random: np.random.Generator) -> Block:
     codes = random.integers(0, 1 << bits, SIZES[name][0]).tolist()
     count = 2 if name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 1
     halves = [_draw_half(random) for _ in range(count)]
+    if name == "Q1_0":  # twice the scale is a float16 too
+        halves = [min(half & 0x7FFF, 0x77FF) | half & 0x8000 for half in halves]
     if name in ("Q4_K", "Q5_K"):
         scales, offsets = random.integers(0, 64, (2, 8)).tolist()
         return Block(codes, halves, scales, offsets)
@@ -96,6 +101,7 @@ def _draw_half(random: np.random.Generator) -> int:
 
 def write_block(name: str, block: Block) -> bytes:
     writers: dict[str, Any] = {
+        "Q1_0": _write_q1_0,
         "Q4_0": _write_legacy,
         "Q4_1": _write_legacy,
         "Q5_0": _write_legacy,
@@ -119,7 +125,9 @@ def block_values(name: str, block: Block) -> list[float]:
     d, m = [*map(_half, block.halves), 0.0, 0.0][:2]
     values = []
     for index, code in enumerate(block.codes):
-        if name in ("Q4_1", "Q5_1"):
+        if name == "Q1_0":
+            values.append(d if code else -d)
+        elif name in ("Q4_1", "Q5_1"):
             values.append(code * d + m)
         elif name in ("Q4_K", "Q5_K"):
             group = index // 32
@@ -168,6 +176,11 @@ def _write_legacy(name: str, block: Block) -> bytes:
         head += struct.pack("<I", high)
     low = [code & 15 for code in block.codes]
     return head + bytes(low[j] | low[j + 16] << 4 for j in range(16))
+
+
+def _write_q1_0(name: str, block: Block) -> bytes:
+    bits = sum(code << index for index, code in enumerate(block.codes))
+    return _halves(block) + bits.to_bytes(16, "little")
 
 
 def _write_q8_0(name: str, block: Block) -> bytes:

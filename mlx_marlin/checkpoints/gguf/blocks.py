@@ -121,6 +121,16 @@ def _scale_and_bias(blocks: "Bytes") -> "Parameters":
     return {"scales": _halves(blocks, 0, 2), "biases": _halves(blocks, 2, 4)}
 
 
+def _sign_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads Q1_0's, whose codes 0 and 1 are -d and d."""
+    import numpy as np
+
+    scales = _halves(blocks, 0, 2)
+    if np.any(np.abs(scales) >= 32768):
+        raise ValueError("a scale of a block is above 32752, and twice it no float16")
+    return {"scales": scales * np.float16(2), "biases": -scales}
+
+
 def _k_parameters(blocks: "Bytes") -> "Parameters":
     """Reads those of Q4_K and Q5_K as `weights.super_blocks` stores them.
 
@@ -206,6 +216,9 @@ def _signed_bytes(octets: "Bytes") -> "Bytes":
 
 
 LAYOUTS = {
+    "Q1_0": Layout(
+        "affine", 1, 128, lambda b: planes(b[:, 2:], 1, 1), _sign_parameters
+    ),
     "Q4_0": Layout("symmetric", 4, 32, lambda b: planes(b[:, 2:], 16, 4), _scale),
     "Q4_1": Layout("affine", 4, 32, lambda b: planes(b[:, 4:], 16, 4), _scale_and_bias),
     "Q5_0": Layout(

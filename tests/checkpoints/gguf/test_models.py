@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, quants
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+import mlx_marlin
 from mlx_marlin import load
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
 from mlx_marlin.checkpoints.gguf.architectures import ARCHITECTURES
@@ -19,7 +20,7 @@ from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.weights.bit_streams import codes_of_words
-from support import oracles
+from support import gguf_models, oracles
 from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import (
     CASES,
@@ -270,6 +271,39 @@ def test_quantized_rows_and_columns_are_in_the_order_of_the_model(
     tokens = mx.array([[1, 5, 39, 0, 7, 3]])
     found, expected = (model(tokens) for model in models)
     assert oracles.error(found, np.array(expected, np.float64)) < 1e-2
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+def test_a_model_of_one_bit_computes_with_its_signs(
+    optimized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_models, "HIDDEN", 128)
+    case, random = CASES["qwen3"], np.random.default_rng(5)
+    stored, exact = [], []
+    for tensor in written_model(case, random_model(case)):
+        if len(tensor.shape) == 1 or tensor.shape[-1] % 128:
+            stored.append(tensor)
+            exact.append(tensor)
+            continue
+        n, k = tensor.shape
+        scales = random.uniform(0.05, 0.1, (n, k // 128, 1)).astype("<f2")
+        bits = random.integers(0, 2, (n, k // 128, 128), np.uint8)
+        octets = np.packbits(bits, axis=-1, bitorder="little")
+        blocks = np.concatenate([scales.view(np.uint8), octets], axis=-1)
+        values = np.where(bits, scales, -scales).astype(np.float32)
+        stored.append(tensor._replace(type="Q1_0", data=blocks.tobytes()))
+        exact.append(tensor._replace(data=values.tobytes()))
+    metadata = case.metadata | byte_pairs("qwen2")
+    found, expected = (
+        load(write_gguf(tmp_path / name, metadata, tensors))[0]
+        for name, tensors in (("stored.gguf", stored), ("exact.gguf", exact))
+    )
+    if optimized:
+        mlx_marlin.optimize(found)
+
+    tokens = mx.array([[1, 5, 39, 0, 7, 3]])
+    wide = np.array(expected(tokens).astype(mx.float32), np.float64)
+    assert oracles.error(found(tokens), wide) < 1e-2
 
 
 @pytest.mark.parametrize("given", ["folder", "first", "one"])
