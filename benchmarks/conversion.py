@@ -18,7 +18,9 @@ from pathlib import Path
 import gguf_model
 import mlx.core as mx
 
+from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
 from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS
+from mlx_marlin.checkpoints.gguf.requantizing import DECODED
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.lm.checkpoints.conversion import convert
@@ -127,7 +129,13 @@ FORMATS: dict[str, tuple[Callable[[int, int], Arrays], dict]] = {
     "float16-nearest": (plain, {}),
     "float16-search": (plain, {}),
 }
-GGUF = [*LAYOUTS]
+ANEW = [
+    block.name
+    for block in BLOCK_TYPES.values()
+    if block.name.startswith(DECODED) and block.name not in LAYOUTS
+]
+"""GGUF's types without kernels, which are quantized anew."""
+GGUF = [*LAYOUTS, *ANEW]
 """Types of GGUF's blocks."""
 PLAIN = {
     f"float16-{quantizer}": Quantization(group_size=GROUP, quantizer=quantizer)
@@ -191,7 +199,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             source = write(Path(folder) / "source", name, arguments.gigabytes * 1e9)
             nbytes = sum(f.stat().st_size for f in (Path(folder) / "source").iterdir())
-            opened = open_source(source)
+            opened = open_source(source, Quantization() if name in ANEW else None)
             _ = opened.model  # imports mlx-lm
             start, busy = time.perf_counter(), time.process_time()
             how = PLAIN.get(name)
