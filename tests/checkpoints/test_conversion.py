@@ -426,8 +426,13 @@ def test_wrong_quantizations_are_refused(options: dict, message: str) -> None:
         Quantization(**options)
 
 
-def test_infinite_weights_are_refused() -> None:
-    w = mx.zeros((32, 64)).at[3, 5].add(float("inf"))
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_infinite_weights_are_refused(dtype: mx.Dtype, value: str) -> None:
+    w = mx.zeros((32, 64), dtype)
+    w[3, 5] = mx.finfo(dtype).max
+    Quantization().apply(w)
+    w[4, 6] = float(value)
     with pytest.raises(ValueError, match="a weight is NaN or infinite"):
         Quantization().apply(w)
 
