@@ -20,7 +20,7 @@ LARGEST_POINTER = 1024
 DOWNLOAD = "from the Hugging Face Hub: hf download REPOSITORY --local-dir FOLDER"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """Name of a part of a divided GGUF file (llama.cpp's `llama_split_path`)."""
-PROJECTOR = re.compile(r"(.*[-_.])?mmproj[-_.].*\.gguf", re.IGNORECASE)
+PROJECTOR = re.compile(r"(.*[-_.])?mmproj([-_.].*)?\.gguf", re.IGNORECASE)
 """Name of a file with the part of a model for images, as llama.cpp's tools give it."""
 
 

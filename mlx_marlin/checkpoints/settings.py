@@ -83,7 +83,10 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
         method, settings = _of_auto_round(settings, where)
     if method not in METHODS:
         known = (*METHODS, "auto-round", "mxfp4")
-        raise ValueError(f"{where}: quant_method={method!r}, expected one of {known}")
+        raise ValueError(
+            f"{where}: quant_method={method!r}, expected one of {known}; of other "
+            f"methods, convert the model's plain weights"
+        )
     for kind, part, inner in _parts(method, settings):
         if not isinstance(inner, dict):
             raise ValueError(f"{where}: {part}={inner!r}, expected an object")

@@ -306,9 +306,17 @@ def test_a_model_of_one_bit_computes_with_its_signs(
     assert oracles.error(found(tokens), wide) < 1e-2
 
 
-@pytest.mark.parametrize("given", ["folder", "first", "one"])
+@pytest.mark.parametrize(
+    ("given", "projector"),
+    [
+        ("folder", "mmproj-model-f16.gguf"),
+        ("first", "gemma-4-E2B-it-mmproj.gguf"),
+        ("one", "mmproj.gguf"),
+        ("one", "model.mmproj-Q8_0.gguf"),
+    ],
+)
 def test_a_folder_or_the_first_part_stands_for_the_model(
-    given: str, tmp_path: Path
+    given: str, projector: str, tmp_path: Path
 ) -> None:
     case = CASES["qwen3"]
     model = random_model(case)
@@ -323,11 +331,11 @@ def test_a_folder_or_the_first_part_stands_for_the_model(
         split = {"split.no": ("u16", part), "split.count": ("u16", len(names))}
         own = metadata if part == 0 else {}
         write_gguf(folder / name, own | split, tensors[part :: len(names)])
-    projector = folder / "mmproj-model-f16.gguf"
-    projector.write_bytes(b"GGUF")
+    beside = folder / projector
+    beside.write_bytes(b"GGUF")
 
     path = folder / names[0] if given == "first" else folder
-    with pytest.warns(RuntimeWarning, match=f"{projector} is ignored"):
+    with pytest.warns(RuntimeWarning, match=f"{beside} is ignored"):
         loaded, _ = load(path)
 
     tokens = mx.array([[1, 5, 39, 0, 7]])
