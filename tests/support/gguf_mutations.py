@@ -10,7 +10,7 @@ from support.gguf_blocks import QUANTIZED
 from support.gguf_decoded import DECODED
 from support.gguf_files import Written, gguf_bytes, random_tensor
 from support.gguf_models import CASES, llama3_factors, random_model, written_model
-from support.gguf_vocabularies import byte_pairs, sentencepiece
+from support.gguf_vocabularies import byte_pairs, character_pairs, sentencepiece
 
 EXTREMES = [0, 1, 7, 8, 9, 255, 1 << 31, (1 << 32) - 1, 1 << 62, 1 << 63, (1 << 64) - 1]
 
@@ -50,9 +50,12 @@ def models() -> list[tuple[dict[str, Any], list[Written]]]:
     """Returns whole models with vocabularies: metadata and tensors."""
     found = []
     of_pairs = ("qwen3moe", "glm4moe", "lfm2", "mistral3", "qwen35")
-    for name in ("llama", "gemma2", "phi3", "gpt-oss", *of_pairs):
+    of_characters = ("gemma4", "gemma4_experts")
+    for name in ("llama", "gemma2", "phi3", "gpt-oss", *of_pairs, *of_characters):
         case = CASES[name]
         vocabulary = byte_pairs() if name in of_pairs else sentencepiece()
+        if name in of_characters:
+            vocabulary = character_pairs()
         if name == "gemma2":
             vocabulary["tokenizer.ggml.add_space_prefix"] = False
         written = written_model(case, random_model(case))
