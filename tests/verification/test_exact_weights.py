@@ -14,8 +14,8 @@ from mlx_marlin.lm.verification import exact_weights
 from mlx_marlin.lm.verification.exact_weights import ExactWeight
 from support import format_cases
 from support.format_cases import Weight, any_weight
+from support.gguf_cases import CASES
 from support.gguf_files import random_tensor, write_gguf
-from support.gguf_models import CASES
 
 
 def stored(weight: Weight, order: np.ndarray | None = None) -> StoredWeight:

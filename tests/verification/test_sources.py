@@ -24,8 +24,9 @@ from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.products.packing import pack, unpack
 from support.foreign_models import CONFIG, LINEAR
 from support.format_cases import read_codes, write_codes
+from support.gguf_cases import CASES
 from support.gguf_files import Written, write_gguf
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_models import random_model, written_model
 
 NAME = "model.layers.1.mlp.up_proj"
 pytestmark = pytest.mark.usefixtures("kernels")

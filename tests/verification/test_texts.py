@@ -18,7 +18,8 @@ from mlx_marlin.lm.verification import gate, texts
 from mlx_marlin.lm.verification.activations import Capture
 from mlx_marlin.lm.verification.checked_layers import checked_layers
 from mlx_marlin.lm.verification.perplexity import perplexity
-from support.gguf_models import CASES, arguments, random_model
+from support.gguf_cases import CASES, arguments
+from support.gguf_models import random_model
 from support.models import Layers, tiny_llama
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4

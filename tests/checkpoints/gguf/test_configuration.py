@@ -11,8 +11,9 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
 from support.gguf_blocks import NUMBERS
+from support.gguf_cases import CASES
 from support.gguf_files import Written, random_tensor, write_gguf
-from support.gguf_models import CASES, llama3_factors, random_model, written_model
+from support.gguf_models import llama3_factors, random_model, written_model
 
 
 def opened(

@@ -20,8 +20,9 @@ from mlx_marlin.lm.checkpoints.gguf_source import (
 )
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
+from support.gguf_cases import CASES
 from support.gguf_files import random_tensor, write_gguf
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_models import random_model, written_model
 
 FIELDS = ("n", "k", "group_size", "bits", "mode")
 

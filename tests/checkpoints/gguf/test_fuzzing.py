@@ -18,8 +18,8 @@ from mlx_marlin.checkpoints.gguf import (
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import Tensor
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource
+from support.gguf_cases import CASES
 from support.gguf_files import write_gguf
-from support.gguf_models import CASES
 from support.gguf_mutations import mutate, mutated_keys, nested_vocabulary, seeds
 from support.limits import limited
 

@@ -9,8 +9,9 @@ import pytest
 from gguf.constants import Keys
 
 from mlx_marlin.checkpoints.gguf import Container, config_of
+from support.gguf_cases import CASES
 from support.gguf_files import write_gguf
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_models import random_model, written_model
 
 OLDER_OR_NEWER = (
     "rope.scale_linear",

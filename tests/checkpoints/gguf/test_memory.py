@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from support.gguf_blocks import SIZES
+from support.gguf_cases import CASES
 from support.gguf_decoded import DECODED
 from support.gguf_files import Written, gguf_bytes
-from support.gguf_models import CASES
 
 COLUMNS = 8192
 PROGRAM = """

@@ -16,10 +16,11 @@ from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.cli.main import main
-from support import gguf_models, oracles
+from support import gguf_cases, oracles
+from support.gguf_cases import CASES
 from support.gguf_decoded import DECODED, draw_decoded
 from support.gguf_files import Written, random_tensor, write_gguf
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_models import random_model, written_model
 from support.gguf_vocabularies import byte_pairs
 
 SHAPE = (6, 512)
@@ -227,7 +228,7 @@ def written_twice(
 def test_a_model_computes_with_the_decoded_numbers(
     name: str, kind: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_models, "HIDDEN", 256)
+    monkeypatch.setattr(gguf_cases, "HIDDEN", 256)
     stored, exact, changed = written_twice(name, kind, fused, tmp_path)
     assert {part for each in changed for part in each.split(".")} >= {
         "attn_q",
@@ -251,7 +252,7 @@ def test_the_table_shows_the_error(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gguf_models, "HIDDEN", 256)
+    monkeypatch.setattr(gguf_cases, "HIDDEN", 256)
     stored, _, changed = written_twice("qwen3moe", "IQ2_XS", True, tmp_path)
     assert main(["convert", str(stored), str(tmp_path / "refused")]) == 2
     said = capsys.readouterr()

@@ -15,8 +15,9 @@ from mlx_marlin.checkpoints.gguf import (
     tokenizer_files,
 )
 from mlx_marlin.checkpoints.gguf.splits import SPLITS
+from support.gguf_cases import CASES
 from support.gguf_files import write_gguf
-from support.gguf_models import CASES, random_model, written_model
+from support.gguf_models import random_model, written_model
 from support.gguf_vocabularies import (
     TEMPLATE,
     byte_pairs,
