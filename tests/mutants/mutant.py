@@ -34,11 +34,11 @@ class Mutant:
 
     Attributes:
         name: What is wrong.
-        file: Below `shaders/`; of Metal's without its suffix.
+        file: Below `shaders/`.
         function: Name of the function in which the bug begins; "" for the whole file.
         old: Fragment that begins there: see `fragments.py`.
         new: What stands there instead.
-        case: Name of the case in `cases.py` that can see it.
+        case: Name of the case, in `cases` or `test_cuda_mutants.py`, that can see it.
         caught_by: What must notice it.
         nth: Which occurrence of the fragment it is, and how many there are.
     """
@@ -55,7 +55,7 @@ class Mutant:
     def plant(self, shaders: Path, folder: Path) -> None:
         """Copies all shaders into a folder, with the bug."""
         shutil.copytree(shaders, folder)
-        path = folder / f"{self.file}.metal"
+        path = folder / self.file
         text = path.read_text(encoding="ascii")
         path.write_text(self.changed(text), encoding="ascii")
 

@@ -12,19 +12,10 @@ import metal_emulator
 from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mutants.catalogue import CUDA_MUTANTS
-from mutants.cuda import (
-    decode,
-    gather,
-    mma_staged,
-    pairs,
-    products,
-    rotated,
-    rows,
-    staged,
-)
 from mutants.detectors import REPORTS, TIME_LIMIT
 from mutants.mutant import Detector, Mutant
 from support import cuda_experts, cuda_on_cpu, launches
+from support.choose import Choose
 from support.cuda_cases import (
     GATED_WAYS,
     HEAD_EPSILON,
@@ -34,37 +25,57 @@ from support.cuda_cases import (
     WGMMA_WAYS,
 )
 from support.cuda_on_cpu import check_moved
+from support.marks import needs_emulator
 
-pytestmark = [
-    pytest.mark.mutant,
-    pytest.mark.skipif(
-        metal_emulator.unavailable() is not None,
-        reason="the emulator does not run here",
-    ),
-]
+pytestmark = [pytest.mark.mutant, needs_emulator]
 
+PACKED = ("affine", 4, 64, "marlin", "float16")
 WHOLE, SLICED, STREAM = WAYS[0], WAYS[2], WAYS[3]
 CASES: dict[str, Any] = {
-    products.PACKED: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
-    products.ORDER: ("affine", 4, 64, "marlin", "float16", 12, WHOLE),
-    products.PACKED_STREAM: ("affine", 4, 64, "marlin", "float16", 12, STREAM),
-    products.NATIVE: ("affine", 4, 64, "mlx", "bfloat16", 12, WHOLE),
-    products.TAIL: ("affine", 4, 32, "marlin", "float16", 9, SLICED),
-    products.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, SLICED),
-    products.SYMMETRIC: ("symmetric", 4, 64, "marlin", "bfloat16", 9, STREAM),
-    products.ZERO_POINT: ("zero_point", 3, 64, "marlin", "float16", 9, STREAM),
-    products.PARTS: ("affine", 4, 64, "marlin", "float16", 9, WHOLE),
-    products.NVFP4: ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
-    products.MXFP4: ("mxfp4", 4, 32, "marlin", "bfloat16", 9, WHOLE),
-    pairs.GATED: ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
+    "packed, two tiles side by side, three slices, whole k": (*PACKED, 12, WHOLE),
+    "packed, numbers that cancel, three slices": (*PACKED, 12, WHOLE),
+    "packed, streams, four slices": (*PACKED, 12, STREAM),
+    "native bfloat16, two tiles side by side, three slices, whole k": (
+        "affine",
+        4,
+        64,
+        "mlx",
+        "bfloat16",
+        12,
+        WHOLE,
+    ),
+    "packed groups of 32, k tail": ("affine", 4, 32, "marlin", "float16", 9, SLICED),
+    "packed groups of 128, slices": ("affine", 4, 128, "marlin", "float16", 9, SLICED),
+    "packed symmetric codes, bfloat16": (
+        "symmetric",
+        4,
+        64,
+        "marlin",
+        "bfloat16",
+        9,
+        STREAM,
+    ),
+    "packed zero points of 3 bits": (
+        "zero_point",
+        3,
+        64,
+        "marlin",
+        "float16",
+        9,
+        STREAM,
+    ),
+    "packed, three results": (*PACKED, 9, WHOLE),
+    "packed nvfp4": ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
+    "packed mxfp4, bfloat16": ("mxfp4", 4, 32, "marlin", "bfloat16", 9, WHOLE),
+    "packed, gate and up, two slices": (*PACKED, *GATED_WAYS[1]),
 }
 MOVED = {
-    products.PACKED_ODD: OPERANDS,
-    products.ODD_X: ("x",),
-    products.ODD_WORDS: ("w",),
-    products.ODD_SCALES: ("scales",),
+    "packed, odd offsets": OPERANDS,
+    "packed, odd offset of x": ("x",),
+    "packed, odd offset of words": ("w",),
+    "packed, odd offset of scales": ("scales",),
 }
-CASES |= dict.fromkeys(MOVED, ("affine", 4, 64, "marlin", "float16", 6, WHOLE))
+CASES |= dict.fromkeys(MOVED, (*PACKED, 6, WHOLE))
 ROTATED = Epilogue(
     bias=True,
     rotation=replace(ROTATION, per_row=True, factor=1.5),
@@ -75,112 +86,211 @@ NORMED_HEADS = Epilogue(
     parts=(512, 128),
 )
 CHECKS: dict[str, Callable[[Any], None]] = {
-    products.ORDER: cuda_on_cpu.check_order,
-    products.PARTS: partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
-    pairs.GATED: cuda_on_cpu.check_gated,
-    pairs.ROTATED: partial(
+    "packed, numbers that cancel, three slices": cuda_on_cpu.check_order,
+    "packed, three results": partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
+    "packed, gate and up, two slices": cuda_on_cpu.check_gated,
+    "packed, rotated heads, two slices": partial(
         cuda_on_cpu.check_rotated, epilogue=ROTATED, n=sum(ROTATED.parts)
     ),
-    pairs.ROTATED_NORMS: partial(
+    "packed, rotated heads with norms, two slices": partial(
         cuda_on_cpu.check_rotated, epilogue=NORMED_HEADS, n=sum(NORMED_HEADS.parts)
     ),
-    rotated.ROTATED_FAR: partial(
+    "packed, rotated heads at places of a million": partial(
         cuda_on_cpu.check_rotated,
         epilogue=ROTATED,
         n=sum(ROTATED.parts),
         first=1_000_000,
     ),
-    decode.BATCH: cuda_on_cpu.check_batch,
-    rows.NORMED: cuda_on_cpu.check_normed,
-    rows.ODD_X: partial(cuda_on_cpu.check_normed, names="x"),
-    rows.ODD_NORM: partial(cuda_on_cpu.check_normed, names=("norm",)),
-    decode.ROWS_DECODED: partial(cuda_on_cpu.check_decoded, transposed=True),
-    decode.K_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
-    decode.NATIVE_DECODED: partial(cuda_on_cpu.check_decoded, transposed=False),
-    staged.INFINITE: cuda_on_cpu.check_infinite,
+    "packed batch, streams": cuda_on_cpu.check_batch,
+    "packed, normalized rows, three warps a row and two": cuda_on_cpu.check_normed,
+    "packed, normalized rows, odd offset of x": partial(
+        cuda_on_cpu.check_normed, names="x"
+    ),
+    "packed, normalized rows, odd offset of the norm's weight": partial(
+        cuda_on_cpu.check_normed, names=("norm",)
+    ),
+    "nvfp4 with a global scale, rows decoded in blocks": partial(
+        cuda_on_cpu.check_decoded, transposed=True
+    ),
+    "nvfp4 with a global scale, k decoded in blocks": partial(
+        cuda_on_cpu.check_decoded, transposed=False
+    ),
+    "native bfloat16, decoded in blocks of k": partial(
+        cuda_on_cpu.check_decoded, transposed=False
+    ),
+    "wgmma, groups of 32, k tail, x ends in an infinity": cuda_on_cpu.check_infinite,
 }
 """What compares a case with float64; a product with arrays that are moved if it has
 none."""
 CASES |= {
-    decode.BATCH: ("affine", 4, 64, "marlin", "float16", 5, STREAM),
-    decode.ROWS_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
-    decode.K_DECODED: ("nvfp4", 4, 16, "marlin", "float16", 10, WHOLE),
-    decode.NATIVE_DECODED: ("affine", 4, 64, "mlx", "bfloat16", 10, WHOLE),
+    "packed batch, streams": (*PACKED, 5, STREAM),
+    "nvfp4 with a global scale, rows decoded in blocks": (
+        "nvfp4",
+        4,
+        16,
+        "marlin",
+        "float16",
+        10,
+        WHOLE,
+    ),
+    "nvfp4 with a global scale, k decoded in blocks": (
+        "nvfp4",
+        4,
+        16,
+        "marlin",
+        "float16",
+        10,
+        WHOLE,
+    ),
+    "native bfloat16, decoded in blocks of k": (
+        "affine",
+        4,
+        64,
+        "mlx",
+        "bfloat16",
+        10,
+        WHOLE,
+    ),
 }
 WGMMA_WHOLE, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[3]
 STAGED_WHOLE, STAGED_STRIPE, STAGED_SLICED, *_ = STAGED_WAYS
 RING_MOVED = {
-    staged.ODD_X: ("x",),
-    staged.ODD_WORDS: ("w",),
-    staged.ODD_SCALES: ("scales",),
+    "wgmma, odd offset of x": ("x",),
+    "wgmma, odd offset of words": ("w",),
+    "wgmma, odd offset of scales": ("scales",),
 }
 MOVED |= RING_MOVED
 CASES |= {
-    staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE),
-    staged.STREAM: ("affine", 4, 64, "marlin", "bfloat16", 20, WGMMA_STREAM),
-    staged.SLICED: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[2]),
-    staged.HALVES: ("affine", 4, 128, "marlin", "float16", 40, WGMMA_STREAM),
-    staged.MANY_WARPS: ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WAYS[5]),
-    staged.TAIL: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
-    staged.INFINITE: ("affine", 4, 32, "marlin", "float16", 20, WGMMA_WHOLE),
+    "wgmma, two slices, whole k": (*PACKED, 12, WGMMA_WHOLE),
+    "wgmma, streams, two slices": (
+        "affine",
+        4,
+        64,
+        "marlin",
+        "bfloat16",
+        20,
+        WGMMA_STREAM,
+    ),
+    "wgmma, k cut inside a stage": (*PACKED, 12, WGMMA_WAYS[2]),
+    "wgmma, loaders bring half stages": (
+        "affine",
+        4,
+        128,
+        "marlin",
+        "float16",
+        40,
+        WGMMA_STREAM,
+    ),
+    "wgmma, two warpgroups side by side, two slices, whole k": (
+        *PACKED,
+        12,
+        WGMMA_WAYS[5],
+    ),
+    "wgmma, groups of 32, k tail": (
+        "affine",
+        4,
+        32,
+        "marlin",
+        "float16",
+        20,
+        WGMMA_WHOLE,
+    ),
+    "wgmma, groups of 32, k tail, x ends in an infinity": (
+        "affine",
+        4,
+        32,
+        "marlin",
+        "float16",
+        20,
+        WGMMA_WHOLE,
+    ),
 }
-CASES |= dict.fromkeys(
-    RING_MOVED, ("affine", 4, 64, "marlin", "float16", 12, WGMMA_WHOLE)
-)
+CASES |= dict.fromkeys(RING_MOVED, (*PACKED, 12, WGMMA_WHOLE))
 CASES |= {
-    mma_staged.WHOLE: ("affine", 4, 64, "marlin", "float16", 12, STAGED_WHOLE),
-    mma_staged.ODD: ("affine", 4, 64, "marlin", "bfloat16", 20, STAGED_WHOLE),
-    mma_staged.FOUR: ("affine", 4, 64, "marlin", "float16", 30, STAGED_WHOLE),
-    mma_staged.SLICED: ("affine", 4, 64, "marlin", "float16", 9, STAGED_SLICED),
-    mma_staged.PAIRS: ("affine", 4, 128, "marlin", "float16", 9, STAGED_WHOLE),
-    mma_staged.LONG: ("affine", 4, 256, "marlin", "float16", 9, STAGED_STRIPE),
+    "mma_staged, two slices, whole k": (*PACKED, 12, STAGED_WHOLE),
+    "mma_staged, three fragments, two slices, whole k": (
+        "affine",
+        4,
+        64,
+        "marlin",
+        "bfloat16",
+        20,
+        STAGED_WHOLE,
+    ),
+    "mma_staged, four fragments": (*PACKED, 30, STAGED_WHOLE),
+    "mma_staged, k cut inside a stage": (*PACKED, 9, STAGED_SLICED),
+    "mma_staged, groups of 128": (
+        "affine",
+        4,
+        128,
+        "marlin",
+        "float16",
+        9,
+        STAGED_WHOLE,
+    ),
+    "mma_staged, groups of 256, one slice": (
+        "affine",
+        4,
+        256,
+        "marlin",
+        "float16",
+        9,
+        STAGED_STRIPE,
+    ),
 }
 ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
-CASES[pairs.ROTATED_NORMS] = (
-    "affine",
-    4,
-    64,
-    "marlin",
-    "float16",
+CASES["packed, rotated heads with norms, two slices"] = (
+    *PACKED,
     3,
     GATED_WAYS[1][1] | {"simdgroups_n": 8},
 )
 CASES |= dict.fromkeys(
-    (pairs.ROTATED, rotated.ROTATED_FAR),
-    ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[1]),
+    (
+        "packed, rotated heads, two slices",
+        "packed, rotated heads at places of a million",
+    ),
+    (*PACKED, *GATED_WAYS[1]),
 )
 CASES |= dict.fromkeys(
-    (rows.NORMED, rows.ODD_X, rows.ODD_NORM),
-    ("affine", 4, 64, "marlin", "float16", 2, ROWS_WAY),
+    (
+        "packed, normalized rows, three warps a row and two",
+        "packed, normalized rows, odd offset of x",
+        "packed, normalized rows, odd offset of the norm's weight",
+    ),
+    (*PACKED, 2, ROWS_WAY),
 )
 OF_EXPERTS = {
-    gather.EXPERTS: cuda_experts.CALLS["blocks of experts"],
-    gather.PAIRS: cuda_experts.CALLS["blocks of pairs"],
-    gather.GATED: cuda_experts.CALLS["gate and up"],
-    gather.BIASED: cuda_experts.CALLS["biases"],
-    gather.CLIPPED: cuda_experts.CALLS["gate and up with biases, both clipped"],
+    "experts, blocks of experts": cuda_experts.CALLS["blocks of experts"],
+    "experts, blocks of pairs": cuda_experts.CALLS["blocks of pairs"],
+    "experts, gate and up": cuda_experts.CALLS["gate and up"],
+    "experts, biases": cuda_experts.CALLS["biases"],
+    "experts, gate and up with biases, both clipped": cuda_experts.CALLS[
+        "gate and up with biases, both clipped"
+    ],
 }
 CASES |= {name: call.case for name, call in OF_EXPERTS.items()}
 CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.items()}
 CASES |= {
-    gather.CHOSEN: cuda_experts.ROUTINGS[0],
-    gather.CHOSEN_OF_ALL: cuda_experts.ROUTINGS[1],
-    gather.CHOSEN_FEW: cuda_experts.ROUTINGS[3],
-    gather.CHOSEN_SPECIAL: cuda_experts.SPECIAL_ROUTINGS[0],
-    gather.ADDED_UP: cuda_experts.ROUTINGS[1],
+    "experts, chosen": cuda_experts.ROUTINGS[0],
+    "experts, chosen with scores of all": cuda_experts.ROUTINGS[1],
+    "experts, chosen of few": cuda_experts.ROUTINGS[3],
+    "experts, chosen where logits are no numbers": cuda_experts.SPECIAL_ROUTINGS[0],
+    "experts, added up": cuda_experts.ROUTINGS[1],
 }
 CHECKS |= {
-    gather.CHOSEN: lambda choice: choice.check(launches.route),
-    gather.CHOSEN_OF_ALL: lambda choice: choice.check(launches.route),
-    gather.CHOSEN_FEW: lambda choice: choice.check(launches.route),
-    gather.CHOSEN_SPECIAL: lambda choice: choice.check(launches.route),
-    gather.ADDED_UP: lambda choice: choice.check_sum(launches.combine),
+    "experts, chosen": lambda choice: choice.check(launches.route),
+    "experts, chosen with scores of all": lambda choice: choice.check(launches.route),
+    "experts, chosen of few": lambda choice: choice.check(launches.route),
+    "experts, chosen where logits are no numbers": lambda choice: choice.check(
+        launches.route
+    ),
+    "experts, added up": lambda choice: choice.check_sum(launches.combine),
 }
 
 
 @pytest.fixture
 def plant(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Mutant | None], None]:
     """Returns what serves calls by the CUDA kernels, with a bug or without."""
 

@@ -28,10 +28,7 @@ LANGUAGE = frozenset(
     | {"vertex", "yx"}
 )
 """Names that only mutants use and that no shader declares."""
-PLANTED = [
-    *((mutant, f"{mutant.file}.metal") for mutant in MUTANTS),
-    *((mutant, mutant.file) for mutant in CUDA_MUTANTS),
-]
+PLANTED = (*MUTANTS, *CUDA_MUTANTS)
 
 
 def read(file: str) -> str:
@@ -49,20 +46,20 @@ def test_every_mutant_changes_one_fragment(file: str) -> None:
     text = read(file)
 
     assert "mutant" not in text
-    for mutant, where in PLANTED:
-        if where == file:
+    for mutant in PLANTED:
+        if mutant.file == file:
             assert mutant.changed(text) != text
 
 
 def test_every_mutant_names_a_file_of_the_shaders() -> None:
-    assert {file for _, file in PLANTED} <= {*shader_files()}
+    assert {mutant.file for mutant in PLANTED} <= {*shader_files()}
 
 
 def test_mutants_use_only_names_that_the_shaders_have() -> None:
     word = re.compile(r"(?<!\w)[A-Za-z_]\w*")
     texts = (re.sub("//.*", "", read(file)) for file in shader_files())
     known = {*LANGUAGE}.union(*(word.findall(text) for text in texts))
-    for mutant, _ in PLANTED:
+    for mutant in PLANTED:
         declared = re.findall(r"\b(?:u?int|float) (\w+)", mutant.new)
         assert {*word.findall(mutant.new)} <= known | {*declared}, mutant.name
 
@@ -71,8 +68,8 @@ def test_the_catalogue_repeats_nothing() -> None:
     for mutants in (MUTANTS, CUDA_MUTANTS):
         assert len({mutant.name for mutant in mutants}) == len(mutants)
     changes = {
-        (file, mutant.function, mutant.nth, mutant.old, mutant.new, mutant.case)
-        for mutant, file in PLANTED
+        (each.file, each.function, each.nth, each.old, each.new, each.case)
+        for each in PLANTED
     }
     assert len(changes) == len(PLANTED)
 
@@ -131,7 +128,7 @@ def test_another_number_of_occurrences_raises(
 
 
 def test_a_mutant_is_planted_in_a_copy(tmp_path: Path) -> None:
-    mutant = next(mutant for mutant in MUTANTS if mutant.file == "lib/work")
+    mutant = next(mutant for mutant in MUTANTS if mutant.file == "lib/work.metal")
 
     mutant.plant(source.shader_folder(), tmp_path / "shaders")
 

@@ -5,19 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.backends import selection, source
+from mlx_marlin.backends import source
 from mutants.cases import CASES
 from mutants.catalogue import MUTANTS
 from mutants.detectors import detect
 from mutants.mutant import Detector, Mutant
 from support import planted_text
+from support.trace_mode import emulator_only
 
-pytestmark = [
-    pytest.mark.mutant,
-    pytest.mark.skipif(
-        selection.backend() != "emulator", reason="the emulator does not run here"
-    ),
-]
+pytestmark = [pytest.mark.mutant, emulator_only]
 
 ASKED = sorted({(mutant.caught_by, mutant.case) for mutant in MUTANTS})
 

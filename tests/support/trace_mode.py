@@ -12,6 +12,9 @@ emulator_only = pytest.mark.skipif(
 )
 """For tests that look for races and stray accesses, or read counters. On a GPU nothing
 is traced, and a kernel that was first built in trace mode would stay emulated."""
+needs_kernels = pytest.mark.skipif(
+    selection.backend() == "stock", reason="nothing here runs Metal kernels"
+)
 
 
 def traced(source: str, *inputs: object, **options: object) -> object:

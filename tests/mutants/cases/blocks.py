@@ -7,14 +7,6 @@ from support import cuda_experts, launches, orders
 from support.block_kernels import Added, Rotated
 from support.cuda_experts import Choice
 
-ROTATED = "heads of two tokens of three streams, with norms"
-ROTATED_ALIKE = "heads of streams with one position"
-ADDED = "rows that are added and normalized"
-CHOSEN = "experts that rows choose, and their sum"
-CHOSEN_FLOAT = "experts that rows of float32 logits choose"
-CHOSEN_SPECIAL = "experts that rows with NaN and zeros of both signs choose"
-ADDED_IN_ORDER = "results of eight experts, added in their order"
-
 
 class ChosenCase:
     """Experts that a row chooses, and the sum of what they return.
@@ -44,7 +36,7 @@ def _choose_and_add(choice: Choice) -> None:
 
 
 BLOCK_CASES = {
-    ROTATED: Rotated(
+    "heads of two tokens of three streams, with norms": Rotated(
         streams=3,
         tokens=2,
         heads=3,
@@ -55,16 +47,22 @@ BLOCK_CASES = {
         factor=1.25,
         first=(5, 0, 70_031),
     ),
-    ROTATED_ALIKE: Rotated(
+    "heads of streams with one position": Rotated(
         streams=2, tokens=1, heads=2, kv_heads=1, features=70, dtype="float32"
     ),
-    ADDED: Added(rows=3, n=1029, dtype="float16", epsilon=0.5),
-    CHOSEN: ChosenCase(lambda: _choose_and_add(cuda_experts.ROUTINGS[1])),
-    CHOSEN_FLOAT: ChosenCase(
+    "rows that are added and normalized": Added(
+        rows=3, n=1029, dtype="float16", epsilon=0.5
+    ),
+    "experts that rows choose, and their sum": ChosenCase(
+        lambda: _choose_and_add(cuda_experts.ROUTINGS[1])
+    ),
+    "experts that rows of float32 logits choose": ChosenCase(
         lambda: replace(cuda_experts.ROUTINGS[0], dtype="float32").check(launches.route)
     ),
-    ADDED_IN_ORDER: ChosenCase(lambda: orders.check_sum_of_experts(launches.combine)),
-    CHOSEN_SPECIAL: ChosenCase(
+    "results of eight experts, added in their order": ChosenCase(
+        lambda: orders.check_sum_of_experts(launches.combine)
+    ),
+    "experts that rows with NaN and zeros of both signs choose": ChosenCase(
         lambda: cuda_experts.SPECIAL_ROUTINGS[0].check(launches.route)
     ),
 }

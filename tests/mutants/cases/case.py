@@ -1,5 +1,6 @@
 """A plan on which a planted bug must show, and the arrays that it runs on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -68,3 +69,11 @@ class Case:
         if isinstance(self.plan, DequantizePlan):
             return launcher.dequantized_product(self.plan)
         return launcher.product(self.plan)
+
+
+def cases_of(plans: Mapping[str, Plan | DequantizePlan | Case]) -> dict[str, Case]:
+    """Returns the cases of plans, whose arrays begin where their buffers do."""
+    return {
+        name: each if isinstance(each, Case) else Case(plan=each)
+        for name, each in plans.items()
+    }

@@ -7,12 +7,6 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from support.expert_products import ExpertProducts
 
-EXPERTS_GATED = "experts, gate and up of packed codes"
-EXPERTS_CLIPPED = "experts, gate and up of gpt-oss, packed codes"
-EXPERTS_GATE_NAN = "experts, gpt-oss's gate has a NaN in the bias of gate"
-EXPERTS_UP_NAN = "experts, gpt-oss's gate has a NaN in the bias of up"
-EXPERTS_BIASED = "experts, biases, native codes"
-
 # One pair of expert 0, two of expert 1, 18 of expert 2: a whole tile and two more.
 _CHOSEN = (2, 1, 2, 0, 1, *(2,) * 16)
 
@@ -52,9 +46,15 @@ def _case(
 _CLIPPED = _case("marlin", 41, 2, "swiglu_oai", bias=True)
 
 EXPERT_EPILOGUE_CASES = {
-    EXPERTS_GATED: _case("marlin", 41, 1, "silu", bias=False, each=3),
-    EXPERTS_CLIPPED: _CLIPPED,
-    EXPERTS_GATE_NAN: replace(_CLIPPED, not_a_number=("biases", 0)),
-    EXPERTS_UP_NAN: replace(_CLIPPED, not_a_number=("biases", 1)),
-    EXPERTS_BIASED: _case("mlx", 41, 2, None, bias=True),
+    "experts, gate and up of packed codes": _case(
+        "marlin", 41, 1, "silu", bias=False, each=3
+    ),
+    "experts, gate and up of gpt-oss, packed codes": _CLIPPED,
+    "experts, gpt-oss's gate has a NaN in the bias of gate": replace(
+        _CLIPPED, not_a_number=("biases", 0)
+    ),
+    "experts, gpt-oss's gate has a NaN in the bias of up": replace(
+        _CLIPPED, not_a_number=("biases", 1)
+    ),
+    "experts, biases, native codes": _case("mlx", 41, 2, None, bias=True),
 }

@@ -5,10 +5,6 @@ from dataclasses import dataclass
 
 from support import shader_functions
 
-CUTS = "cuts of 2**31 - 1 k tiles into 65535 ranges"
-EXPERT_OFFSETS = "the 600th of experts of 2**23 words"
-REPACK_OFFSETS = "to tiles, the 65536th weight of a batch"
-
 
 @dataclass(frozen=True, slots=True)
 class FunctionCase:
@@ -33,16 +29,16 @@ _RANGES = (1, 2, 32768, 65534, 65535)
 _N, _K_TILES, _BATCH = 4096, 256, 65535
 
 FUNCTION_CASES = {
-    CUTS: FunctionCase(
+    "cuts of 2**31 - 1 k tiles into 65535 ranges": FunctionCase(
         lambda: shader_functions.balanced_cuts(
             _RANGES, [_PARTS] * len(_RANGES), [_TOTAL] * len(_RANGES)
         ),
         [part * _TOTAL // _PARTS for part in _RANGES],
     ),
-    EXPERT_OFFSETS: FunctionCase(
+    "the 600th of experts of 2**23 words": FunctionCase(
         lambda: shader_functions.expert_offsets([600], [2**23]), [600 * 2**23]
     ),
-    REPACK_OFFSETS: FunctionCase(
+    "to tiles, the 65536th weight of a batch": FunctionCase(
         lambda: shader_functions.repack_offsets(
             [(0, 0, _BATCH)], n=_N, k=64 * _K_TILES, bits=4
         ),

@@ -14,11 +14,6 @@ from mlx_marlin.products.packing import pack
 from support import drawn_arrays, format_cases, oracles
 from support.format_cases import Weight
 
-GATHER_NATIVE = "experts, native codes of 4 bits, odd offsets"
-GATHER_PACKED = "experts, packed codes of 3 bits, groups of 32, k tail"
-GATHER_COUNTED = "experts, packed codes of 4 bits, whole tiles"
-GATHER_FEW = "experts of one row and of two, native codes of 4 bits, odd offsets"
-GATHER_FEW_COUNTED = "experts of one row and of two, packed codes, whole tiles"
 LIMIT = 2e-6
 """Most relative error of a row: twice that of a whole result."""
 
@@ -163,7 +158,7 @@ def _problem(
 
 
 GATHER_CASES = {
-    GATHER_NATIVE: GatherCase(
+    "experts, native codes of 4 bits, odd offsets": GatherCase(
         plan=_plan(
             _problem(41, 192, 64, 4, "mlx"),
             fragments_m=2,
@@ -173,7 +168,7 @@ GATHER_CASES = {
         chosen=_CHOSEN,
         offset=3,
     ),
-    GATHER_PACKED: GatherCase(
+    "experts, packed codes of 3 bits, groups of 32, k tail": GatherCase(
         plan=_plan(
             _problem(41, 160, 32, 3, "marlin"),
             fragments_m=1,
@@ -182,7 +177,7 @@ GATHER_CASES = {
         ),
         chosen=_CHOSEN,
     ),
-    GATHER_COUNTED: GatherCase(
+    "experts, packed codes of 4 bits, whole tiles": GatherCase(
         plan=_plan(
             _problem(64, 128, 64, 4, "marlin"),
             fragments_m=1,
@@ -191,7 +186,7 @@ GATHER_CASES = {
         ),
         chosen=_CHOSEN,
     ),
-    GATHER_FEW: GatherCase(
+    "experts of one row and of two, native codes of 4 bits, odd offsets": GatherCase(
         plan=_plan(
             _problem(41, 320, 64, 4, "mlx", len(_FEW)),
             fragments_m=1,
@@ -202,7 +197,7 @@ GATHER_CASES = {
         chosen=_FEW,
         offset=3,
     ),
-    GATHER_FEW_COUNTED: GatherCase(
+    "experts of one row and of two, packed codes, whole tiles": GatherCase(
         plan=_plan(
             _problem(64, 256, 64, 4, "marlin", len(_FEW)),
             fragments_m=2,

@@ -76,17 +76,17 @@ def whole_tiles(
 
 def in_ranges(
     problem: Problem,
+    division: tuple[int, int, int, int, int],
     *,
-    fragments_m: int,
-    simdgroups_m: int,
-    simdgroups_k: int,
-    k_parallel: int,
-    num_threadgroups: int,
     partition: Partition = "balanced",
     subtract: bool = False,
     reduction: Reduction = "workspace",
 ) -> Plan:
-    """Returns a plan whose ranges are runs of slices."""
+    """Returns a plan whose ranges are runs of slices.
+
+    `division` is: fragments_m, simdgroups_m, simdgroups_k, slices, threadgroups.
+    """
+    fragments_m, simdgroups_m, simdgroups_k, slices, threadgroups = division
     plan = whole_tiles(
         problem,
         fragments_m=fragments_m,
@@ -98,8 +98,8 @@ def in_ranges(
         strategy="stripe",
         tiles=plan.work.tiles,
         k_tiles=plan.k_tiles,
-        threadgroups=num_threadgroups,
-        slices=k_parallel,
+        threadgroups=threadgroups,
+        slices=slices,
         partition=partition,
     )
     return replace(plan, work=work, reduction=reduction if work.is_split else "none")

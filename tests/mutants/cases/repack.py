@@ -9,13 +9,6 @@ import metal_emulator
 from mlx_marlin.products.repacking import to_tiles
 from support import drawn_arrays, launches
 
-PACK_THREE = "to tiles, two weights of 3 bits, groups of 64"
-PACK_ONE = "to tiles, codes of 1 bit, groups of 32, k tail"
-PACK_FOUR = "to tiles, codes of 4 bits, whole tiles"
-UNPACK_FIVE = "to rows, codes of 5 bits, groups of 32, k tail"
-UNPACK_SIX = "to rows, two weights of 6 bits, groups of 64, odd offsets"
-UNPACK_FOUR = "to rows, codes of 4 bits, whole tiles"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepackCase:
@@ -86,14 +79,22 @@ class RepackCase:
 
 
 REPACK_CASES = {
-    PACK_THREE: RepackCase(
+    "to tiles, two weights of 3 bits, groups of 64": RepackCase(
         to="marlin", n=41, k=64 * 18, bits=3, group_size=64, batch=(2,)
     ),
-    PACK_ONE: RepackCase(to="marlin", n=33, k=32 * 35, bits=1, group_size=32),
-    PACK_FOUR: RepackCase(to="marlin", n=64, k=512, bits=4, group_size=64),
-    UNPACK_FIVE: RepackCase(to="mlx", n=33, k=32 * 35, bits=5, group_size=32),
-    UNPACK_SIX: RepackCase(
+    "to tiles, codes of 1 bit, groups of 32, k tail": RepackCase(
+        to="marlin", n=33, k=32 * 35, bits=1, group_size=32
+    ),
+    "to tiles, codes of 4 bits, whole tiles": RepackCase(
+        to="marlin", n=64, k=512, bits=4, group_size=64
+    ),
+    "to rows, codes of 5 bits, groups of 32, k tail": RepackCase(
+        to="mlx", n=33, k=32 * 35, bits=5, group_size=32
+    ),
+    "to rows, two weights of 6 bits, groups of 64, odd offsets": RepackCase(
         to="mlx", n=41, k=64 * 9, bits=6, group_size=64, batch=(2,), offset=3
     ),
-    UNPACK_FOUR: RepackCase(to="mlx", n=64, k=512, bits=4, group_size=64),
+    "to rows, codes of 4 bits, whole tiles": RepackCase(
+        to="mlx", n=64, k=512, bits=4, group_size=64
+    ),
 }

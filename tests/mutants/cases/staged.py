@@ -1,6 +1,6 @@
 """Plans of the staged kernel on which a planted bug must show."""
 
-from mutants.cases.case import Case
+from mutants.cases.case import cases_of
 from mutants.cases.plans import (
     in_ranges,
     problem_of,
@@ -10,32 +10,17 @@ from mutants.cases.plans import (
     wide_tiles,
 )
 
-STAGED_ONE = "staged, one buffer, two simdgroups along k, slices"
-STAGED_TWO = "staged, two buffers, ragged m and n, streams of one or two k tiles"
-STAGED_THREE = "staged, three buffers, two loaders, packed groups of 32, streams"
-STAGED_WIDE = "staged, two buffers and a loader, two simdgroups side by side"
-STAGED_NVFP4 = "staged, one buffer, native nvfp4"
-STAGED_GLOBAL = "staged, two buffers, packed nvfp4 with a global scale"
-STAGED_LEFT_OUT = "staged, three buffers, eight rows too many"
-STAGED_SCRATCH = "staged, one buffer that is smaller than the scratch"
-
-STAGED_CASES = {
-    STAGED_ONE: Case(
-        plan=staged(
+STAGED_CASES = cases_of(
+    {
+        "staged, one buffer, two simdgroups along k, slices": staged(
             in_ranges(
                 problem_of(13, 70, 7, 64, "float32", "mlx"),
-                fragments_m=1,
-                simdgroups_m=2,
-                simdgroups_k=2,
-                k_parallel=3,
-                num_threadgroups=4,
+                (1, 2, 2, 3, 4),
                 subtract=True,
             ),
             1,
-        )
-    ),
-    STAGED_TWO: Case(
-        plan=staged(
+        ),
+        "staged, two buffers, ragged m and n, streams of one or two k tiles": staged(
             streams(
                 whole_tiles(
                     problem_of(27, 70, 5, 64, "float32", "mlx"),
@@ -46,10 +31,8 @@ STAGED_CASES = {
                 7,
             ),
             2,
-        )
-    ),
-    STAGED_THREE: Case(
-        plan=staged(
+        ),
+        "staged, three buffers, two loaders, packed groups of 32, streams": staged(
             streams(
                 whole_tiles(
                     problem_of(27, 70, 23, 32, "float16", "marlin"),
@@ -62,10 +45,8 @@ STAGED_CASES = {
             ),
             3,
             2,
-        )
-    ),
-    STAGED_WIDE: Case(
-        plan=staged(
+        ),
+        "staged, two buffers and a loader, two simdgroups side by side": staged(
             wide_tiles(
                 whole_tiles(
                     problem_of(13, 190, 7, 64, "float16", "mlx"), fragments_m=1
@@ -75,36 +56,23 @@ STAGED_CASES = {
             ),
             2,
             1,
-        )
-    ),
-    STAGED_NVFP4: Case(
-        plan=staged(
+        ),
+        "staged, one buffer, native nvfp4": staged(
             whole_tiles(
                 problem_of(9, 70, 12, 16, "float32", "mlx", mode="nvfp4"), fragments_m=1
             ),
             1,
-        )
-    ),
-    STAGED_GLOBAL: Case(
-        plan=staged(
+        ),
+        "staged, two buffers, packed nvfp4 with a global scale": staged(
             whole_tiles(
                 problem_of(
-                    9,
-                    70,
-                    12,
-                    16,
-                    "float16",
-                    "marlin",
-                    mode="nvfp4",
-                    global_scale=True,
+                    9, 70, 12, 16, "float16", "marlin", mode="nvfp4", global_scale=True
                 ),
                 fragments_m=1,
             ),
             2,
-        )
-    ),
-    STAGED_LEFT_OUT: Case(
-        plan=staged(
+        ),
+        "staged, three buffers, eight rows too many": staged(
             whole_tiles(
                 problem_of(24, 32, 8, 64, "float16", "marlin"),
                 fragments_m=2,
@@ -112,11 +80,9 @@ STAGED_CASES = {
                 simdgroups_k=1,
             ),
             3,
-        )
-    ),
-    # 64 rows of 36 floats, and 6144 bytes of a stage.
-    STAGED_SCRATCH: Case(
-        plan=staged(
+        ),
+        # 64 rows of 36 floats, and 6144 bytes of a stage.
+        "staged, one buffer that is smaller than the scratch": staged(
             whole_tiles(
                 problem_of(57, 32, 3, 32, "float16", "marlin"),
                 fragments_m=2,
@@ -124,6 +90,6 @@ STAGED_CASES = {
                 simdgroups_k=1,
             ),
             1,
-        )
-    ),
-}
+        ),
+    }
+)

@@ -4,15 +4,8 @@ from dataclasses import replace
 
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mutants.cases.case import Case
+from mutants.cases.case import cases_of
 from mutants.cases.plans import in_ranges, problem_of, whole_tiles
-
-TENSOR_WHOLE = "tensor, ragged m and n, four simdgroups along k"
-TENSOR_SIDE = "tensor, two simdgroups side by side, packed groups of 32"
-TENSOR_BFLOAT = "tensor, bfloat16, packed codes of 8 bits, slices"
-TENSOR_TWO = "tensor, two operations a simdgroup, two simdgroups side by side"
-TENSOR_ONE_ROW = "tensor, one row"
-TENSOR_ORDER = "tensor, exact operands, four simdgroups along k"
 
 
 def tensor(
@@ -29,32 +22,28 @@ def tensor(
     )
 
 
-TENSOR_CASES = {
-    TENSOR_WHOLE: Case(plan=tensor(problem_of(13, 70, 9, 64, "float16", "mlx"), 1, 4)),
-    TENSOR_SIDE: Case(
-        plan=tensor(problem_of(27, 70, 11, 32, "float16", "marlin"), 2, 2)
-    ),
-    TENSOR_TWO: Case(
-        plan=tensor(problem_of(43, 70, 5, 64, "float16", "marlin"), 2, 2, fragments_m=4)
-    ),
-    TENSOR_BFLOAT: Case(
-        plan=replace(
+TENSOR_CASES = cases_of(
+    {
+        "tensor, ragged m and n, four simdgroups along k": tensor(
+            problem_of(13, 70, 9, 64, "float16", "mlx"), 1, 4
+        ),
+        "tensor, two simdgroups side by side, packed groups of 32": tensor(
+            problem_of(27, 70, 11, 32, "float16", "marlin"), 2, 2
+        ),
+        "tensor, two operations a simdgroup, two simdgroups side by side": tensor(
+            problem_of(43, 70, 5, 64, "float16", "marlin"), 2, 2, fragments_m=4
+        ),
+        "tensor, bfloat16, packed codes of 8 bits, slices": replace(
             in_ranges(
                 problem_of(11, 70, 7, 64, "bfloat16", "marlin", bits=8),
-                fragments_m=2,
-                simdgroups_m=1,
-                simdgroups_k=2,
-                k_parallel=2,
-                num_threadgroups=4,
+                (2, 1, 2, 2, 4),
                 subtract=True,
             ),
             kernel="gemm_tensor",
-        )
-    ),
-    TENSOR_ORDER: Case(
-        plan=replace(
+        ),
+        "tensor, exact operands, four simdgroups along k": replace(
             tensor(problem_of(13, 70, 23, 64, "float16", "mlx"), 1, 4), subtract=True
-        )
-    ),
-    TENSOR_ONE_ROW: Case(plan=tensor(problem_of(1, 70, 4, 64, "float16", "mlx"), 1, 2)),
-}
+        ),
+        "tensor, one row": tensor(problem_of(1, 70, 4, 64, "float16", "mlx"), 1, 2),
+    }
+)
