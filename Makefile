@@ -35,9 +35,9 @@ mac: $(VENV)/.dev
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto
 
-# The rest of the grids of which `make test` runs representatives: docs/testing.md.
-test-all: test
-	$(BIN)/python -m pytest -m grid -n auto
+# Larger samples of the grids of which `make test` runs some cases: docs/testing.md.
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest --hypothesis-profile full -n auto
 
 # Packages that define formats of weights, in an environment of their own: they bring
 # PyTorch. AutoGPTQ's last wheels are for Python 3.11; only its Python code is used.

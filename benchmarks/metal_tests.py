@@ -50,7 +50,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def _run(file: str, report: Path, backend: str, limit: float) -> str:
     """Runs a file of tests; returns what is wrong, or ""."""
     command = [
-        *(sys.executable, "-m", "pytest", "-q", "-rf", "-m", "metal and not grid"),
+        *(sys.executable, "-m", "pytest", "-q", "-rf", "-m", "metal"),
         *("-p", "no:cacheprovider", f"--junit-xml={report}", "-n0", str(ROOT / file)),
     ]
     environment = {selection.ENVIRONMENT: backend, "CI": "1"}

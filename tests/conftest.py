@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, settings
 
 from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launcher, selection, tuned_results
@@ -18,20 +17,12 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products.packing import unpack
 from mlx_marlin.weights.packed_weight import PackedWeight
-from support import cuda_on_cpu, grids, oracles
+from support import cuda_on_cpu, oracles, profiles
+from support.choose import Choose
 
 Shape = tuple[int, ...]
 
-# A kernel's first call compiles it, and other processes slow a machine down, so no
-# example is judged by its time. The parent is what Hypothesis took itself: its own "ci"
-# profile, always the same cases, under CI.
-settings.register_profile(
-    "mlx_marlin",
-    parent=settings.default,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("mlx_marlin")
+profiles.register()
 
 # What somebody has measured here must not decide what a test sees.
 os.environ[tuned_results.ENVIRONMENT] = "0"
@@ -40,9 +31,14 @@ os.environ[guard.ENVIRONMENT] = "0"
 checks.raises_mistakes = True
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    grids.mark(items)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves out what the profile does not run."""
+    left_out = profiles.left_out(items)
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +55,7 @@ def _stated(record_testsuite_property: Callable[[str, object], None]) -> None:
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Choose]:
     """Returns what sets the back end: "metal", "emulator", "stock", None to choose."""
 
     def choose(name: str | None) -> None:
@@ -72,6 +68,12 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], 
     state.reset()
     yield choose
     state.reset()
+
+
+@pytest.fixture
+def stock(backend: Choose) -> None:
+    """Serves every call by stock MLX."""
+    backend("stock")
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def chip() -> Iterator[Callable[..., None]]:
 
 
 @pytest.fixture
-def kernels(backend: Callable[[str | None], None]) -> None:
+def kernels(backend: Choose) -> None:
     """Serves every call that is ours by the kernels, on whatever runs them here."""
     backend(None)
     here = selection.backend()
@@ -99,9 +101,7 @@ def kernels(backend: Callable[[str | None], None]) -> None:
 
 
 @pytest.fixture
-def on_cpu(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def on_cpu(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves every call by the CUDA kernels, which run on the emulator."""
     cuda_on_cpu.serve(monkeypatch)
     backend("cuda")
@@ -122,9 +122,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Shape, Shape]]:
 
 
 @pytest.fixture
-def ran(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> list[Plan]:
+def ran(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Puts NumPy in the kernels' place and lists the plans that it runs.
 
     It is eager, as the emulator is: MLX sees no connection from its arguments to its
@@ -170,9 +168,7 @@ def ran(
 
 
 @pytest.fixture(params=["stock", "ours"])
-def served_by(
-    request: pytest.FixtureRequest, backend: Callable[[str | None], None]
-) -> str:
+def served_by(request: pytest.FixtureRequest, backend: Choose) -> str:
     """Serves every call by stock MLX, then by the kernels' stand-in."""
     if request.param == "stock":
         backend("stock")

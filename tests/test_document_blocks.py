@@ -46,7 +46,7 @@ def with_blocks(language: str, slow: Collection[str] = ()) -> pytest.MarkDecorat
         slow: Pages that only `make test-all` runs.
     """
     cases = [
-        pytest.param(page, id=name, marks=[pytest.mark.grid] * (name in slow))
+        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in slow))
         for page, name in zip(PAGES, NAMES, strict=True)
         if running(page, language)
     ]

@@ -8,10 +8,9 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 KERNEL = """
 import mlx.core as mx

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import mlx_marlin
 
 PACKAGE = Path(mlx_marlin.__file__).parent
@@ -66,24 +64,6 @@ def test_only_a_back_ends_own_folder_names_it() -> None:
             unused.pop(each, None)
     assert not wrong, "\n".join(wrong)
     assert not unused, "no longer needed"
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("from mlx_marlin.backends.cuda import device", 1),
-        ("from mlx_marlin.backends import metal as own", 1),
-        ('if backend() == "cuda":\n    pass', 1),
-        ("def runs_on_cuda() -> bool: ...", 1),
-        ("isinstance(device, CudaDevice)", 1),
-        ("mx.metal.is_available()", 1),
-        ("plan(cuda=1)", 1),
-        ('raise ValueError("no CUDA device here")', 0),
-        ('def own() -> None:\n    """Runs on Metal."""', 0),
-    ],
-)
-def test_code_is_told_from_prose(text: str, count: int) -> None:
-    assert len(named_back_ends(text)) == count
 
 
 def packages() -> Iterator[Path]:

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-import metal_emulator as compiled
 from benchmarks import bounds, damaged_files, emulator, guard, planner
 from mlx_marlin.guard import ENVIRONMENT
-
-needs_emulator = pytest.mark.skipif(
-    compiled.unavailable() is not None, reason="the emulator does not run here"
-)
+from support.marks import needs_emulator
 
 
 @pytest.mark.parametrize(

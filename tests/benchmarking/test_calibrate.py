@@ -80,7 +80,7 @@ def largest_error(
 
 
 @pytest.mark.parametrize(
-    "chip", ["Apple M3 Max", pytest.param("Apple M1", marks=pytest.mark.grid)]
+    "chip", ["Apple M3 Max", pytest.param("Apple M1", marks=pytest.mark.slow)]
 )
 def test_known_constants_are_recovered(chip: str) -> None:
     device = Device.named(chip)
@@ -94,7 +94,7 @@ def test_known_constants_are_recovered(chip: str) -> None:
     assert largest_error(found, rows, device) < 0.003
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_noise_moves_constants_by_as_much_as_their_errors_say() -> None:
     found = calibrate.fit(made_rows(TRUE, noise=0.03), M3_MAX)
 
@@ -205,10 +205,7 @@ GUESS = Timing(seconds=1e-3, method="cost model")
     ],
 )
 def test_a_file_that_cannot_calibrate_is_refused(
-    result: ResultFile,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    result: ResultFile, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
     result_file.write(path, result)

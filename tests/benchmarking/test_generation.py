@@ -1,6 +1,5 @@
 """Tokens per second and the first token of models, measured and predicted."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from mlx_marlin.lm.decoding import Decoded, Prompts
 from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.measure import counting
 from mlx_marlin.measure.rows import OURS, STOCK_MODEL
+from support.choose import Choose
 from support.models import Layers, tiny_llama
 
-Choose = Callable[[str | None], None]
 M3_MAX = Device.named("M3 Max")
 
 
@@ -37,10 +36,10 @@ def test_both_arms_share_arrays_and_only_ours_is_converted(backend: Choose) -> N
     assert is_ours == [False, True]
 
 
+@pytest.mark.usefixtures("stock")
 def test_arms_take_turns_and_their_medians_are_kept(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backend("stock")
     arms = {STOCK_MODEL: tiny_llama(), OURS: tiny_llama()}
     names = {id(model): name for name, model in arms.items()}
     seen: list[tuple[str, int, int]] = []
@@ -74,8 +73,8 @@ def test_arms_take_turns_and_their_medians_are_kept(
     assert rows[0].prompt.seconds in range(3, per_streams + 1)
 
 
-def test_real_models_are_timed(backend: Choose) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_real_models_are_timed() -> None:
     arms = {STOCK_MODEL: tiny_llama()}
 
     rows = [*generation.measure("tiny", arms, (1, 3), prompt=5, new=4)]
@@ -119,16 +118,15 @@ def test_a_prediction_is_the_sum_of_all_layers() -> None:
     assert ours.step.seconds == pytest.approx(seconds)
 
 
-def test_the_first_token_is_timed_cold_and_warm(backend: Choose) -> None:
-    backend("stock")
-
+@pytest.mark.usefixtures("stock")
+def test_the_first_token_is_timed_cold_and_warm() -> None:
     cold, warm = generation.cold_and_warm(tiny_llama, False, None, prompt=5)
 
     assert cold > 0
     assert warm > 0
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_each_arm_has_a_process_of_its_own_for_the_first_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-import metal_emulator
 from benchmarks import mac, stages
 from mlx_marlin import cache
 from mlx_marlin.backends import devices, planner, selection, tuned_results
@@ -25,13 +24,11 @@ from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, mac_file
 from support.marked_times import unmarked_times
+from support.marks import needs_emulator
 from support.processes import HANG_SECONDS
 
 ROOT = Path(mac.__file__).parents[1]
 STAGES = ["doctor", "tensor", "tests", "tune", "bench", "formats", "staged"]
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 
 
 @needs_emulator
-@pytest.mark.grid
+@pytest.mark.slow
 def test_all_stages_run_in_the_emulator(run: tuple[str, Path]) -> None:
     said, path = run
     result = result_file.read(path)
@@ -91,7 +88,7 @@ def test_all_stages_run_in_the_emulator(run: tuple[str, Path]) -> None:
 
 
 @needs_emulator
-@pytest.mark.grid
+@pytest.mark.slow
 def test_nothing_can_be_mistaken_for_a_measurement(run: tuple[str, Path]) -> None:
     said, path = run
     result = result_file.read(path)
@@ -104,7 +101,7 @@ def test_nothing_can_be_mistaken_for_a_measurement(run: tuple[str, Path]) -> Non
 
 
 @needs_emulator
-@pytest.mark.grid
+@pytest.mark.slow
 def test_the_file_has_no_personal_data(run: tuple[str, Path]) -> None:
     said, path = run
     text = path.read_text()

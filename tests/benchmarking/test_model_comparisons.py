@@ -18,9 +18,9 @@ from mlx_marlin.lm.model_tuning.environment import Job, Run, Value, Values
 from mlx_marlin.lm.model_tuning.generations import Generations
 from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
+from support.choose import Choose
 from support.models import tiny_llama
 
-Choose = Callable[[str | None], None]
 VARIABLE = environment.VARIABLE
 
 
@@ -123,8 +123,8 @@ def test_packed_weights_must_fit_the_memory_twice(
         assert len(generations.layouts()) == layouts
 
 
-def test_real_generations_are_compared(backend: Choose) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_real_generations_are_compared() -> None:
     sizes = {"streams": (1, 3), "prompt": 5, "new": 4, "rounds": 2}
 
     found = Generations(load=tiny_llama, **sizes).compare(DEFAULTS)
@@ -140,6 +140,7 @@ def test_real_generations_are_compared(backend: Choose) -> None:
     assert "token 1 of stream 1 differs" in str(reason)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_our_kernels_give_the_tokens_of_stock_mlx() -> None:
     everything = ModelSettings(join=True, trace=True, fuse=(*FUSIONS,))
@@ -223,9 +224,7 @@ def test_values_are_measured_in_a_mirrored_order(
 def test_without_time_no_value_is_chosen() -> None:
     calls: list[Value] = []
     values = Values(
-        job=job(),
-        measure=measured({200: 2.0}, calls),
-        is_over=lambda: len(calls) == 7,
+        job=job(), measure=measured({200: 2.0}, calls), is_over=lambda: len(calls) == 7
     )
 
     assert len([*values.run()]) == 7
@@ -255,10 +254,8 @@ def test_a_value_that_fails_or_changes_tokens_is_not_chosen() -> None:
     assert reasons[2] is None
 
 
-def test_each_value_has_a_process_of_its_own(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_each_value_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "77")
     stock = replace(job((1,)), settings=None)
 

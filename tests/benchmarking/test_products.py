@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 from mlx_marlin import guard
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.backends.metal.device import DEFAULT
@@ -18,12 +17,11 @@ from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Refusal
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.timed_products import M3_MAX, SMALL
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
-Choose = Callable[[str | None], None]
+pytestmark = needs_emulator
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ def test_formats_of_floats_are_compared_too(
     assert {row.arm for row in measured.rows} == {OURS, STOCK, DEQUANTIZED}
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_stagings_are_compared_with_gemm_register(
     measure: Callable[..., Measured],
 ) -> None:

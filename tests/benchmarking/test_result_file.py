@@ -17,7 +17,7 @@ from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.planning.measurement_json import encoded
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import M3_MAX, mac_file, result_files
-from support.grids import drawn
+from support.profiles import drawn
 
 Change = Callable[[Any], object]
 
@@ -37,7 +37,7 @@ def read_text(text: str, folder: Path) -> ResultFile:
     return result_file.read(path)
 
 
-@drawn(15, 300, result=result_files())
+@drawn(15, 100, result=result_files())
 def test_what_is_written_is_read(
     result: ResultFile, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -245,7 +245,7 @@ def test_a_huge_file_is_not_parsed(
 
 @drawn(
     15,
-    300,
+    100,
     data=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: (

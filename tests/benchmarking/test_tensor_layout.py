@@ -8,10 +8,9 @@ import pytest
 import metal_emulator
 from benchmarks import tensor_layout
 from mlx_marlin.backends import devices
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
 from support import oracles
 from support.foreign_models import CONFIG, LINEAR, write_llama
+from support.models import Tokenizer
 
 FORMATS = {
     "gptq": (
@@ -484,13 +485,6 @@ def test_experts_with_global_scales_stay_in_mlx_layout(tmp_path: Path) -> None:
     assert stock[layer]["global_scale"] is True
     ours = again.model.layers[0].block_sparse_moe.switch_mlp.up_proj
     assert mx.array_equal(ours["global_scale"], theirs["global_scale"])
-
-
-class Tokenizer:
-    """Stands for a tokenizer."""
-
-    def save_pretrained(self, path: str) -> None:
-        (Path(path) / "tokenizer.json").write_text("{}")
 
 
 def test_parents_are_removed_if_the_conversion_is_given_up(tmp_path: Path) -> None:

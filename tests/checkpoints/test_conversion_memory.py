@@ -67,7 +67,7 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", [None, "nearest"])
 def test_memory_is_that_of_few_tensors(
     large_llama: Path, tmp_path: Path, quantizer: str | None

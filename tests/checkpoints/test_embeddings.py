@@ -13,15 +13,9 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support.foreign_models import HIDDEN, VOCABULARY, write_llama
+from support.models import Tokenizer
 
 LAYER = "model.embed_tokens"
-
-
-class Tokenizer:
-    """Stands for a tokenizer."""
-
-    def save_pretrained(self, path: str) -> None:
-        (Path(path) / "tokenizer.json").write_text("{}")
 
 
 def written(

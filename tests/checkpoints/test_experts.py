@@ -17,6 +17,7 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support import oracles
+from support.models import Tokenizer
 
 TOKENS = mx.array([[1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]])
 EXPERTS = 8
@@ -276,10 +277,3 @@ def test_an_order_that_all_experts_share_is_kept(
     mlx_marlin.save(tmp_path / "saved", model, Tokenizer())
     again = load_model(open_source(tmp_path / "saved"))
     assert mx.array_equal(again(TOKENS), model(TOKENS))
-
-
-class Tokenizer:
-    """Stands for a tokenizer, of which only saving matters here."""
-
-    def save_pretrained(self, path: str) -> None:
-        (Path(path) / "tokenizer.json").write_text("{}")

@@ -1,7 +1,6 @@
 """The column order of down projections becomes the row order of gate and up."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,6 +18,7 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support import gguf_models
+from support.choose import Choose
 
 TOKENS = mx.array([[5, 17, 3, 29, 1]])
 ALIASES = {"mistral": "llama"}
@@ -28,7 +28,7 @@ OTHERS = ("phi3", "qwen3_moe")
 
 
 @pytest.fixture(autouse=True)
-def _stock(backend: Callable[[str], None]) -> None:
+def _stock(backend: Choose) -> None:
     backend("stock")
 
 

@@ -16,8 +16,10 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import float64_llama
 from support import foreign_checkpoints as foreign
+from support.choose import Choose
 from support.gguf_files import Written, plain_bytes, write_gguf
 from support.gguf_models import permuted
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -190,14 +192,14 @@ def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
     assert len(ties) <= 1, ties
 
 
-@pytest.mark.thinned(2)
+@sampled(2)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
     exact = written(tmp_path, name)
     check_tokens(generated(load_model(open_source(tmp_path))), exact)
 
 
-@pytest.mark.thinned(2)
+@sampled(2)
 @pytest.mark.parametrize("type_name", GGUF_TYPES)
 def test_a_gguf_file_writes_what_its_weights_say(
     tmp_path: Path, type_name: str
@@ -218,11 +220,11 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("served", "name"),
-    [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.grid) for case in OTHERS)],
+    [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 def test_other_back_ends_write_it_too(
     tmp_path: Path,
-    backend: Callable[[str | None], None],
+    backend: Choose,
     request: pytest.FixtureRequest,
     served: str,
     name: str,

@@ -15,6 +15,7 @@ from mlx_marlin.lm.checkpoints.loading import load_model
 from support import float64_llama, oracles
 from support.gguf_files import Written, plain_bytes, write_gguf
 from support.gguf_models import permuted
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -104,7 +105,7 @@ def write(path: Path, kind: str) -> dict[str, np.ndarray]:
     return exact
 
 
-@pytest.mark.thinned(4)
+@sampled(4)
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("optimized", [False, True])
 def test_logits_are_those_of_a_float64_evaluation(

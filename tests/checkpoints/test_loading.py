@@ -26,6 +26,8 @@ from mlx_marlin.lm.checkpoints.saving import save
 from support import foreign_checkpoints as foreign
 from support import oracles
 from support.foreign_models import CONFIG, write_llama
+from support.models import Tokenizer
+from support.profiles import sampled
 
 TOKENS = mx.array([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
 FORMATS: dict[str, tuple[Any, dict, dict]] = {
@@ -183,7 +185,7 @@ def test_a_parameter_without_a_place_is_named(tmp_path: Path) -> None:
         load_model(open_source(path))
 
 
-@pytest.mark.thinned(6)
+@sampled(6)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("options", [{}, {"layout": "mlx"}, {"invariant": True}])
 def test_loaded_models_are_optimized_and_restored(
@@ -235,13 +237,6 @@ def test_a_damaged_record_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         load_model(open_source(path))
     assert str(path) in str(caught.value)
-
-
-class Tokenizer:
-    """Stands for a tokenizer, of which only saving matters here."""
-
-    def save_pretrained(self, path: str) -> None:
-        (Path(path) / "tokenizer.json").write_text("{}")
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,14 +1,12 @@
 """A folder of results for commands in the emulator."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlx_marlin import cache
 from mlx_marlin.backends import tuned_results
-
-Choose = Callable[[str | None], None]
+from support.choose import Choose
 
 
 @pytest.fixture

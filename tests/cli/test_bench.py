@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-import metal_emulator
 from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.main import main
@@ -26,12 +25,11 @@ from mlx_marlin.measure.rows import (
     GenerationRow,
 )
 from support.benchmark_rows import FACTS, mac_file, measured
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.models import Layers, tiny_llama
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
-Choose = Callable[[str | None], None]
+pytestmark = needs_emulator
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from mlx_marlin.measure.profiling.roofline import Point, Roofline
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support.pictures import chosen, svg_texts
+from support.profiles import sampled
 from support.strategies import devices as any_device
 from support.strategies import plans
 
@@ -62,9 +63,7 @@ def test_the_roofline_bends_at_the_ridge_point() -> None:
 @pytest.mark.parametrize("values", [(LEAST, LEAST), (LEAST, MOST), (16, 500)])
 @pytest.mark.parametrize("point", [None, (1, 10**30, 1e300), (10**30, 1, 1e-300)])
 def test_extreme_rooflines_are_drawn(
-    values: tuple[float, float],
-    point: tuple[int, int, float] | None,
-    tmp_path: Path,
+    values: tuple[float, float], point: tuple[int, int, float] | None, tmp_path: Path
 ) -> None:
     tflops, bandwidth = values
     found = products(1, "measured", "gemv")
@@ -231,7 +230,7 @@ def test_profile_plots_the_roofline(
     assert "8 rows" in texts
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_same_chart_gives_the_same_bytes(suffix: str, tmp_path: Path) -> None:
     first, second = tmp_path / f"1.{suffix}", tmp_path / f"2.{suffix}"

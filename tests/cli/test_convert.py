@@ -133,9 +133,7 @@ def test_a_name_on_the_hub_is_downloaded(
 
 
 def test_layer_10_comes_after_layer_9(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(foreign_models, "LAYERS", 12)
     monkeypatch.setitem(foreign_models.CONFIG, "num_hidden_layers", 12)
@@ -190,10 +188,7 @@ def test_an_error_comes_without_a_table(
     ],
 )
 def test_wrong_options_are_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     gptq(tmp_path / "source")
     paths = [str(tmp_path / "source"), str(tmp_path / "result")]

@@ -3,7 +3,6 @@
 import math
 import re
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from mlx_marlin.lm.verification.perplexity import (
     perplexity,
     read,
 )
+from support.choose import Choose
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["demo", "--batch", "2", "--tokens", "2"]
@@ -115,14 +115,11 @@ def test_texts_part_at_the_first_token_that_differs(
         assert ours[part] != stock[part]
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize(
     ("ours", "wrong"), [(8.0, 0), (8.03, 0), (8.05, 1), (7.95, 1), (math.nan, 1)]
 )
-def test_a_perplexity_half_a_percent_off_is_wrong(
-    backend: Callable[[str | None], None], ours: float, wrong: int
-) -> None:
-    backend("stock")
-
+def test_a_perplexity_half_a_percent_off_is_wrong(ours: float, wrong: int) -> None:
     assert len(report.errors(ours, 8.0)) == wrong
 
 
@@ -140,7 +137,7 @@ def test_a_text_that_parts_where_stock_is_sure_is_wrong(
 
 
 def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend(None)
     with monkeypatch.context() as patch:
@@ -161,8 +158,8 @@ def read_text(monkeypatch: pytest.MonkeyPatch, windows: int) -> None:
     ("layout", "windows"),
     [
         ("mlx", 1),
-        pytest.param("mlx", demo.WINDOWS, marks=pytest.mark.grid),
-        pytest.param("marlin", demo.WINDOWS, marks=pytest.mark.grid),
+        pytest.param("mlx", demo.WINDOWS, marks=pytest.mark.slow),
+        pytest.param("marlin", demo.WINDOWS, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.usefixtures("kernels")
@@ -183,9 +180,7 @@ def test_the_demo_succeeds_through_our_kernels(
 
 
 def test_a_wrong_weight_fails_the_demo(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def damage(model: Any, **_: object) -> Any:
         layer = model.layers[2].mlp.down_proj

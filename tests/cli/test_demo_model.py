@@ -83,6 +83,7 @@ def test_held_out_modules_and_their_tests_are_not_trained_on(
     assert "argparse" in names
 
 
+@pytest.mark.slow
 def test_training_makes_a_folder_that_mlx_lm_loads(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

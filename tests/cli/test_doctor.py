@@ -23,9 +23,11 @@ from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.measurement import STOCK, Forwards, Result, label
 from mlx_marlin.planning.problem import Problem, problem_of
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.models import tiny_llama
+from support.profiles import sampled
 
-Choose = Callable[[str | None], None]
 SECTIONS = (
     "versions",
     "environment",
@@ -284,9 +286,7 @@ def test_a_failed_verdict_is_a_problem(
     assert "marlin_gemm failed its check: wrong numbers (1 row)" in printed
 
 
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+@needs_emulator
 def test_check_runs_kernels_and_keeps_the_verdicts(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,9 +307,7 @@ def test_check_runs_kernels_and_keeps_the_verdicts(
     assert len(facts["verdicts"]["kernels"]) == 4
 
 
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+@needs_emulator
 @pytest.mark.parametrize("setting", ["", "0"])
 def test_checks_do_not_contradict_that_calls_are_unchecked(
     setting: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -325,9 +323,8 @@ def test_checks_do_not_contradict_that_calls_are_unchecked(
     assert ("MLX_MARLIN_GUARD=0 is set" in when) == (setting == "0")
 
 
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+@sampled(1)
+@needs_emulator
 @pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
 def test_make_mac_checks_the_tensor_operations_of_an_m5(
     name: str,
@@ -450,10 +447,10 @@ def test_a_check_that_cannot_be_made_is_a_problem(
     assert main(["doctor"]) == 0
 
 
+@pytest.mark.usefixtures("stock")
 def test_check_needs_something_that_runs_kernels(
-    backend: Choose, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    backend("stock")
     assert main(["doctor", "--check"]) == 2
     assert "--check: MLX_MARLIN_BACKEND='stock' is set" in capsys.readouterr().err
 

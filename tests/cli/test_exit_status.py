@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import pytest
 import metal_emulator
 from metal_emulator.command_line import arguments as emulate_arguments
 from mlx_marlin.cli.main import COMMANDS, main
+from support.choose import Choose
 from support.processes import HANG_SECONDS
 
-Choose = Callable[[str | None], None]
 PLAN = ["plan", "8", "64", "128"]
 NEEDED = {
     "plan": PLAN[1:],
@@ -263,9 +263,7 @@ def test_what_the_demo_cannot_do_is_one_line(
 
 
 def test_the_demo_names_the_device_that_is_missing_before_it_loads_a_model(
-    backend: Choose,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    backend: Choose, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mx.metal.is_available():
         pytest.skip("MLX has Metal here")
@@ -277,9 +275,7 @@ def test_the_demo_names_the_device_that_is_missing_before_it_loads_a_model(
     assert "MLX_MARLIN_BACKEND='metal' needs a Metal dev" in capsys.readouterr().err
 
 
-def test_minutes_without_an_end_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_minutes_without_an_end_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "8x64x64", "--seconds", "inf"]) == 2
 
     assert "--seconds inf, expected 1e-09 to 86400" in capsys.readouterr().err

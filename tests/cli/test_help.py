@@ -16,9 +16,7 @@ def guided(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [shlex.split(line[line.index("mlx-marlin ") :])[1:] for line in lines]
 
 
-def test_the_guide_names_every_command_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_guide_names_every_command_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(words[0] for words in guided(capsys)) == sorted(COMMANDS)
 
 

@@ -12,7 +12,6 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-import metal_emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.cli import models
 from mlx_marlin.cli.demo import command as demo
@@ -20,11 +19,10 @@ from mlx_marlin.cli.main import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.weights.formats import LAYOUTS
+from support.marks import needs_emulator
 from support.tune_commands import measured_problems
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "tiny_llama" / "model"

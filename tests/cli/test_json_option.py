@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-import metal_emulator
 from mlx_marlin.cli.main import COMMANDS, main
 from support import quantized_folder
+from support.marks import needs_emulator
 
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
 KERNEL = "y[thread_position_in_grid.x] = 1.0f;"
 PLAN = ["plan", "8x64x128", "--chip", "M3 Max"]
 GIVES_JSON = {

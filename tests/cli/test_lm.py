@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from mlx_marlin.cli.main import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.auto import settings
 from support import auto_hook, quantized_folder
+from support.choose import Choose
 
-Choose = Callable[[str | None], None]
 GENERATE = sys.modules["mlx_lm.generate"]  # `mlx_lm.generate` is a function too
 
 
@@ -90,13 +90,10 @@ def test_arguments_are_passed_on_unchanged(called: list[list[str]]) -> None:
     assert sys.argv is before
 
 
+@pytest.mark.usefixtures("stock")
 def test_our_options_win_over_the_environment(
-    called: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    backend: Choose,
+    called: list[list[str]], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    backend("stock")
     monkeypatch.setenv(settings.ENVIRONMENT, "layout=marlin,join=true")
 
     assert main(["lm", "--no-join", "generate"]) == 0
@@ -106,10 +103,10 @@ def test_our_options_win_over_the_environment(
     assert layer.packed is not None
 
 
+@pytest.mark.usefixtures("stock")
 def test_compute_converts_what_is_loaded(
-    called: list[list[str]], tmp_path: Path, backend: Choose
+    called: list[list[str]], tmp_path: Path
 ) -> None:
-    backend("stock")
     folder = quantized_folder.write(tmp_path / "bfloat16", mx.bfloat16)
 
     assert main(["lm", "--compute", "float16", "generate"]) == 0

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
+import pytest
 
 import metal_emulator
 from support import quantized_folder
@@ -98,6 +99,7 @@ def texts(port: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_streams_have_the_text_of_mlx_lms_server(tmp_path: Path) -> None:
     folder = quantized_folder.write(tmp_path / "quantized", mx.float32)
     said, ours = tmp_path / "stock.txt", tmp_path / "ours.txt"

@@ -37,55 +37,37 @@ COMMANDS = [
 ]
 
 
-def missing(path: Path) -> str:
-    return "no such folder"
+GGUF, LFS = "GGUF" + 20 * "\0", "is a pointer of Git LFS, expected the file itself"
+MISSING: dict[str, tuple[str | dict[str, str] | None, str]] = {
+    "missing": (None, "no such folder"),
+    "empty": ({}, "is an empty folder, expected one with config.json and safetensors"),
+    "without a config": ({"README.md": "text"}, "no config.json"),
+    "without weights": ({"config.json": "{}"}, "no safetensors file"),
+    "text": ("text", "is a file, expected a folder or a .gguf file"),
+    "unnamed": (GGUF, "is a GGUF file, expected a name that ends in .gguf: rename it"),
+    "pointer": (
+        {"config.json": "{}", "model.safetensors": POINTER},
+        f"{LFS}: run `git lfs pull`",
+    ),
+    "pointer to GGUF": ({"model.gguf": POINTER}, f"model.gguf {LFS}"),
+    "two files": (
+        {"a.gguf": "GGUF", "b.gguf": "GGUF"},
+        "holds 2 GGUF files, expected one: give the path of one, such as",
+    ),
+}
+"""What a path is, a file, a folder of files or nothing, and what is said of it."""
 
 
-def empty(path: Path) -> str:
-    path.mkdir()
-    return "is an empty folder, expected one with config.json and safetensors files"
-
-
-def without_config(path: Path) -> str:
-    path.mkdir()
-    (path / "README.md").write_text("text")
-    return "no config.json"
-
-
-def without_weights(path: Path) -> str:
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    return "no safetensors file"
-
-
-def text(path: Path) -> str:
-    path.write_text("text")
-    return "is a file, expected a folder or a .gguf file"
-
-
-def unnamed_gguf(path: Path) -> str:
-    path.write_bytes(b"GGUF" + bytes(20))
-    return "is a GGUF file, expected a name that ends in .gguf: rename it"
-
-
-def pointer(path: Path) -> str:
-    path.mkdir()
-    (path / "config.json").write_text("{}")
-    (path / "model.safetensors").write_text(POINTER)
-    return "is a pointer of Git LFS, expected the file itself: run `git lfs pull`"
-
-
-def gguf_pointer(path: Path) -> str:
-    path.mkdir()
-    (path / "model.gguf").write_text(POINTER)
-    return "model.gguf is a pointer of Git LFS, expected the file itself"
-
-
-def two_ggufs(path: Path) -> str:
-    path.mkdir()
-    for name in ("a.gguf", "b.gguf"):
-        (path / name).write_bytes(b"GGUF")
-    return "holds 2 GGUF files, expected one: give the path of one, such as"
+def make_missing(path: Path, kind: str) -> str:
+    """Makes what a path is; returns what is said of it."""
+    content, expected = MISSING[kind]
+    if isinstance(content, str):
+        path.write_text(content)
+    elif content is not None:
+        path.mkdir()
+        for name, text in content.items():
+            (path / name).write_text(text)
+    return expected
 
 
 def complete(path: Path) -> None:
@@ -126,22 +108,16 @@ def with_endless_layers(path: Path) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(missing, empty, without_config, without_weights, text, unnamed_gguf),
-        *(pointer, gguf_pointer, two_ggufs),
-    ],
-)
+@pytest.mark.parametrize("kind", MISSING)
 def test_a_path_without_a_model_is_one_sentence(
     tmp_path: Path,
     command: list[str],
-    make: Any,
+    kind: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    expected = make(tmp_path / "model")
+    expected = make_missing(tmp_path / "model", kind)
 
     assert main([each.replace("MODEL", "./model") for each in command]) == 2
 
@@ -163,10 +139,7 @@ def test_a_path_without_a_model_is_one_sentence(
 )
 @pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[3], COMMANDS[5]])
 def test_a_model_with_an_endless_file_is_refused(
-    tmp_path: Path,
-    command: list[str],
-    make: Any,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, command: list[str], make: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model"
     expected = make(path)

@@ -19,6 +19,7 @@ from mlx_marlin.cli.pictures import text as pictures
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support.pictures import chosen, svg_texts
+from support.profiles import sampled
 from support.strategies import devices, plans, problems
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "seven_tiles"
@@ -271,7 +272,7 @@ def test_a_drawn_idle_threadgroup_is_called_so(
     assert any("1 idle" in text for text in svg_texts(path))
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("suffix", ["svg", "png", "PNG"])
 def test_the_same_plan_gives_the_same_bytes_and_replaces_what_was_there(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -327,9 +328,7 @@ def test_another_suffix_is_refused_and_nothing_written(
 
 
 def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.style", raising=False)

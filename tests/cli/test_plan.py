@@ -284,11 +284,7 @@ def test_json_of_all_lists_the_candidates_the_chosen_one_first(
         (each["strategy"], each["threadgroups"], each["predicted_us"])
         for each in candidates
     ] == [
-        (
-            each.plan.strategy,
-            each.plan.num_threadgroups,
-            round(each.seconds * 1e6, 2),
-        )
+        (each.plan.strategy, each.plan.num_threadgroups, round(each.seconds * 1e6, 2))
         for each in choice.candidates
     ]
     assert len({each["strategy"] for each in candidates}) > 2

@@ -11,17 +11,16 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
-import metal_emulator
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, tuned_results
 from mlx_marlin.cli.main import main
 from mlx_marlin.cli.profile import report, times
 from mlx_marlin.measure import clocks, timing, tuner
 from mlx_marlin.planning.measurement import Result
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.models import tiny_llama
 from support.tune_commands import PROBLEM, on_h200
-
-Choose = Callable[[str | None], None]
 
 DERIVED = re.compile(
     r"\d ?(ms|us|s|seconds?|TFLOPS|GB/s|%)(?![\w/])"
@@ -34,10 +33,6 @@ ROW = re.compile(r" *\d+  ")
 M4_MAX = ["--chip", "Apple M4 Max"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "profiling.md"
-
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
 
 
 def unmarked(printed: str) -> list[str]:
@@ -56,9 +51,7 @@ def unmarked(printed: str) -> list[str]:
 
 @pytest.fixture
 def profile(
-    backend: Choose,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    backend: Choose, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[int, str]]]:
     """Runs the command without counters, and checks the marks of what it prints."""
     monkeypatch.setattr(times, "MOST_COUNTED", 0)

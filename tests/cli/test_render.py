@@ -486,10 +486,7 @@ def test_a_picture_of_hostile_texts_has_them_as_text(tmp_path: Path) -> None:
     ],
 )
 def test_other_files_are_refused(
-    content: str | bytes,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    content: str | bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "a.json"
     source.write_bytes(content if isinstance(content, bytes) else content.encode())

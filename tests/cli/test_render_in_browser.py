@@ -11,6 +11,7 @@ from matplotlib.image import imread
 from mlx_marlin.cli.main import main
 from support import browser
 from support.browser import Browser
+from support.profiles import sampled
 from support.result_documents import result
 
 CHROMIUM = browser.executable()
@@ -64,7 +65,7 @@ def head(name: str) -> str:
     )
 
 
-@pytest.mark.thinned(2)
+@sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [PHONE, DESKTOP])
 def test_a_page_fits_and_shows_something_in_both_schemes(

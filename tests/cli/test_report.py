@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from mlx_marlin.cli import models
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.products import eligibility
+from support.choose import Choose
 from support.decided_calls import with_a_gpu
 from support.models import Layers, tiny_llama
-
-Choose = Callable[[str | None], None]
 
 TIME = re.compile(r"\d ?(?:us|ms|seconds?|s)\b")
 MARKED = re.compile(r"\b(?:predicted|tuned|measured)\b")

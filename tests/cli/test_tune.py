@@ -1,7 +1,6 @@
 """`mlx-marlin tune` measures, keeps what it finds, and what it keeps is used."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard, state
 from mlx_marlin.backends import (
@@ -25,14 +23,14 @@ from mlx_marlin.measure import clocks, counting, operands, result_file, timing, 
 from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning import choice
 from support.arguments import activations, weight
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.processes import run_python
+from support.profiles import sampled
 from support.tune_commands import PROBLEM, results
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
-Choose = Callable[[str | None], None]
 
 HALF = {"dtype": mx.float16}
 
@@ -91,7 +89,7 @@ quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
     assert answer.stdout.strip() == result.plan.explain(), answer.stderr
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_counters_give_the_same_file_every_time(kept: Path) -> None:
     shapes = ["4x64x256", "8,96,512"]
     main(["tune", *shapes])
@@ -206,9 +204,7 @@ def test_without_a_right_plan_nothing_is_kept(
 
 
 def test_plans_that_were_wrong_are_not_served_either(
-    kept: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     right = launcher.product
@@ -234,7 +230,7 @@ def test_plans_that_were_wrong_are_not_served_either(
     assert "a kernel failed its check, never used" in capsys.readouterr().out
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
 def test_a_format_of_floats_is_tuned_kept_and_used(
     kept: Path, longest_first: None, mode: str

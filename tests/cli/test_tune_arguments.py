@@ -1,14 +1,12 @@
 """Arguments of `mlx-marlin tune`: what is measured, and what is refused before."""
 
 import sys
-from collections.abc import Callable
 from functools import cache as cached
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import devices, selection
@@ -16,13 +14,11 @@ from mlx_marlin.cli.main import main
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
 from support.arguments import activations, weight
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.tune_commands import PROBLEM, measured_problems, on_h200, results
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
-
-Choose = Callable[[str | None], None]
+pytestmark = needs_emulator
 
 
 @pytest.mark.parametrize(

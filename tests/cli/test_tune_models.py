@@ -1,22 +1,18 @@
 """`mlx-marlin tune --model` measures the products of a model's layers."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.nn as nn
 import mlx_lm
 import pytest
 
-import metal_emulator
 from mlx_marlin.cli.main import main
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.models import Layers, tiny_llama
 from support.tune_commands import measured_problems, on_h200
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
-
-Choose = Callable[[str | None], None]
+pytestmark = needs_emulator
 
 
 def test_a_models_layers_are_measured(

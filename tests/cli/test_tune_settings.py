@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,14 @@ from mlx_marlin.lm.model_tuning.comparison import Comparison
 from mlx_marlin.lm.model_tuning.environment import Job, Run, Value
 from mlx_marlin.lm.model_tuning.generations import Generations
 from mlx_marlin.lm.race import conditions
-from mlx_marlin.lm.tuned_models import (
-    environment,
-    lookup,
-    machine,
-    model_key,
-    results,
-)
+from mlx_marlin.lm.tuned_models import environment, lookup, machine, model_key, results
 from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
 from support import quantized_folder
+from support.choose import Choose
 from support.models import tiny_llama
 from support.processes import run_python
 
-Choose = Callable[[str | None], None]
 JOINED = ModelSettings(join=True)
 VARIABLE = environment.VARIABLE
 

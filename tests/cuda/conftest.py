@@ -1,16 +1,13 @@
 """A machine with a CUDA device whose kernels are recorded."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import pytest
 
 from mlx_marlin.backends import devices, selection
 from mlx_marlin.products import dispatch
+from support.choose import Choose
 from support.cuda_launches import H200
 from support.recorder import Recorder
-
-Choose = Callable[[str | None], None]
 
 
 @pytest.fixture

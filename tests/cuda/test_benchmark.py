@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_marlin.lm import decoding
+from support.choose import Choose
+from support.profiles import sampled
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -94,7 +95,7 @@ def test_a_time_limit_may_end_within_a_shape(
     assert "NOT COMPLETE" in said
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     text, report = run("cuda_generation.py", tmp_path / "out.json", "--layers", "1")
 
@@ -102,12 +103,7 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     assert report["complete"]
     assert [each["streams"] for each in report["results"]] == [1, 3]
     for each in report["results"]:
-        assert each["tokens_a_second"].keys() == {
-            "stock",
-            "marlin",
-            "joined",
-            "traced",
-        }
+        assert each["tokens_a_second"].keys() == {"stock", "marlin", "joined", "traced"}
         assert min(each["tokens_a_second"].values()) > 0
         assert 0 < each["host_ms"][0] <= each["host_ms"][1]
         assert 0 <= each["equal_tokens"]["marlin"] <= 1
@@ -117,8 +113,8 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
 MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
 
 
-@pytest.mark.grid
-@pytest.mark.thinned(1)
+@pytest.mark.slow
+@sampled(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_variants_share_the_arrays_that_they_do_not_change(
     load: Any, model: str
@@ -138,13 +134,10 @@ def test_variants_share_the_arrays_that_they_do_not_change(
     assert all(stock[name] is mlx[name] for name in stock)
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_variant_and_number_of_streams_is_compiled_for(
-    load: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: Callable[[str | None], None],
-    model: str,
+    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Choose, model: str
 ) -> None:
     generation = load("cuda_generation")
     variants = ["--variants", "stock", "joined"]
@@ -245,14 +238,14 @@ def test_a_product_that_changes_is_wrong(load: Any) -> None:
     assert wrong == "another result the second time"
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("affine4g64", "marlin"), ("symmetric8g32", "marlin"), ("mxfp4", "mlx")],
 )
 def test_traced_graphs_take_one_weight_after_the_other(
-    load: Any, name: str, layout: str, backend: Callable[[str | None], None]
+    load: Any, name: str, layout: str
 ) -> None:
-    backend("stock")
     products, weights = load("cuda_products"), load("cuda_weights")
     format = weights.Format.parse(name)
     drawn = products.Weights((128, 32), format, layout, 10_000)
@@ -317,14 +310,8 @@ def of_zeros(
     return [*map(mx.zeros, output_shapes, output_dtypes)]
 
 
-@pytest.mark.parametrize(
-    "shape", [(1024, 3584), pytest.param((8192, 28672), marks=pytest.mark.grid)]
-)
 def test_each_kernel_is_compiled_once(
-    load: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: Callable[[str | None], None],
-    shape: tuple[int, int],
+    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Choose
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: of_zeros)
@@ -332,7 +319,7 @@ def test_each_kernel_is_compiled_once(
     instances, weights = load("cuda_instances"), load("cuda_weights")
     formats = [weights.Format.parse(name) for name in ("affine4g128", "mxfp4")]
 
-    tasks = instances.needed(formats, [shape], [1, 2, 8, 16], "marlin")
+    tasks = instances.needed(formats, [(1024, 3584)], [1, 2, 8, 16], "marlin")
 
     given = [task.args for task in tasks]
     stock = [(str(format), m) for name, format, _, _, m in given if name == "stock"]

@@ -22,8 +22,8 @@ from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility
+from support.choose import Choose
 
-Choose = Callable[[str | None], None]
 H200 = CudaDevice.named("NVIDIA H200")
 
 
@@ -308,9 +308,7 @@ def test_a_device_of_another_back_end_is_an_error(
 
 
 def test_tuning_is_refused_where_other_kernels_run(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend("emulator")
     monkeypatch.setenv(devices.ENVIRONMENT, "H200")
@@ -321,9 +319,7 @@ def test_tuning_is_refused_where_other_kernels_run(
 
 
 def test_what_would_be_tuned_is_listed(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend("cuda")
     monkeypatch.setenv(devices.ENVIRONMENT, "H200")

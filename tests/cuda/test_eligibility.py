@@ -16,10 +16,9 @@ from mlx_marlin.backends.cuda import handover
 from mlx_marlin.lm.layer_conversion import default_layout
 from mlx_marlin.products.packing import pack
 from support.arguments import activations, weight
+from support.choose import Choose
 from support.cuda_launches import K, Model, N
 from support.recorder import Recorder
-
-Choose = Callable[[str | None], None]
 
 
 def test_our_kernels_serve_few_rows_in_both_layouts(recorder: Recorder) -> None:

@@ -3,7 +3,6 @@
 The kernels run on the CPU here; on a GPU `cuda/test_kernels_on_gpu.py` has them too.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,12 @@ from mlx_marlin.planning.epilogue import ACTIVATIONS
 from mlx_marlin.planning.gather_plan import GATES
 from mlx_marlin.products import autodiff
 from support import cuda_experts, launches
-from support.cuda_on_cpu import needs_emulator
+from support.choose import Choose
+from support.marks import needs_emulator
 
 
 @pytest.fixture
-def cuda(backend: Callable[[str], None]) -> None:
+def cuda(backend: Choose) -> None:
     backend("cuda")
 
 
@@ -96,10 +96,7 @@ def test_rows_without_a_number_choose_experts_that_there_are(value: float) -> No
     ],
 )
 def test_choices_that_a_kernel_makes(
-    experts: int,
-    choices: int,
-    dtype: mx.Dtype,
-    ours: bool,
+    experts: int, choices: int, dtype: mx.Dtype, ours: bool
 ) -> None:
     logits = mx.zeros((2, 3, experts), dtype)
     assert has_kernel(logits, Routing(choices)) == ours
@@ -124,10 +121,7 @@ def test_scores_and_sums_have_the_derivatives_of_mlx(of_all: bool) -> None:
     # The order of the chosen decides which result has which score: the largest first.
     stock = partial(
         total,
-        lambda x: (
-            None,
-            routing.scores_of(x, chosen, Routing(3, of_all)),
-        ),
+        lambda x: (None, routing.scores_of(x, chosen, Routing(3, of_all))),
         routing.stock_sum,
     )
 

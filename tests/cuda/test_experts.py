@@ -1,6 +1,5 @@
 """Products of experts on CUDA: kernels on the CPU, plans, calls and layers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +23,11 @@ from mlx_marlin.products import serving
 from mlx_marlin.products.experts import dispatch
 from mlx_marlin.products.packing import pack
 from support import cuda_cases, cuda_experts, format_cases, oracles
-from support.cuda_on_cpu import needs_emulator
+from support.choose import Choose
 from support.gather_calls import Call, kind
+from support.marks import needs_emulator
 from support.oracles import exact
+from support.profiles import sampled
 
 H200 = cuda_cases.h200()
 AFFINE = ("affine", 4, 64)
@@ -42,7 +43,7 @@ def assert_right(y: mx.array, call: Call) -> None:
     assert oracles.error(y.squeeze(1), expected) < oracles.TOLERANCES[call.dtype]
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_every_pair_is_the_product_that_it_names(
     assert_right(call.run(), call)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", cuda_experts.CALLS)
@@ -93,9 +94,7 @@ def test_an_expert_may_have_more_pairs_than_shared_memory_has_places() -> None:
 
 
 @pytest.fixture
-def on_cuda(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def on_cuda(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     backend("cuda")
 
@@ -125,7 +124,7 @@ def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
     assert kind(**changes).pairs_per_row == each
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("packed", [False, True])
@@ -235,7 +234,7 @@ def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
     return x, mx.argsort(drawn, axis=-1)[..., :2]
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts
@@ -280,7 +279,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
     return plans
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -361,7 +360,7 @@ def test_experts_that_must_not_vary_are_refused() -> None:
         ours(*chosen_by(3))
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,6 +1,5 @@
 """Gate and up as one product whose epilogue multiplies them."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,9 +22,10 @@ from mlx_marlin.products import dispatch
 from mlx_marlin.products.request import packed_request
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
 from support.cuda_cases import GATED, GATED_N, GATED_WAYS, Case
-from support.cuda_on_cpu import needs_emulator
 from support.gate_and_up import layer_of
+from support.marks import needs_emulator
 from support.oracles import exact
+from support.profiles import sampled
 
 H200 = cuda_cases.h200()
 FORMATS = (
@@ -37,7 +37,7 @@ FORMATS = (
 )
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)
@@ -53,7 +53,7 @@ def test_integers_are_exact(m: int, way: dict[str, Any], dtype: str) -> None:
     assert np.array_equal(exact(y), expected)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_approx"])
@@ -73,7 +73,7 @@ def test_formats_and_activations(
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 9), (3, 50), (0,)], ids=str)
@@ -92,10 +92,8 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     assert any(gated) == (layout == "marlin" and 0 not in rows)
 
 
-def test_without_kernels_a_layer_multiplies_what_its_halves_give(
-    backend: Callable[[str | None], None],
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_without_kernels_a_layer_multiplies_what_its_halves_give() -> None:
     assert_apart(layer_of("marlin"), rows=2)
 
 
@@ -134,8 +132,8 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
     assert launcher.plans_built()[-1].problem.epilogue.gated
 
 
-def test_no_rows_have_half_the_columns(backend: Callable[[str | None], None]) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_no_rows_have_half_the_columns() -> None:
     w = mlx_marlin.quantize(mx.zeros((192, 128), mx.float16))
     x, none = mx.zeros((0, 128), mx.float16), mx.zeros(())
     prepared = dispatch.prepare(packed_request(x, w, GATED))

@@ -42,10 +42,7 @@ SOURCE = Source(
 LAUNCH = Launch(
     source=SOURCE,
     template=(("M", 8), ("WHOLE", True), ("SPLIT", False), ("T", "bfloat16")),
-    inputs=(
-        Operand(name="x", dtype="float16"),
-        Operand(name="numbers", dtype="int32"),
-    ),
+    inputs=(Operand(name="x", dtype="float16"), Operand(name="numbers", dtype="int32")),
     grid=(1, 1, 1),
     threadgroup=(1, 1, 1),
     outputs=(Output("out", "float32", (1,)),),

@@ -1,7 +1,7 @@
 """The CUDA kernels' text on the CPU, where there is neither a GPU nor a CUDA compiler.
 
 What runs is `shaders/cuda` as it is launched, less single instructions: see
-`cuda_on_cpu.py`. A covering set of formats; `pytest -m exhaustive` runs all of them.
+`cuda_on_cpu.py`. A covering set of formats; the profile `every` runs all of them.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from metal_emulator import emulated, unavailable
+from metal_emulator import emulated
 from mlx_marlin.backends import devices, selection
 from mlx_marlin.backends.cuda import handover, limits
 from mlx_marlin.backends.source import OPERANDS
@@ -24,7 +24,16 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 from support import cuda_cases, epilogues, format_cases, launches, oracles
-from support.cuda_cases import EPILOGUES, ROWS, WAYS, Case
+from support.choose import Choose
+from support.cuda_cases import (
+    EPILOGUES,
+    RING_WAYS,
+    ROWS,
+    STAGED_WAYS,
+    WAYS,
+    WGMMA_WAYS,
+    Case,
+)
 from support.cuda_on_cpu import (
     check,
     check_batch,
@@ -33,16 +42,15 @@ from support.cuda_on_cpu import (
     plan_of,
     run,
 )
+from support.marks import needs_emulator
 from support.oracles import Floats, exact
+from support.profiles import sampled
 
-pytestmark = [
-    pytest.mark.skipif(
-        unavailable() is not None, reason="the emulator does not run here"
-    ),
-    pytest.mark.usefixtures("on_cpu"),
-]
+pytestmark = [needs_emulator, pytest.mark.usefixtures("on_cpu")]
 
 WHOLE, SPLIT = WAYS[0], WAYS[3]
+WHOLES = (WHOLE, WGMMA_WAYS[0], STAGED_WAYS[0])
+SPLITS = (SPLIT, WGMMA_WAYS[3], STAGED_WAYS[3])
 EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
 PARTS = EPILOGUES[-1]
 
@@ -90,21 +98,33 @@ def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
     assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.exhaustive
+@sampled(0, 0)
 @pytest.mark.parametrize("case", [*every_case()], ids=str)
 def test_every_format(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize(("dtype", "m"), [("float16", 7), ("bfloat16", 40)])
+DTYPES_AND_ROWS = (("float16", 7), ("bfloat16", 40))
+OF_RINGS = (("float16", 19), ("bfloat16", 12))
+
+
+@sampled(5)
+@pytest.mark.parametrize(
+    ("way", "dtype", "m"),
+    [
+        *((way, dtype, m) for way in WAYS for dtype, m in DTYPES_AND_ROWS),
+        *((way, *each) for way, each in zip(RING_WAYS, cycle(OF_RINGS), strict=False)),
+        *((SPLITS[1], "float16", 40), (SPLITS[1], "bfloat16", 26)),
+        *((SPLITS[2], "float16", 30), (SPLITS[2], "bfloat16", 7)),
+    ],
+    ids=str,
+)
 def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
     weight, x, expected = cuda_cases.integers(dtype, m, way)
     y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
@@ -119,11 +139,7 @@ def test_the_largest_block(m: int) -> None:
 
 
 @pytest.fixture
-def chosen(
-    on_cpu: None,
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def chosen(on_cpu: None, backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves as on a machine with CUDA where nobody forces a back end."""
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     # Not Hopper: what its kernel has in shared memory is more than the emulator's.
@@ -172,15 +188,15 @@ def test_results_of_several_weights_are_apart(m: int) -> None:
         assert oracles.error(y, own) < oracles.TOLERANCES["float16"]
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
+@sampled(2)
+@pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
 @pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
 def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
     weight, x = cuda_cases.draw(case)
     finish = cuda_cases.operands(19)
     plan = plan_of(case, epilogue=epilogue)
-    assert plan.needs_second_pass == (way is SPLIT)
+    assert plan.needs_second_pass == (way in SPLITS)
     y = epilogues.whole(run(plan, x, weight, *finish))
     expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
@@ -201,34 +217,56 @@ def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
     assert mx.array_equal(y.reshape(expected.shape), expected)
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("layout", ["marlin", "mlx"])
-@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
-def test_batches(layout: str, way: dict[str, Any]) -> None:
-    case: Case = ("affine", 4, 64, layout, "float16", 5, way)
-    assert plan_of(case, batch=3).needs_second_pass == (way is SPLIT)
+@sampled(2)
+@pytest.mark.parametrize(
+    ("layout", "way", "m"),
+    [
+        *product(("marlin", "mlx"), (WHOLE, SPLIT), (5,)),
+        *product(("marlin",), (*WHOLES[1:], *SPLITS[1:]), (10,)),
+    ],
+    ids=str,
+)
+def test_batches(layout: str, way: dict[str, Any], m: int) -> None:
+    case: Case = ("affine", 4, 64, layout, "float16", m, way)
+    if way in (WHOLE, SPLIT):
+        assert plan_of(case, batch=3).needs_second_pass == (way is SPLIT)
     check_batch(case)
 
 
-@pytest.mark.thinned(7)
-@pytest.mark.parametrize("bits", [3, 4, 8])
+EACH_OPERAND = (OPERANDS, ("x",), ("w",), ("scales",))
+
+
+@sampled(5)
 @pytest.mark.parametrize(
-    ("layout", "moved"),
+    ("layout", "bits", "m", "way", "moved"),
     [
-        *(("marlin", each) for each in (OPERANDS, ("x",), ("w",), ("scales",))),
-        *(("mlx", each) for each in (OPERANDS, *zip(OPERANDS, strict=True))),
+        *product(("marlin",), (3, 4, 8), (6,), (WHOLE,), EACH_OPERAND),
+        *product(
+            *(("mlx",), (3, 4, 8), (6,), (WHOLE,)),
+            (OPERANDS, *zip(OPERANDS, strict=True)),
+        ),
+        *(
+            ("marlin", bits, m, way, moved)
+            for bits, m, way in (
+                *((3, 12, WHOLES[1]), (8, 36, WHOLES[1])),
+                *((4, 20, WHOLES[2]), (4, 30, WHOLES[2])),
+            )
+            for moved in EACH_OPERAND
+        ),
     ],
     ids=str,
 )
 def test_arrays_may_begin_anywhere(
-    layout: str, bits: int, moved: tuple[str, ...]
+    layout: str, bits: int, m: int, way: dict[str, Any], moved: tuple[str, ...]
 ) -> None:
-    check_moved(("affine", bits, 64, layout, "float16", 6, WHOLE), moved)
+    check_moved(("affine", bits, 64, layout, "float16", m, way), moved)
 
 
-@pytest.mark.parametrize("layout", ["marlin", "mlx"])
-def test_a_global_scale(layout: str) -> None:
-    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, SPLIT)
+@pytest.mark.parametrize(
+    ("layout", "way"), [("mlx", SPLIT), *(("marlin", way) for way in SPLITS)], ids=str
+)
+def test_a_global_scale(layout: str, way: dict[str, Any]) -> None:
+    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, way)
     drawn, x = cuda_cases.draw(case)
     weight = replace(drawn, global_scale=mx.array(format_cases.GLOBAL_SCALE))
     y = run(plan_of(case, global_scale=True), x, weight)
@@ -241,7 +279,7 @@ def decoding_facts(case: Case) -> set[object]:
     return {(bits, layout, group), (FORMATS[mode, bits].codes, dtype), group_size}
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
 def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)
@@ -258,12 +296,25 @@ def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
     check_decoded(("nvfp4", 4, 16, layout, "float16", 10, WHOLE), transposed)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
-@pytest.mark.parametrize("layout", ["marlin", "mlx"])
+OF_RACES = ((4, 32, 12), (6, 128, 28), (4, 128, 20))
+
+
+@sampled(4, 12)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "bits", "group_size", "m", "way"),
+    [
+        *product(("marlin", "mlx"), ("float16",), (4,), (32,), (12,), (WHOLE, SPLIT)),
+        *(
+            ("marlin", "float16", *each, way)
+            for way, each in zip(RING_WAYS, cycle(OF_RACES), strict=False)
+        ),
+        # Loaders bring halves.
+        *product(("marlin",), ("bfloat16",), (4,), (32, 128), (40,), (SPLITS[1],)),
+    ],
+    ids=str,
+)
 def test_no_race_and_nothing_read_that_is_not_there(
-    layout: str, way: dict[str, Any]
+    layout: str, dtype: str, bits: int, group_size: int, m: int, way: dict[str, Any]
 ) -> None:
-    case: Case = ("affine", 4, 32, layout, "float16", 12, way)
     with emulated(trace=True):
-        check(case)
+        check(("affine", bits, group_size, layout, dtype, m, way))

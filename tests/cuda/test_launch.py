@@ -1,6 +1,5 @@
 """What a launch passes to `mx.fast.cuda_kernel`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,19 +13,9 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products import repacking
 from mlx_marlin.products.packing import pack
 from support.arguments import activations, weight
-from support.cuda_launches import (
-    FUSED,
-    RING,
-    SPLIT,
-    WHOLE,
-    K,
-    N,
-    blanks,
-    plan_of,
-)
+from support.choose import Choose
+from support.cuda_launches import FUSED, RING, SPLIT, WHOLE, K, N, blanks, plan_of
 from support.recorder import Recorder
-
-Choose = Callable[[str | None], None]
 
 
 def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None:
@@ -60,10 +49,7 @@ def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
     # Small arrays go as they are: CUDA has no other address space for them.
     _, w, scales, numbers = call["inputs"]
     assert (w.shape, scales.shape) == ((4,), (2,))
-    assert numbers.tolist() == [
-        *arguments.shape(plan),
-        *arguments.schedule(plan),
-    ]
+    assert numbers.tolist() == [*arguments.shape(plan), *arguments.schedule(plan)]
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
@@ -158,9 +144,7 @@ def test_another_block_is_another_kernel_and_the_same_is_built_once(
     assert shared == [plan.threadgroup_bytes for plan in plans[:2]]
 
 
-def test_without_cuda_a_kernel_is_an_error_when_it_runs(
-    backend: Choose,
-) -> None:
+def test_without_cuda_a_kernel_is_an_error_when_it_runs(backend: Choose) -> None:
     if mx.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     backend("cuda")

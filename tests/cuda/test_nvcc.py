@@ -24,6 +24,7 @@ from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import problem_of
+from support.profiles import sampled
 
 NVCC = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
@@ -127,7 +128,7 @@ def compiled(
     return done.stdout + done.stderr
 
 
-@pytest.mark.thinned(2)
+@sampled(1, 9)
 @pytest.mark.parametrize("name", PLANS)
 def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) -> None:
     device_name, asked = PLANS[name]
@@ -152,7 +153,7 @@ def test_a_kernel_compiles_and_its_registers_suffice(name: str, tmp_path: Path) 
         compiled(cuda_source.of_reduce(plan), plan, device, tmp_path, template)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("body", "template"),
     [
@@ -173,7 +174,7 @@ def test_routing_compiles(
     assert max(map(int, SPILLED.findall(said))) == 0, said
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize(
     ("pairs", "each", "gate", "bias"),
     [

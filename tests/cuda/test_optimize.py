@@ -1,7 +1,5 @@
 """What `optimize` and the demo do on a CUDA device."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -14,10 +12,9 @@ from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.layer_conversion import default_layout
 from support.arguments import activations, weight
+from support.choose import Choose
 from support.cuda_launches import K, Model, N
 from support.recorder import Recorder
-
-Choose = Callable[[str | None], None]
 
 
 def test_optimize_packs_what_cuda_serves(recorder: Recorder) -> None:

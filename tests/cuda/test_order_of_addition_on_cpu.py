@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 
 from support.cuda_cases import STAGED_WAYS, WAYS, WGMMA_WAYS
-from support.cuda_on_cpu import check_order, needs_emulator
+from support.cuda_on_cpu import check_order
+from support.marks import needs_emulator
+from support.profiles import sampled
 
 pytestmark = [needs_emulator, pytest.mark.usefixtures("on_cpu")]
 
 
-@pytest.mark.thinned(3)
+@sampled(2, 16)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("way", [*WAYS, *STAGED_WAYS, *WGMMA_WAYS], ids=str)
 def test_every_way_adds_in_ascending_k(way: dict[str, Any], dtype: str) -> None:

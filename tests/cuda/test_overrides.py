@@ -17,7 +17,7 @@ from mlx_marlin.cli.main import main
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import Strategy
 from support.cuda_strategies import DEVICES, H200, OURS, SERVED, SMALL, covered
-from support.grids import drawn
+from support.profiles import drawn
 
 
 @given(SERVED, DEVICES, st.sampled_from(OURS))
@@ -44,8 +44,8 @@ def test_kernels_and_widths_with_too_few_tiles_leave_it_to_others() -> None:
 
 
 @drawn(
-    30,
-    100,
+    18,
+    90,
     problem=SMALL,
     strategy=st.sampled_from(OURS),
     tiles_n=st.integers(1, 8),
@@ -127,12 +127,7 @@ def test_apples_chips_have_no_such_kernel() -> None:
     [
         ((100, 512, 512), "L40S", {"simdgroups_k": 3}, 3),
         ((64, 4096, 4096), "RTX 4090", {"simdgroups_k": 14}, 14),
-        (
-            (100, 512, 1024),
-            "H200",
-            {"kernel": "mma_staged", "buffers": 8},
-            None,
-        ),
+        ((100, 512, 1024), "H200", {"kernel": "mma_staged", "buffers": 8}, None),
     ],
 )
 def test_what_one_block_has_no_room_for_another_has(

@@ -18,11 +18,11 @@ from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile
 from mlx_marlin.planning.work.work import Work
 from support.cuda_strategies import PLANS, covered, mma_plans, staged_plans
-from support.grids import drawn
 from support.parts_of_plans import corner
+from support.profiles import drawn
 
 
-@drawn(30, 100, plan=PLANS)
+@drawn(18, 90, plan=PLANS)
 def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     problem = plan.problem
 

@@ -1,6 +1,5 @@
 """RMSNorm fused into a CUDA product: kernels on the CPU, plans and layers."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +20,10 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem, problem_of
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
 from support.cuda_cases import EPSILON, GATED, NORMED_WAYS, Case, norm_of, normalized
-from support.cuda_on_cpu import needs_emulator
 from support.format_cases import arguments, rounded
+from support.marks import needs_emulator
 from support.oracles import exact
+from support.profiles import sampled
 
 H200 = cuda_cases.h200()
 RTX = CudaDevice.named("NVIDIA GeForce RTX 4090")
@@ -36,7 +36,7 @@ FORMATS = (
 )
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), NORMED_WAYS, ids=str)
@@ -53,7 +53,7 @@ def test_rows_of_ones_are_exact(m: int, way: dict[str, Any], dtype: str) -> None
     assert np.array_equal(exact(y), rounded(expected, dtype))
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -62,7 +62,7 @@ def test_every_kind_of_weight(format: tuple[str, int, int, str], dtype: str) -> 
     cuda_on_cpu.check_normed((*format, dtype, *NORMED_WAYS[1]))
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("epilogue", cuda_cases.EPILOGUES, ids=str)
@@ -101,7 +101,7 @@ def test_arrays_may_begin_anywhere() -> None:
 RESULTS: tuple[dict[str, Any], ...] = ({}, {"gated": True}, {"parts": (64, 128)})
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 4), (3, 3), (0,)], ids=str)
@@ -174,10 +174,8 @@ def test_a_norm_of_other_features_is_refused_by_mlx() -> None:
         layer_of().normed(mx.zeros((1, 128), mx.float16), norm)
 
 
-def test_with_stock_mlx_the_norm_comes_first(
-    backend: Callable[[str | None], None],
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_with_stock_mlx_the_norm_comes_first() -> None:
     assert_apart(layer_of(), norm_module())
 
 

@@ -1,6 +1,5 @@
 """Heads that a product rotates as it stores them: kernels on the CPU, and layers."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -15,6 +14,7 @@ from mlx_marlin.backends.cuda import limits
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
+from support.choose import Choose
 from support.cuda_cases import (
     EPSILON,
     GATED_WAYS,
@@ -26,8 +26,9 @@ from support.cuda_cases import (
     Case,
     normalized,
 )
-from support.cuda_on_cpu import needs_emulator
+from support.marks import needs_emulator
 from support.oracles import exact
+from support.profiles import sampled
 from support.rotated_layers import (
     EACH,
     OF_128,
@@ -71,7 +72,7 @@ NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
 """Of heads with norms: kernels, and tiles that have one head or several."""
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_integers_are_exact_at_the_first_place(
     assert np.array_equal(y, expected)
 
 
-@pytest.mark.thinned(2)
+@sampled(1, 8)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "bias"), EACH_HEADS, ids=str)
@@ -106,7 +107,7 @@ def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
     )
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("heads", "way", "overrides"), NORMED_ROTATIONS, ids=str)
@@ -146,7 +147,7 @@ def test_rows_may_be_normalized_before(bias: bool) -> None:
     cuda_on_cpu.check_rotated(case, epilogue, ROTATED_N, norm=EPSILON)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("streams", [1, 3, 12])
@@ -264,7 +265,7 @@ def test_nor_of_a_vector() -> None:
 
 
 @pytest.mark.parametrize("name", ["emulator", "stock"])
-def test_nor_elsewhere(backend: Callable[[str | None], None], name: str) -> None:
+def test_nor_elsewhere(backend: Choose, name: str) -> None:
     if name == "emulator" and metal_emulator.unavailable() is not None:
         pytest.skip("the emulator does not run here")
     backend(name)

@@ -20,11 +20,7 @@ from support.rotated_layers import EACH, arrays_of, layer_of, norm_module, rows_
         (mx.zeros(2, mx.int64), mx.ones(32), "positions are mlx.core.int64"),
         (mx.zeros((), mx.int32), mx.ones(32), "expected int32"),
         (mx.zeros(2, mx.int32), mx.ones(64), r"\(64,\), expected float32 \[32\]"),
-        (
-            mx.zeros(2, mx.int32),
-            mx.ones(32, mx.float16),
-            "freqs are mlx.core.float16",
-        ),
+        (mx.zeros(2, mx.int32), mx.ones(32, mx.float16), "freqs are mlx.core.float16"),
     ],
 )
 def test_arrays_that_are_no_rotations_are_refused(

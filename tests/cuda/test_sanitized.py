@@ -12,7 +12,7 @@ from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from support import cuda_cases
-from support.cuda_on_cpu import needs_emulator
+from support.marks import needs_emulator
 
 NAMES = [*cuda_sanitized.runs()]
 

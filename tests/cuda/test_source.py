@@ -157,10 +157,7 @@ def test_a_header_changes_with_any_file_that_it_may_include(
     def headers() -> list[str]:
         forget_texts()
         plan = plan_of(**SPLIT)
-        return [
-            cuda_source.of_product(plan).header,
-            cuda_source.of_reduce(plan).header,
-        ]
+        return [cuda_source.of_product(plan).header, cuda_source.of_reduce(plan).header]
 
     before = headers()
     assert headers() == before

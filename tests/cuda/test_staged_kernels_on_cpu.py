@@ -1,55 +1,29 @@
 """Hopper's kernels on the CPU: `cuda_on_cpu.py` says what stands for a GPU.
 
 A stage of 64 rows has no room there: these tiles run on a GPU only, as do several
-slices of more than 24 rows.
+slices of more than 24 rows. `test_kernels_on_cpu.py` has what all kernels share.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import cycle, islice, product
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
-from metal_emulator import emulated, unavailable
 from mlx_marlin.backends.cuda import limits, pipelined
-from mlx_marlin.backends.source import OPERANDS
-from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import FORMATS
-from support import cuda_cases, epilogues, format_cases, oracles
-from support.cuda_cases import (
-    EPILOGUES,
-    RING_ROWS,
-    RING_WAYS,
-    STAGED_WAYS,
-    WGMMA_WAYS,
-    Case,
-)
-from support.cuda_on_cpu import (
-    SHARED_LIMIT,
-    check,
-    check_batch,
-    check_moved,
-    plan_of,
-    run,
-)
-from support.oracles import exact
+from support import cuda_cases, format_cases
+from support.cuda_cases import RING_ROWS, RING_WAYS, STAGED_WAYS, WGMMA_WAYS, Case
+from support.cuda_on_cpu import SHARED_LIMIT, check, plan_of
+from support.marks import needs_emulator
 from support.parts_of_plans import k_range
+from support.profiles import sampled
 
-pytestmark = [
-    pytest.mark.skipif(
-        unavailable() is not None, reason="the emulator does not run here"
-    ),
-    pytest.mark.usefixtures("on_cpu"),
-]
+pytestmark = [needs_emulator, pytest.mark.usefixtures("on_cpu")]
 
-WHOLES, SPLITS = (WGMMA_WAYS[0], STAGED_WAYS[0]), (WGMMA_WAYS[3], STAGED_WAYS[3])
-EVERYTHING = Epilogue(bias=True, activation="gelu", multiply=True, residual=True)
-PARTS = EPILOGUES[-1]
+SPLITS = (WGMMA_WAYS[3], STAGED_WAYS[3])
 BLOCKS_EACH = 8
 """Blocks beside which a format in a dtype may be tested: enough to choose from."""
 
@@ -149,128 +123,18 @@ def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -
     assert any(first % plan.buffers for first, *rest in stages_of(plan) if rest)
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 24)
 @pytest.mark.parametrize("case", covering(), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.exhaustive
+@sampled(0, 0)
 @pytest.mark.parametrize("case", [*every_case()], ids=str)
 def test_every_format(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("way", "dtype", "m"),
-    [
-        (way, *each)
-        for way, each in zip(
-            RING_WAYS, cycle((("float16", 19), ("bfloat16", 12))), strict=False
-        )
-    ],
-    ids=str,
-)
-def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
-    weight, x, expected = cuda_cases.integers(dtype, m, way)
-    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
-    assert np.array_equal(exact(y), expected)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(
-    ("way", "dtype", "m"),
-    [
-        (SPLITS[0], "float16", 40),
-        (SPLITS[0], "bfloat16", 26),
-        (SPLITS[1], "float16", 30),
-        (SPLITS[1], "bfloat16", 7),
-    ],
-    ids=str,
-)
-def test_integers_of_other_tiles_are_exact(
-    way: dict[str, Any], dtype: str, m: int
-) -> None:
-    weight, x, expected = cuda_cases.integers(dtype, m, way)
-    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
-    assert np.array_equal(exact(y), expected)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
-@pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
-def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
-    case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
-    weight, x = cuda_cases.draw(case)
-    finish = cuda_cases.operands(19)
-    plan = plan_of(case, epilogue=epilogue)
-    assert plan.needs_second_pass == (way in SPLITS)
-    y = epilogues.whole(run(plan, x, weight, *finish))
-    expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("way", [*WHOLES, *SPLITS], ids=str)
-def test_batches(way: dict[str, Any]) -> None:
-    check_batch(("affine", 4, 64, "marlin", "float16", 10, way))
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("moved", [OPERANDS, ("x",), ("w",), ("scales",)], ids=str)
-@pytest.mark.parametrize(
-    ("bits", "m", "way"),
-    [
-        (3, 12, WHOLES[0]),
-        (8, 36, WHOLES[0]),
-        (4, 20, WHOLES[1]),
-        (4, 30, WHOLES[1]),
-    ],
-    ids=str,
-)
-def test_arrays_may_begin_anywhere(
-    bits: int, m: int, way: dict[str, Any], moved: tuple[str, ...]
-) -> None:
-    check_moved(("affine", bits, 64, "marlin", "float16", m, way), moved)
-
-
-@pytest.mark.parametrize("way", SPLITS, ids=str)
-def test_a_global_scale(way: dict[str, Any]) -> None:
-    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 10, way)
-    drawn, x = cuda_cases.draw(case)
-    weight = replace(drawn, global_scale=mx.array(format_cases.GLOBAL_SCALE))
-    y = run(plan_of(case, global_scale=True), x, weight)
-    cuda_cases.assert_right(y, x, weight.decoded, "float16")
-
-
 @pytest.mark.parametrize("m", [1, 8])
 def test_few_rows_are_served_too(m: int) -> None:
-    check(("affine", 4, 64, "marlin", "bfloat16", m, WHOLES[0]))
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize(
-    ("way", "bits", "group_size", "m"),
-    [
-        (way, *each)
-        for way, each in zip(
-            RING_WAYS, cycle(((4, 32, 12), (6, 128, 28), (4, 128, 20))), strict=False
-        )
-    ],
-    ids=str,
-)
-def test_no_race_and_nothing_read_that_is_not_there(
-    bits: int, group_size: int, m: int, way: dict[str, Any]
-) -> None:
-    case: Case = ("affine", bits, group_size, "marlin", "float16", m, way)
-    with emulated(trace=True):
-        check(case)
-
-
-@pytest.mark.thinned(1)
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_no_race_where_loaders_bring_halves(group_size: int) -> None:
-    case: Case = ("affine", 4, group_size, "marlin", "bfloat16", 40, SPLITS[0])
-    with emulated(trace=True):
-        check(case)
+    check(("affine", 4, 64, "marlin", "bfloat16", m, WGMMA_WAYS[0]))

@@ -186,9 +186,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_they_are_offered_for_packed_weights_whose_sums_may_vary(
-    other: str,
-) -> None:
+def test_they_are_offered_for_packed_weights_whose_sums_may_vary(other: str) -> None:
     assert kernels(replace(LARGE, m=candidates.LEAST_ROWS)) == {*OF_CUDA}
     assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
 

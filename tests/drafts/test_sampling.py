@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 from drafts.scripted import decoder
 from mlx_marlin.lm.drafts.drafters import Drafter, LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.passes import Passes
+from support.profiles import sampled
 
 VOCABULARY, RUNS = 64, 1000
 SPREAD = 1.5
@@ -74,7 +75,8 @@ def chi_square(counts: Counter[int], expected: np.ndarray) -> float:
     return float((statistic - freedom) / np.sqrt(2 * freedom))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
+@sampled(1)
 @pytest.mark.parametrize("make", [looking_up, by_a_model, by_itself])
 def test_the_distribution_is_that_of_plain_decoding(
     make: Callable[[nn.Module], Drafter],

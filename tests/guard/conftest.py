@@ -1,20 +1,16 @@
 """The guard, switched on in the emulator."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlx_marlin import guard
 from mlx_marlin.guard import verdicts
+from support.choose import Choose
 
 
 @pytest.fixture
-def guarded(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> Path:
+def guarded(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Switches the guard on, for the emulator, with verdicts in an empty folder."""
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     monkeypatch.setattr(verdicts, "folder", lambda: tmp_path / "verdicts")

@@ -1,7 +1,6 @@
 """The guard on CUDA: in the emulator, and on a GPU with `pytest -m cuda`."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products.eligibility import target
 from support import cuda_on_cpu
+from support.choose import Choose
+from support.marks import needs_emulator
 
-Choose = Callable[[str | None], None]
 N, K = 256, 1024
 LANE = (
     "(lane.pair >> 1) << 3 | (lane.row & 3) << 1 | (lane.pair & 1)",
@@ -69,7 +69,7 @@ def assert_stock_serves() -> None:
         state.reset()
 
 
-@cuda_on_cpu.needs_emulator
+@needs_emulator
 def test_a_cuda_kernel_with_a_fault_never_serves(
     guarded: None, backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +79,7 @@ def test_a_cuda_kernel_with_a_fault_never_serves(
     assert_stock_serves()
 
 
-@cuda_on_cpu.needs_emulator
+@needs_emulator
 def test_a_right_cuda_kernel_serves(
     guarded: None, on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

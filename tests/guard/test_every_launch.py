@@ -29,10 +29,9 @@ from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import problem_of
 from support.guarded_calls import DEVICE, K, N
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 HEADS = Heads(heads=2, kv_heads=1, features=32, columns=128, norm=1e-6)
 PROBLEM = problem_of(9, N, K)
 

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.block_plans import RepackPlan
@@ -17,10 +16,9 @@ from mlx_marlin.products import repacking
 from mlx_marlin.weights import tile_conversion
 from support.guard_faults import Fault
 from support.guarded_calls import K, N, collected, new_process, operands
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 
 def test_pack_reads_back_what_it_wrote(

@@ -5,7 +5,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import planner
@@ -23,10 +22,10 @@ from support.guarded_calls import (
     new_process,
     operands,
 )
+from support.marks import needs_emulator
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS)
@@ -45,7 +44,7 @@ def test_a_right_kernel_serves_after_its_check(
     assert kernel in verdict.kernels
 
 
-@pytest.mark.thinned(24)
+@sampled(14)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_a_kernel_with_a_fault_never_serves(

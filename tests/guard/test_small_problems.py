@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from mlx_marlin.backends import launcher, planner, registry
 from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
@@ -28,10 +27,9 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 from support import cuda_on_cpu
 from support.cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION, h200
 from support.format_cases import E2M1, E4M3, E8M0
+from support.marks import needs_emulator
+from support.profiles import sampled
 
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
 DEVICE = named("Apple M3 Max", None)
 LARGE = 4096
 MOST_BYTES = 2**20
@@ -167,7 +165,7 @@ def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
     "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4", "k_quant"]
 )
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.thinned(2)
+@sampled(1, 10)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
     """No known answer is tighter than what a right kernel gives."""
     backend("emulator")
@@ -189,7 +187,7 @@ def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> Non
         assert known_answers.fault_of(draw.choice(candidates).plan) is None
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @needs_emulator
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
@@ -208,7 +206,7 @@ def test_right_kernels_of_experts_and_decoding_pass(
         assert known_answers.fault_of(dequantize_plan(problem)) is None
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @needs_emulator
 @pytest.mark.parametrize(
     ("m", "epilogue", "norm"),
@@ -235,7 +233,7 @@ def test_right_kernels_of_cuda_pass(
     assert known_answers.fault_of(plan) is None
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @needs_emulator
 @pytest.mark.parametrize(
     ("gate", "bias"),
@@ -363,7 +361,7 @@ def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
     return mx.where(subnormal, mx.zeros_like(codes), codes)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_emulator
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])

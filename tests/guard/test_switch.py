@@ -1,6 +1,5 @@
 """Where the guard checks: its switch, and back ends that need no check."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.products import dispatch
+from support.choose import Choose
 from support.guard_faults import Fault
 from support.guarded_calls import DEVICE, K, N, is_right, operands
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 
 def test_a_trace_checks_with_constants_and_holds_no_check(
@@ -45,7 +44,7 @@ def test_a_trace_checks_with_constants_and_holds_no_check(
 
 
 def test_without_a_device_nothing_is_checked_or_exported(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mx.metal.is_available():
         pytest.skip("there is a Metal device here")
@@ -109,7 +108,7 @@ def test_a_plan_of_tuning_is_checked_too(
 
 
 def test_backends_that_need_no_check_have_none(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     backend("stock")
@@ -120,7 +119,7 @@ def test_backends_that_need_no_check_have_none(
 @pytest.mark.skipif(not mx.metal.is_available(), reason="no Metal device here")
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
 def test_on_a_mac_the_usual_kernels_pass(
-    m: int, guarded: Path, backend: Callable[[str | None], None]
+    m: int, guarded: Path, backend: Choose
 ) -> None:
     backend("metal")
     for dtype in ("float16", "bfloat16"):

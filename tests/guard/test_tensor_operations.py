@@ -21,10 +21,9 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import AnyPlan, Refusal
 from mlx_marlin.products import eligibility, serving
 from support.guarded_calls import K, N, collected, is_right, new_process, operands
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 M5_MAX = named("Apple M5 Max")
 
 

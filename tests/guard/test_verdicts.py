@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import planner, registry, source
@@ -25,10 +24,9 @@ from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.guard_faults import Fault
 from support.guarded_calls import DEVICE, K, N, collected, new_process, operands
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 DYING = """
 import os, sys

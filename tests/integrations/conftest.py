@@ -23,12 +23,8 @@ from mlx_marlin.products.packing import unpack
 from mlx_marlin.products.reference.epilogue import with_epilogue, with_norm
 from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
+from support.choose import Choose
 from support.cuda_experts import choice_of_mlx
-
-
-@pytest.fixture
-def stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
 
 
 @pytest.fixture
@@ -45,7 +41,7 @@ def choices() -> list[Routing]:
 
 @pytest.fixture
 def cuda(
-    backend: Callable[[str], None],
+    backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
     gathered: list[CudaGatherPlan],
     choices: list[Routing],

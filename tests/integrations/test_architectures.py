@@ -19,6 +19,7 @@ import mlx_marlin
 from mlx_marlin.lm.tracing.model_families import FAMILIES
 from support.architectures import ARCHITECTURES
 from support.models import assert_converted, assert_same_model
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -139,7 +140,7 @@ def assert_same_up_to_a_tie(ours: Stream, stock: Stream) -> None:
             return
 
 
-@pytest.mark.thinned(4)
+@sampled(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("name", "format"), FORMATS)
 def test_a_converted_model_answers_as_stock_and_is_restored(
@@ -160,12 +161,7 @@ def test_a_converted_model_answers_as_stock_and_is_restored(
     with told:
         mlx_marlin.optimize(model, **given)
 
-    assert_converted(
-        model,
-        given,
-        can_trace=can_trace,
-        can_join=architecture.joined,
-    )
+    assert_converted(model, given, can_trace=can_trace, can_join=architecture.joined)
     assert_close(decoded(model, [each.token for each in stream]), stream)
     assert_close(trimmed(model), after_trim)
     found = batched(model)

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,8 @@ import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.auto import hook, settings
 from support import auto_hook, quantized_folder
+from support.choose import Choose
 
-Choose = Callable[[str | None], None]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

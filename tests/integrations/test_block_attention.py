@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mlx_marlin.lm.tracing import attention, kv_cache
 from mlx_marlin.lm.tracing.attention import attend
+from support.choose import Choose
 
 FEATURES = 32
 SCALE = 0.3
@@ -23,7 +24,7 @@ Groups = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @pytest.fixture(autouse=True)
-def cuda(backend: Callable[[str], None]) -> None:
+def cuda(backend: Choose) -> None:
     backend("cuda")
 
 
@@ -368,7 +369,7 @@ def test_what_mlx_transforms_is_its_own(grouped: Groups) -> None:
 
 @pytest.mark.parametrize("name", ["metal", "stock"])
 def test_where_mlx_has_a_kernel_it_attends(
-    name: str, backend: Callable[[str], None], grouped: Groups
+    name: str, backend: Choose, grouped: Groups
 ) -> None:
     backend(name)
     cache = filled(8, 2, PADDING)

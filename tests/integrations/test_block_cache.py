@@ -1,7 +1,6 @@
 """The masks and caches that traced blocks pass to attention, as in mlx-lm."""
 
 import copy
-from collections.abc import Callable
 from io import StringIO
 from itertools import pairwise
 from typing import Any
@@ -14,12 +13,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_marlin.lm.tracing import attention, kv_cache
 from mlx_marlin.lm.tracing.attention import attend
-from mlx_marlin.lm.tracing.kv_cache import (
-    CUDNN_STEP,
-    is_alone,
-    updated,
-    updated_alone,
-)
+from mlx_marlin.lm.tracing.kv_cache import CUDNN_STEP, is_alone, updated, updated_alone
+from support.choose import Choose
 from support.decoder_models import assert_equal, tiny, traced
 
 FEATURES = 8
@@ -139,7 +134,7 @@ STEPS = {"generate": updated, "server": updated_alone}
     ],
 )
 def test_the_places_of_a_cache_let_mlx_take_the_faster_kernel(
-    kind: str, tokens: int, vector: bool, backend: Callable[[str], None]
+    kind: str, tokens: int, vector: bool, backend: Choose
 ) -> None:
     backend("cuda")
     cache, own = (of_one_stream(kind, tokens - 1) for _ in range(2))
@@ -165,7 +160,7 @@ def test_the_places_of_a_cache_let_mlx_take_the_faster_kernel(
     ],
 )
 def test_a_cache_goes_on_where_the_faster_kernel_changes(
-    kind: str, first: int, sizes: list[int], backend: Callable[[str], None]
+    kind: str, first: int, sizes: list[int], backend: Choose
 ) -> None:
     backend("cuda")
     cache, own = (of_one_stream(kind, first) for _ in range(2))
@@ -183,7 +178,7 @@ def test_a_cache_goes_on_where_the_faster_kernel_changes(
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_prompt_that_is_trimmed_and_used_again_takes_no_more_places(
-    kind: str, backend: Callable[[str], None]
+    kind: str, backend: Choose
 ) -> None:
     backend("cuda")
     cache, own = (of_one_stream(kind, 500) for _ in range(2))
@@ -196,7 +191,7 @@ def test_a_prompt_that_is_trimmed_and_used_again_takes_no_more_places(
 
 
 def test_what_padding_left_behind_the_tokens_is_not_taken_along(
-    backend: Callable[[str], None],
+    backend: Choose,
 ) -> None:
     backend("cuda")
     cache = of_one_stream("server", 600)
@@ -216,7 +211,7 @@ def of_streams(streams: int) -> KVCache:
 
 @pytest.mark.parametrize(("streams", "tokens"), [(1, 3), (2, 1), (2, 3)])
 def test_other_calls_leave_the_number_of_places(
-    streams: int, tokens: int, backend: Callable[[str], None]
+    streams: int, tokens: int, backend: Choose
 ) -> None:
     backend("cuda")
     cache = of_streams(streams)
@@ -228,7 +223,7 @@ def test_other_calls_leave_the_number_of_places(
     ("tokens", "places"), [(100, 356), (255, 511), (700, 768), (1500, 1756)]
 )
 def test_places_that_are_no_multiple_are_left_where_they_serve(
-    tokens: int, places: int, backend: Callable[[str], None]
+    tokens: int, places: int, backend: Choose
 ) -> None:
     backend("cuda")
     cache = KVCache.merge([of_one_stream("generate", tokens)])
@@ -241,7 +236,7 @@ def test_places_that_are_no_multiple_are_left_where_they_serve(
     "shape", [(32, mx.float16), (256, mx.float16), (64, mx.float32)], ids=str
 )
 def test_heads_that_one_kernel_takes_leave_the_number_of_places(
-    shape: tuple[int, mx.Dtype], backend: Callable[[str], None]
+    shape: tuple[int, mx.Dtype], backend: Choose
 ) -> None:
     backend("cuda")
     cache = of_one_stream("generate", 300, *shape)
@@ -249,9 +244,7 @@ def test_heads_that_one_kernel_takes_leave_the_number_of_places(
     assert cache.keys.shape[2] == 512
 
 
-def test_other_back_ends_leave_the_number_of_places(
-    backend: Callable[[str], None],
-) -> None:
+def test_other_back_ends_leave_the_number_of_places(backend: Choose) -> None:
     backend("metal")
     cache = of_one_stream("generate", 300)
     updated(cache, keys_of(1), keys_of(1))
@@ -268,7 +261,7 @@ def test_places_of_a_lone_stream_are_no_chain_of_sums() -> None:
 
 
 def test_streams_move_on_by_an_array_that_is_kept(
-    backend: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend("cuda")
     asked: list[tuple[int, int]] = []
@@ -289,10 +282,8 @@ def test_streams_move_on_by_an_array_that_is_kept(
     assert cache.offset.tolist() == [7, 7, 7]
 
 
-def test_a_traced_batch_is_not_asked_for_its_padding(
-    backend: Callable[[str], None],
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_a_traced_batch_is_not_asked_for_its_padding() -> None:
     model = traced(tiny("llama", num_hidden_layers=1))
     start = filled_for(model)
 
@@ -313,7 +304,7 @@ def filled_for(model: nn.Module) -> BatchKVCache:
 
 
 def test_a_cache_serves_a_lone_stream_and_many_in_turn(
-    backend: Callable[[str], None], grouped: list[Any]
+    backend: Choose, grouped: list[Any]
 ) -> None:
     backend("cuda")
     mx.random.seed(3)
@@ -374,11 +365,11 @@ def outputs_of(model: nn.Module, cache: list[Any], prompt: int = 6) -> list[mx.a
     return [model(tokens[:, start:end], cache=cache) for start, end in pairwise(ends)]
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("padding", [0, 2])
 def test_a_block_of_a_batch_of_one_attends_to_all_that_is_no_padding(
-    padding: int, backend: Callable[[str], None], masks: list[Any]
+    padding: int, masks: list[Any]
 ) -> None:
-    backend("stock")
     caches = [[BatchKVCache([padding]) for _ in range(2)] for _ in range(2)]
 
     outputs = outputs_of(traced(tiny("llama")), caches[0])
@@ -390,10 +381,8 @@ def test_a_block_of_a_batch_of_one_attends_to_all_that_is_no_padding(
         assert_equal([*ours.state[:4]], [*own.state[:4]])
 
 
-def test_a_window_hides_what_is_far_behind(
-    backend: Callable[[str], None], masks: list[Any]
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_a_window_hides_what_is_far_behind(masks: list[Any]) -> None:
     kinds = ["full_attention", "sliding_attention"]
     options = {"layer_types": kinds, "sliding_window": 4}
     caches = [[BatchKVCache([0]) for _ in range(2)] for _ in range(2)]
@@ -419,11 +408,8 @@ def answers(model: nn.Module) -> dict[int, list[int]]:
     return found
 
 
-def test_a_server_whose_streams_come_and_go_answers_as_before(
-    backend: Callable[[str], None], masks: list[Any]
-) -> None:
-    backend("stock")
-
+@pytest.mark.usefixtures("stock")
+def test_a_server_whose_streams_come_and_go_answers_as_before(masks: list[Any]) -> None:
     found = answers(traced(tiny("llama")))
 
     assert found == answers(tiny("llama"))

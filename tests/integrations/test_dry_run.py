@@ -1,7 +1,6 @@
 """`optimize(model, dry_run=True)` tells what becomes of each layer."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,7 @@ from mlx_marlin.lm.stock_layers import keep_on_stock
 from support.models import arrays, tiny_llama, types
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "mlx_lm.md"
-pytestmark = pytest.mark.usefixtures("_stock")
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
+pytestmark = pytest.mark.usefixtures("stock")
 
 
 class Layers(nn.Module):

@@ -1,7 +1,6 @@
 """`exporting`: files of graphs with our kernels for a GPU that is not here."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import exported_streams as streams
 from support import exported_files
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.models import LAYOUTS, tiny_llama
 
-Choose = Callable[[str | None], None]
 CHIP = "M3 Max"
 N, K = 192, 256
 without_gpu = pytest.mark.skipif(
@@ -48,9 +47,7 @@ def written(file: Path, function: Any, *arrays: mx.array, chip: str = CHIP) -> P
         return launcher.plans_built()[-1]
 
 
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+@needs_emulator
 @without_gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [1, 8])
@@ -130,8 +127,8 @@ def test_only_streams_are_changed(tmp_path: Path) -> None:
     assert bytes(after) == before
 
 
-def test_everything_is_as_before_afterwards(backend: Choose) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_everything_is_as_before_afterwards() -> None:
     original, environment = mx.export_function, dict(os.environ)
 
     def fail() -> None:
@@ -156,12 +153,9 @@ def test_nothing_is_computed_in_the_context(backend: Choose) -> None:
         mx.eval(own(x))
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("device", ["H200", "M99", "", "M3 Max, many", 3, None])
-def test_another_device_is_refused_before_anything_changes(
-    device: Any, backend: Choose
-) -> None:
-    backend("stock")
-
+def test_another_device_is_refused_before_anything_changes(device: Any) -> None:
     with (
         pytest.raises(ValueError, match=f"device={device!r}: "),
         mlx_marlin.exporting(device),

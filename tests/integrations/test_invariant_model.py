@@ -16,6 +16,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from support.decoder_models import tiny
 from support.models import Layers, tiny_llama
+from support.profiles import sampled
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 
@@ -66,7 +67,7 @@ def speculative(
     return [token for token, _ in taken], sum(guessed for _, guessed in taken)
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("drafted", [1, 3, 7, 15])
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("family", FAMILIES)

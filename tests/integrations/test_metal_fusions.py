@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import launcher
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.planning.block_plans import (
@@ -29,10 +29,10 @@ from support.decoder_models import (
     tiny,
     traced,
 )
+from support.profiles import sampled
+from support.trace_mode import needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = needs_kernels
 
 NAMES = {
     HeadsPlan: "rotate_heads",
@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(
     "make", [*ALL_CACHES, many_streams], ids=lambda make: make.__name__
@@ -80,6 +80,7 @@ def test_a_model_answers_as_mlx_lms(
     assert launched == CASES[family]
 
 
+@sampled(1)
 @pytest.mark.parametrize(
     ("family", "gate"),
     [("qwen3_moe", "silu"), ("mixtral", "silu"), ("gpt_oss", "swiglu_oai")],

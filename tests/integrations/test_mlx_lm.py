@@ -1,6 +1,5 @@
 """mlx-lm's tools accept converted models."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +13,7 @@ import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
 from support.models import LAYOUTS, TOKENS, assert_same_model, tiny_llama, types
 
-pytestmark = pytest.mark.usefixtures("_stock")
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
+pytestmark = pytest.mark.usefixtures("stock")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -27,12 +27,7 @@ from support.models import (
     types,
 )
 
-pytestmark = pytest.mark.usefixtures("_stock")
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
+pytestmark = pytest.mark.usefixtures("stock")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -284,11 +279,7 @@ def test_linear_layers_are_quantized_on_request_where_they_can_be() -> None:
     [
         (Layers(nn.Linear(64, 64)), {}, "no layer to convert"),
         (Layers(nn.Linear(65, 64)), {"quantize": True}, "no layer to convert"),
-        (
-            Layers(nn.QuantizedLinear(80, 64, mode="nvfp4")),
-            {},
-            "no layer to convert",
-        ),
+        (Layers(nn.QuantizedLinear(80, 64, mode="nvfp4")), {}, "no layer to convert"),
         (Layers(), {}, "no layer to convert"),
         (nn.QuantizedLinear(64, 64), {}, "no layer to convert"),
         (Layers(nn.QuantizedLinear(64, 64)), {"layout": "rows"}, "layout='rows'"),

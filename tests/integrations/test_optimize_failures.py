@@ -25,13 +25,9 @@ from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.lm.tracing.model_families import FAMILIES
 from support.decoder_models import one_stream, tiny
 from support.models import Layers, arrays, types
+from support.profiles import sampled
 
-pytestmark = pytest.mark.usefixtures("_stock")
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
+pytestmark = pytest.mark.usefixtures("stock")
 
 
 class PlantedError(Exception):
@@ -131,7 +127,7 @@ def first_logits(model: nn.Module) -> mx.array:
     return logits
 
 
-@pytest.mark.thinned(40)
+@sampled(24)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(("state", "make", "holder", "name", "nth"), cases())
 def test_optimize_is_all_or_nothing(
@@ -244,7 +240,7 @@ TRACING_CODE = (
 )
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.parametrize("make", [dense, experts])
 @pytest.mark.parametrize(
     ("holder", "name"),

@@ -1,6 +1,5 @@
 """The per-model report says what calls do, without evaluating a weight."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from mlx_marlin.lm.report.decisions import Decision
 from mlx_marlin.lm.report.model_report import LayerReport, Report
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
+from support.choose import Choose
 from support.decided_calls import decided, on_a_mac, with_a_gpu
 from support.format_cases import GROUPED, any_weight, layouts_of, step_of
-from support.grids import drawn
 from support.models import Layers, tiny_llama
+from support.profiles import drawn
 from support.tune_commands import on_h200
-
-Choose = Callable[[str | None], None]
 
 ROWS = (1, 2, 5, 6, 8, 9, 33, 64, 65, 200, 513)
 
@@ -61,8 +59,8 @@ def linear(
 
 
 @drawn(
-    20,
-    400,
+    12,
+    100,
     form=st.sampled_from(GROUPED),
     packed=st.booleans(),
     n=st.sampled_from([8, 40, 96]),
@@ -279,9 +277,7 @@ def test_an_embedding_that_is_no_head_has_no_product(backend: Choose) -> None:
     assert not embedding.decisions
 
 
-def test_equal_layers_are_one_group_and_shared_ones_count_once(
-    backend: Choose,
-) -> None:
+def test_equal_layers_are_one_group_and_shared_ones_count_once(backend: Choose) -> None:
     backend("emulator")
     one, other = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 96)
     model = Layers(one, nn.QuantizedLinear(64, 64), one, other)

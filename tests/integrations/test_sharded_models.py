@@ -14,6 +14,7 @@ import pytest
 
 from support import sharded_machine
 from support.processes import HANG_SECONDS
+from support.profiles import sampled
 
 TESTS = Path(__file__).parents[1]
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
@@ -77,7 +78,8 @@ def objects(output: str) -> Iterator[dict[str, Any]]:
         start = output.find("{", end)
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
+@sampled(1)
 @pytest.mark.parametrize(
     ("machines", "layout", "fault"),
     [
@@ -116,6 +118,7 @@ def test_a_sharded_model_answers_as_the_whole_one(
         assert f"is one of {machines} machines' parts of a layer" in each["saving"]
 
 
+@pytest.mark.slow
 def test_no_machine_outlives_one_that_dies(launched: Any) -> None:
     process = launched(3, "marlin", "dies")
 

@@ -13,6 +13,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin.lm import optimize
 from mlx_marlin.lm.module_changes import Changes
+from support.choose import Choose
 from support.models import arrays, assert_converted, assert_same_model, tiny_llama
 
 THREADS = 4
@@ -24,7 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def _often(backend: Callable[[str], None]) -> Iterator[None]:
+def _often(backend: Choose) -> Iterator[None]:
     """Lets threads take turns often."""
     backend("stock")
     interval = sys.getswitchinterval()

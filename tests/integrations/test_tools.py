@@ -1,6 +1,5 @@
 """mlx-lm's tools with each combination of options: what docs/mlx_lm.md says of them."""
 
-from collections.abc import Callable
 from functools import cache
 from itertools import product, takewhile
 from pathlib import Path
@@ -15,6 +14,7 @@ import mlx_marlin
 from support.decoder_models import SIZES, tiny
 from support.mlx_lm_tools import QUANTIZERS, TOKENS, TOOLS
 from support.models import assert_converted, assert_same_model
+from support.profiles import sampled
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "mlx_lm.md"
 SERVER = "the server, streams at a time"
@@ -31,12 +31,7 @@ OPTIONS = pytest.mark.parametrize(
     ),
 )
 
-pytestmark = pytest.mark.usefixtures("_stock")
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
+pytestmark = pytest.mark.usefixtures("stock")
 
 
 @cache
@@ -63,7 +58,7 @@ def test_the_table_has_a_row_for_every_tool() -> None:
     assert {*table()} == {*TOOLS, *QUANTIZERS, SERVER}
 
 
-@pytest.mark.thinned(24)
+@sampled(14)
 @OPTIONS
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_works_as_with_stock_or_names_the_remedy(
@@ -106,7 +101,7 @@ def has_equal_widths(model: nn.Module) -> bool:
 
 
 @OPTIONS
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.parametrize("tool", QUANTIZERS)
 def test_what_a_tool_quantized_is_converted(tool: str, options: dict[str, Any]) -> None:
     assert remedy(tool, options) is None

@@ -28,11 +28,12 @@ from support.decoder_models import (
     with_left_padding,
 )
 from support.models import LAYOUTS
+from support.profiles import sampled
 
 JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
 SUMS_APART = {
-    *("exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3", "olmo_hybrid"),
+    *("exaone4", "gemma3_text", "glm4", "granite", "olmo2", "olmo3", "olmo_hybrid")
 }
 """Families that normalize or scale the summands of the residual."""
 DENSE_FIRST = {"dots1", "ernie4_5_moe", "glm4_moe"}
@@ -41,7 +42,7 @@ NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid"}
 """Families without norms before products, or whose norms are their own."""
 
 
-@pytest.mark.thinned(20)
+@sampled(12)
 @pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,7 +82,7 @@ def shape_of(key: Any) -> tuple[int, ...]:
     return shape
 
 
-@pytest.mark.thinned(14)
+@sampled(8)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
@@ -127,7 +128,7 @@ def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     assert kinds == (set() if family in NO_NORMS else of_heads | gated)
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_kernels_themselves_answer_as_mlx_lms_code(layout: str) -> None:

@@ -17,18 +17,14 @@ from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.lm.tracing.model_families import FAMILIES
 from mlx_marlin.lm.tracing.snapshot import is_unchanged
 from support.decoder_models import assert_equal, one_stream, tiny, traced
+from support.profiles import sampled
 
 pytestmark = [
-    pytest.mark.usefixtures("_stock"),
+    pytest.mark.usefixtures("stock"),
     pytest.mark.filterwarnings("ignore:mlx_marlin. trace=True traces none"),
 ]
 
 Change = Callable[[nn.Module], None]
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
 
 
 def generated(model: nn.Module, change: Change) -> list[mx.array]:
@@ -118,7 +114,7 @@ REPLACED = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thinned(11)
+@sampled(7)
 @REPLACED
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 def test_a_method_that_is_replaced_counts_for_the_next_token(

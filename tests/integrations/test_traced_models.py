@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +10,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.lm.tracing.block import TracedBlock
+from support.choose import Choose
 from support.decoder_models import assert_equal, both, decoded, one_stream, tiny, traced
 from support.models import arrays, assert_same_model
 
@@ -106,10 +106,7 @@ def test_settings_that_change_are_seen_when_a_model_is_optimized_again() -> None
     ids=str,
 )
 def test_on_cuda_a_model_is_joined_and_traced_unless_asked_not_to(
-    backend: Callable[[str], None],
-    options: dict[str, Any],
-    is_joined: bool,
-    is_traced: bool,
+    backend: Choose, options: dict[str, Any], is_joined: bool, is_traced: bool
 ) -> None:
     for name, is_cuda in (("cuda", True), ("stock", False)):
         backend(name)

@@ -27,20 +27,13 @@ from support.decoder_models import (
     traced,
     with_left_padding,
 )
+from support.profiles import sampled
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 64,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-}
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [

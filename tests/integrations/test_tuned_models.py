@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,13 @@ from mlx_marlin.lm import recipe
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.tracing.block import TracedBlock
-from mlx_marlin.lm.tuned_models import (
-    lookup,
-    machine,
-    model_key,
-    results,
-    settings,
-)
+from mlx_marlin.lm.tuned_models import lookup, machine, model_key, results, settings
 from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.warn_once import forget
+from support.choose import Choose
 from support.models import arrays, assert_same_model, tiny_llama, types
 
-Choose = Callable[[str | None], None]
 JOINED = ModelSettings(join=True)
 ALL = ModelSettings(layout="marlin", join=True, trace=True, fuse=("residual",))
 

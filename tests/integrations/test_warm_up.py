@@ -14,23 +14,21 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import launcher
 from mlx_marlin.guard import known_answers, verdicts
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.models import tiny_llama
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 
 @pytest.fixture
 def checked(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> list[Any]:
     """Switches the guard on and lists the plans whose kernels are checked."""
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
@@ -136,7 +134,7 @@ def test_each_dtype_of_scales_is_warmed_up(checked: list[Any]) -> None:
     assert {plan.problem.dtype for plan in checked} == {"float32", "float16"}
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32, mx.bfloat16])
 def test_scales_that_are_bytes_meet_the_dtype_of_the_model(

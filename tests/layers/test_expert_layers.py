@@ -1,6 +1,5 @@
 """mlx-lm's layers of experts are converted, in either layout, and turned back."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 import mlx_marlin
 from mlx_marlin.weights.packed_weight import PackedWeight
-
-Choose = Callable[[str | None], None]
+from support.profiles import sampled
 
 
 def experts_model(**quantization: Any) -> SwitchGLU:
@@ -32,7 +30,7 @@ QUANTIZED = [
 ]
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("quantization", QUANTIZED)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
@@ -91,10 +89,8 @@ def test_the_layout_of_experts_can_be_changed_and_changed_back() -> None:
         assert mx.array_equal(array, before[name])
 
 
-def test_a_failure_turns_packed_experts_back(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_a_failure_turns_packed_experts_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlx_marlin.optimize(experts_model(group_size=32, bits=4), layout="marlin")
     words = [model[name]["words"] for name in LAYERS]
     kind = type(model.up_proj)

@@ -31,6 +31,7 @@ from support.format_calls import (
 )
 from support.format_cases import MLX_MODES
 from support.models import Layers, assert_same_model
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels", "_the_same_numbers")
 
@@ -40,7 +41,7 @@ def _the_same_numbers() -> None:
     mx.random.seed(0)  # layers draw their weights
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @of_mlx
 def test_a_layer_answers_as_mlxs_and_turns_back(
     mode: str, bits: int, group_size: int
@@ -62,7 +63,7 @@ def test_a_layer_answers_as_mlxs_and_turns_back(
             assert mx.array_equal(found[name], array)
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @few
 @layouts
 def test_a_layer_is_made_from_floats_and_from_nothing(
@@ -113,7 +114,7 @@ def test_a_saved_layer_is_loaded_again(
     assert mx.array_equal(again(X), ours(X))
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @of_mlx
 def test_the_gradient_of_x_is_mlxs(mode: str, bits: int, group_size: int) -> None:
     options = options_of(mode, bits, group_size)
@@ -262,7 +263,7 @@ def mixed_model() -> Layers:
     return Layers(*layers)
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @layouts
 def test_a_model_of_many_formats_is_converted_and_restored(layout: str) -> None:
     x = X.astype(mx.float32)
@@ -304,7 +305,7 @@ def test_layers_are_quantized_to_any_width(layout: str) -> None:
         assert_close(model(x), stock(x), rtol=1e-3)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize("group_size", [16, 256, "channel"])
 def test_a_layer_may_have_a_group_size_of_ours(group_size: int | str) -> None:
     k = 320 if group_size == "channel" else 256

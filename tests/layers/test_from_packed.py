@@ -15,6 +15,7 @@ from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import oracles
+from support.profiles import sampled
 
 N, K, EXPERTS = 96, 256, 3
 
@@ -45,7 +46,7 @@ def exact(x: mx.array, w: mx.array) -> np.ndarray:
     return np.array(x, np.float64) @ np.array(w, np.float64).T
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
 @pytest.mark.parametrize("group_size", [16, 64, 256])
 @pytest.mark.parametrize("m", [1, 5])

@@ -1,7 +1,6 @@
 """Linear layers with a global scale of nvfp4 run on our kernels."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,8 +21,10 @@ from mlx_marlin.lm.checkpoints.saving import save
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import foreign_checkpoints as foreign
 from support import oracles
+from support.choose import Choose
 from support.foreign_models import CONFIG, write_llama
-from support.models import Layers
+from support.models import Layers, Tokenizer
+from support.profiles import sampled
 
 N, K = 96, 128
 
@@ -48,9 +49,7 @@ def exact(x: mx.array, layer: MarlinLinear) -> np.ndarray:
 
 
 @pytest.fixture(params=["kernels", "on_cpu", "stock"])
-def served(
-    request: pytest.FixtureRequest, backend: Callable[[str | None], None]
-) -> str:
+def served(request: pytest.FixtureRequest, backend: Choose) -> str:
     """Names what serves: Metal's kernels, CUDA's on a CPU, or stock MLX."""
     if request.param == "stock":
         backend("stock")
@@ -60,7 +59,7 @@ def served(
     return name
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("m", [1, 7])
 def test_a_product_has_the_global_scale(
@@ -167,13 +166,6 @@ def test_a_model_that_is_not_restored_stays_as_it_was(
     assert mx.array_equal(model(x), before)
 
 
-class Tokenizer:
-    """Stands for a tokenizer."""
-
-    def save_pretrained(self, path: str) -> None:
-        (Path(path) / "tokenizer.json").write_text("{}")
-
-
 def write_nvfp4(path: Path, *, stock: bool) -> dict[str, np.ndarray]:
     """Writes a llama in nvfp4 with global scales; returns its weights."""
     exact = {}
@@ -183,14 +175,7 @@ def write_nvfp4(path: Path, *, stock: bool) -> dict[str, np.ndarray]:
         largest = mx.abs(w).max()
         codes, scales = mx.quantize(w, 16, 4, "nvfp4", global_scale=largest)
         decoded = mx.dequantize(
-            codes,
-            scales,
-            None,
-            16,
-            4,
-            "nvfp4",
-            global_scale=largest,
-            dtype=mx.float32,
+            codes, scales, None, 16, 4, "nvfp4", global_scale=largest, dtype=mx.float32
         )
         exact[f"{layer}.weight"] = np.array(decoded, np.float64)
         if stock:

@@ -26,7 +26,7 @@ from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
 
-pytestmark = pytest.mark.usefixtures("_stock")
+pytestmark = pytest.mark.usefixtures("stock")
 
 N, K, EXPERTS = 40, 128, 3
 FORMATS = [("affine", 4), ("affine", 3), ("mxfp4", 4), ("mxfp8", 8), ("nvfp4", 4)]
@@ -35,11 +35,6 @@ CONVERTED = pytest.mark.parametrize(
     [{"layout": "marlin"}, {"layout": "marlin", "join": True}, {"join": True}],
     ids=["packed", "packed and joined", "joined"],
 )
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
 
 
 def linear(mode: str = "affine", bits: int = 4) -> nn.Module:

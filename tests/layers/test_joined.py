@@ -10,17 +10,12 @@ import pytest
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import launcher
-from mlx_marlin.layers.joined import (
-    Joined,
-    MarlinPart,
-    can_join,
-    join,
-    separate,
-)
+from mlx_marlin.layers.joined import Joined, MarlinPart, can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import optimize as integration
 from support.arguments import activations
 from support.models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama
+from support.profiles import sampled
 
 NAMES = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 
@@ -30,7 +25,7 @@ def layers(*sizes: int, bias: bool = False, **options: Any) -> list[MarlinLinear
     return [MarlinLinear(128, size, bias, **options) for size in sizes]
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("kernels")
 def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:

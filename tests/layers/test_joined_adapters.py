@@ -19,19 +19,15 @@ import mlx_marlin
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.linear import MarlinLinear
 from support.models import LAYOUTS, TOKENS, arrays, assert_same_model, tiny_llama, types
+from support.profiles import sampled
 
 pytestmark = [
-    pytest.mark.usefixtures("_stock"),
+    pytest.mark.usefixtures("stock"),
     pytest.mark.parametrize("layout", LAYOUTS),
 ]
 LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 SOME = ["self_attn.q_proj", "self_attn.v_proj"]
 JOINED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-
-
-@pytest.fixture
-def _stock(backend: Callable[[str], None]) -> None:
-    backend("stock")
 
 
 def tiny_qwen2() -> nn.Module:
@@ -95,7 +91,7 @@ def trained(model: nn.Module, *, compiled: bool = False) -> nn.Module:
     return model
 
 
-@pytest.mark.thinned(12)
+@sampled(7)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("config", [{}, {"keys": SOME}], ids=["all", "some"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -1,6 +1,5 @@
 """mlx-lm's layers of several heads run on our kernels and come back unchanged."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +14,7 @@ from mlx_marlin import state
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.plan import Plan
 from support.models import TOKENS, arrays, types
+from support.profiles import sampled
 
 HEADS = 4
 
@@ -52,7 +52,7 @@ def heads(mode: str = "affine") -> QuantizedMultiLinear:
 LAYOUTS = pytest.mark.parametrize("layout", ["mlx", "marlin"])
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.usefixtures("kernels")
 @LAYOUTS
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8"])
@@ -76,7 +76,7 @@ def test_a_layer_answers_as_mlx_lms(
     assert mx.array_equal(actual, expected) or layout == "marlin"
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @LAYOUTS
 def test_a_model_with_latent_attention_answers_the_same(layout: str) -> None:
@@ -126,11 +126,9 @@ def test_heads_share_their_arrays_with_mlx_lms_layer(ran: list[Plan]) -> None:
     assert model.layers[0] is layer
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
-def test_packed_heads_hold_no_other_arrays_and_give_all_back(
-    mode: str, backend: Callable[[str | None], None]
-) -> None:
-    backend("stock")
+def test_packed_heads_hold_no_other_arrays_and_give_all_back(mode: str) -> None:
     model = nn.Sequential(heads(mode))
     stock = model.layers[0]
     before, state = dict(stock), dict(vars(stock))
@@ -154,10 +152,8 @@ def test_packed_heads_hold_no_other_arrays_and_give_all_back(
     assert all(mx.array_equal(back[name], before[name]) for name in before)
 
 
-def test_a_failure_turns_packed_heads_back(
-    backend: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_a_failure_turns_packed_heads_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(heads(), heads())
     mlx_marlin.optimize(model, layout="marlin")
     first, last = model.layers
@@ -204,7 +200,7 @@ def test_packed_heads_are_divided_alike() -> None:
     assert layer["packed_scales"] is scales
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @LAYOUTS
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "mxfp8"])

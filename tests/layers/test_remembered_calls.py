@@ -3,7 +3,6 @@
 import copy
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -19,11 +18,11 @@ from mlx_marlin.lm.joining import join_layers
 from mlx_marlin.lm.module_changes import Changes
 from mlx_marlin.products import linear, matmul
 from mlx_marlin.products.experts import matmul as experts_matmul
+from support.choose import Choose
 
 K, N, EXPERTS = 128, 64, 4
 X = mx.random.normal((3, K), key=mx.random.key(1))
 CHOSEN = mx.array([[0], [3], [1]], mx.uint32)
-Choose = Callable[[str | None], None]
 
 
 class Layer:

@@ -28,13 +28,11 @@ from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, epilogues, format_cases, launches, oracles, strategies
 from support.drawn_arrays import run
-from support.grids import drawn
 from support.parts_of_plans import corner, product_of
-from support.trace_mode import emulator_only
+from support.profiles import drawn, sampled
+from support.trace_mode import emulator_only, needs_kernels
 
-needs_kernels = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+needs_kernels = needs_kernels
 
 RAGGED = {
     "gemv": Problem(m=2, n=70, k=448, batch=3),
@@ -60,7 +58,7 @@ def plans(**options: Any) -> st.SearchStrategy[Plan]:
 
 
 @needs_kernels
-@drawn(6, 40, plan=plans(), seed=st.integers(0, 99))
+@drawn(4, 20, plan=plans(), seed=st.integers(0, 99))
 def test_every_plan_computes_every_product(plan: Plan, seed: int) -> None:
     problem = plan.problem
     x, native = drawn_arrays.arrays(problem, seed=seed)
@@ -105,7 +103,7 @@ def _one_by_one(draw: st.DrawFn) -> tuple[Plan, Plan]:
 
 
 @needs_kernels
-@drawn(3, 30, both=_one_by_one())
+@drawn(3, 15, both=_one_by_one())
 def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> None:
     together, alone = both
     problem = together.problem
@@ -134,7 +132,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
         assert mx.array_equal(y[i], expected, equal_nan=True)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @needs_kernels
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
@@ -167,7 +165,7 @@ def crosses(plan: Plan) -> bool:
     return any(len(each) > 1 for each in products)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @emulator_only
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem) -> None:
@@ -178,7 +176,7 @@ def test_no_strategy_races_or_strays(problem: Problem) -> None:
 
 
 @needs_kernels
-@drawn(4, 15, plan=plans(atomic=False), offsets=st.tuples(*[st.integers(0, 9)] * 4))
+@drawn(3, 15, plan=plans(atomic=False), offsets=st.tuples(*[st.integers(0, 9)] * 4))
 def test_arrays_may_start_anywhere_in_their_buffers(
     plan: Plan, offsets: tuple[int, ...]
 ) -> None:
@@ -197,7 +195,7 @@ def test_arrays_may_start_anywhere_in_their_buffers(
 
 @needs_kernels
 @drawn(
-    4,
+    3,
     15,
     plan=plans(dtypes=st.just("float32"), epilogues=strategies.EPILOGUES, max_k=192),
 )
@@ -302,7 +300,7 @@ def test_mlx_records_two_dispatches_for_all_products(plan: Plan) -> None:
         assert nodes[1]["arguments"][2] == threads
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", [3, 8, 16])

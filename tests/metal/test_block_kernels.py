@@ -27,16 +27,11 @@ from mlx_marlin.planning.block_plans import (
 from mlx_marlin.products.blocks import heads, sums
 from support import cuda_experts, launches
 from support.block_kernels import Added, Rotated
-from support.grids import drawn
 from support.oracles import exact
-from support.trace_mode import emulator_only
+from support.profiles import drawn
+from support.trace_mode import emulator_only, needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 DTYPES = st.sampled_from(["float16", "bfloat16", "float32"])
 ROTATED = Rotated(
@@ -54,8 +49,8 @@ ADDED = Added(rows=3, n=1029, dtype="float16")
 
 
 @drawn(
-    6,
-    60,
+    4,
+    20,
     sizes=st.tuples(*(st.integers(1, top) for top in (9, 8, 5, 4))),
     features=st.sampled_from([16, 18, 64, 66, 128, 130]),
     dtype=DTYPES,
@@ -83,7 +78,7 @@ def test_heads_are_rotated(
     assert case.wrong_result() is None
 
 
-@drawn(6, 60, rows=st.integers(1, 9), n=st.integers(8, 3000), dtype=DTYPES)
+@drawn(4, 20, rows=st.integers(1, 9), n=st.integers(8, 3000), dtype=DTYPES)
 def test_rows_are_added_and_normalized(rows: int, n: int, dtype: str) -> None:
     assert Added(rows=rows, n=n, dtype=dtype).wrong_result() is None
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from metal_emulator import Counters, emulated, trace
-from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends import launcher, planner
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -15,12 +15,11 @@ from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 from support import drawn_arrays, format_cases, strategies
-from support.grids import drawn
 from support.parts_of_plans import corner
+from support.profiles import drawn, sampled
+from support.trace_mode import emulator_only
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
-)
+pytestmark = emulator_only
 
 
 def counters(plan: Plan) -> Counters:
@@ -39,7 +38,7 @@ def chosen(m: int, n: int = 256, k: int = 512) -> Plan:
     return plan
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize(("m", "times"), [(8, 1), (12, 1), (16, 1), (32, 2)])
 def test_weights_are_read_once_by_each_row_of_simdgroups(m: int, times: int) -> None:
     plan = chosen(m)
@@ -111,7 +110,7 @@ def ragged(
     return plan
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 14)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
 def test_packed_weights_are_read_once_in_whole_lines(
@@ -128,7 +127,7 @@ def test_packed_weights_are_read_once_in_whole_lines(
     assert found.read_bytes / (128 * found.lines_128) >= 0.95
 
 
-@pytest.mark.thinned(5)
+@sampled(3, 12)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
@@ -145,7 +144,7 @@ def test_native_weights_are_read_once(
     assert found.repeated_read_bytes == 0
 
 
-@pytest.mark.thinned(5)
+@sampled(3, 16)
 @pytest.mark.parametrize("m", [8, 13])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),
@@ -173,7 +172,7 @@ LANE_BYTES = {2: 1.8, 3: 2.3, 4: 2.8, 5: 3.3, 8: 1.3, 16: 1.8, 32: 3.5}
 """Most bytes that lanes may receive for a weight, by rows."""
 
 
-@pytest.mark.thinned(7)
+@sampled(4)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", LANE_BYTES)
 def test_lanes_receive_few_bytes_for_a_weight(m: int, layout: str) -> None:
@@ -203,7 +202,7 @@ def barriers(plan: Plan) -> int:
     return splits(plan) * (1 if plan.is_whole else 2)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @pytest.mark.parametrize("m", [8, 16, 32])
 @pytest.mark.parametrize("k", [512, 2048])
 def test_barriers_come_with_splits_and_not_with_k(m: int, k: int) -> None:
@@ -224,7 +223,7 @@ def test_epilogues_have_no_bank_conflicts() -> None:
     assert scratch.bank_cycles == scratch.accesses
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("m", [3, 11])
 def test_every_strategy_reads_each_weight_once_for_each_row_of_tiles(m: int) -> None:
     problem = Problem(m=m, n=160, k=512)
@@ -251,7 +250,7 @@ def traffic_of_results(plan: Plan) -> int:
 
 
 @drawn(
-    4, 12, case=strategies.cases(), seed=st.integers(0, 99), workers=st.integers(1, 2)
+    3, 12, case=strategies.cases(), seed=st.integers(0, 99), workers=st.integers(1, 2)
 )
 def test_no_plan_races_or_strays(
     case: strategies.Case, seed: int, workers: int
@@ -285,7 +284,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.thinned(1)
+@sampled(1, 5)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> None:

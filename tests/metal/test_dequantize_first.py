@@ -1,6 +1,5 @@
 """Plans that decode a weight once for a plain product: right, bounded, chosen."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,10 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import repacking
 from support import drawn_arrays, format_cases, launches, oracles, strategies
+from support.choose import Choose
 from support.format_cases import Weight
-from support.grids import drawn
+from support.profiles import drawn, sampled
 from support.trace_mode import emulator_only
-
-Choose = Callable[[str | None], None]
 
 
 @st.composite
@@ -68,7 +66,7 @@ def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> 
 
 
 @emulator_only
-@drawn(10, 40, plan=dequantize_plans(), seed=st.integers(0, 2**16))
+@drawn(6, 30, plan=dequantize_plans(), seed=st.integers(0, 2**16))
 def test_a_product_with_a_decoded_weight_is_right(
     plan: DequantizePlan, seed: int
 ) -> None:
@@ -82,7 +80,7 @@ def test_a_product_with_a_decoded_weight_is_right(
 
 
 @emulator_only
-@drawn(5, 20, plan=dequantize_plans(), seed=st.integers(0, 2**16))
+@drawn(3, 20, plan=dequantize_plans(), seed=st.integers(0, 2**16))
 def test_a_decoded_weight_is_rounded_once(plan: DequantizePlan, seed: int) -> None:
     weight = drawn_arrays.weight_of(plan.problem, seed=seed)
     dtype = plan.problem.dtype
@@ -325,7 +323,7 @@ MLX_FORMATS = [
 ]
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @emulator_only
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("transpose", [True, False])
@@ -361,7 +359,7 @@ def assert_near(actual: mx.array, expected: mx.array) -> None:
     assert oracles.error(actual, oracles.exact(expected)) < 2e-6
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @emulator_only
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])

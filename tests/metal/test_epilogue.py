@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends import planner
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -16,19 +16,15 @@ from mlx_marlin.planning.work.tiles import Reduction
 from support import drawn_arrays, epilogues, oracles, strategies
 from support.drawn_arrays import run
 from support.finished_products import EVERYTHING, assert_finished
-from support.grids import drawn
+from support.profiles import drawn, sampled
+from support.trace_mode import needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 
 @drawn(
-    6,
-    40,
+    4,
+    20,
     plan=strategies.runnable_plans(max_k=384, epilogues=strategies.EPILOGUES),
     seed=st.integers(0, 2**16),
 )
@@ -51,7 +47,7 @@ def plan_of(epilogue: Epilogue, m: int, route: Reduction, dtype: str) -> Plan:
     )
 
 
-@pytest.mark.thinned(6)
+@sampled(4, 16)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kernel", ROWS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -65,7 +61,7 @@ def test_each_activation_on_each_way_to_the_result(
     assert_finished(plan, seed=1)
 
 
-@pytest.mark.thinned(3)
+@sampled(2, 18)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
@@ -85,7 +81,7 @@ def test_each_operand_alone(epilogue: Epilogue, dtype: str, route: Reduction) ->
         assert_finished(plan_of(epilogue, m, route, dtype), seed=2)
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 2), (1, 7), (2, 4), (9, 1)])
 def test_results_of_fewer_than_eight_elements(m: int, n: int, route: Reduction) -> None:
@@ -98,7 +94,7 @@ def test_results_of_fewer_than_eight_elements(m: int, n: int, route: Reduction) 
     assert_finished(plan, seed=3)
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_large_values_stay_numbers(activation: str, route: Reduction) -> None:
@@ -133,7 +129,7 @@ def test_large_values_stay_numbers(activation: str, route: Reduction) -> None:
     assert np.all(np.abs(y - expected) <= bound)
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_zero_keeps_the_sign_that_float64_gives_it(

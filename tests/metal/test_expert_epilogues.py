@@ -16,13 +16,11 @@ from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.problem import Problem
 from support import strategies
 from support.expert_products import ExpertProducts
-from support.grids import drawn
 from support.oracles import exact
-from support.trace_mode import emulator_only
+from support.profiles import drawn, sampled
+from support.trace_mode import emulator_only, needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = needs_kernels
 M3 = devices.named("Apple M3 Max")
 UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
 """More pairs of an expert than a tile of 8 rows has, of others none or one."""
@@ -78,12 +76,12 @@ def products(draw: st.DrawFn) -> ExpertProducts:
     )
 
 
-@drawn(12, 60, case=products())
+@drawn(5, 24, case=products())
 def test_every_plan_computes_its_products(case: ExpertProducts) -> None:
     assert case.wrong_result() is None
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 9)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("gate", [None, *GATES])

@@ -1,6 +1,5 @@
 """Plans of products of experts on Metal: their cost model, limits and traffic."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +23,10 @@ from mlx_marlin.backends.metal.experts.search import (
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
+from support.choose import Choose
 from support.gather_calls import DEVICES, M1, K, weights
+from support.profiles import sampled
 from support.trace_mode import emulator_only
-
-Choose = Callable[[str | None], None]
 
 
 def of_experts(
@@ -194,10 +193,7 @@ def test_dot_products_and_two_fragments_of_native_codes_are_too_much_code_for_an
     m2 = Device.named("Apple M2")
     assert planner.choose_gather(of_experts(problem, 8), m1).fragments_m == 1
     assert planner.choose_gather(of_experts(problem, 8), m2).fragments_m == 2
-    for other in (
-        replace(problem, layout="marlin"),
-        replace(problem, invariant=True),
-    ):
+    for other in (replace(problem, layout="marlin"), replace(problem, invariant=True)):
         assert planner.choose_gather(of_experts(other, 8), m1).fragments_m == 2
 
 
@@ -231,7 +227,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
         planned()
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> None:
@@ -266,7 +262,7 @@ FEW = [1, 2, 0, 2, 1, 2]
 """Experts that one row chose, two rows and three."""
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @emulator_only
 @pytest.mark.parametrize(("simdgroups_m", "simdgroups_k"), [(1, 4), (2, 2)])
 @pytest.mark.parametrize("dot_rows", [0, 1, 2])

@@ -1,6 +1,5 @@
 """Gate and up in one launch on Metal: half of the simdgroups compute each."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
@@ -20,16 +19,11 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, epilogues, format_cases, oracles, strategies
 from support.gate_and_up import layer_of
-from support.grids import drawn
 from support.oracles import exact
-from support.trace_mode import emulator_only
+from support.profiles import drawn, sampled
+from support.trace_mode import emulator_only, needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 SILU = Epilogue(activation="silu", gated=True)
 DEVICE = devices.named("Apple M4 Max")
@@ -77,12 +71,12 @@ def gated_plans(draw: st.DrawFn) -> Plan:
     return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
 
 
-@drawn(12, 50, plan=gated_plans(), seed=st.integers(0, 2**16))
+@drawn(5, 24, plan=gated_plans(), seed=st.integers(0, 2**16))
 def test_every_plan_gates_its_product(plan: Plan, seed: int) -> None:
     assert_gated(plan, seed)
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 12)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 11])
@@ -97,7 +91,7 @@ def test_halves_meet_whatever_the_rows(m: int, layout: str, dtype: str) -> None:
     assert_gated(plan, seed=m)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", [2, 9])
 def test_traced_twice_in_any_order_the_bits_are_the_same(m: int, layout: str) -> None:
@@ -258,7 +252,7 @@ def test_one_row_in_the_layout_of_mlx_stays_with_stock() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.parametrize("rows", [(), (1,), (2, 3), (3, 11), (0,)], ids=str)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
@@ -291,8 +285,8 @@ def test_where_kernels_have_no_gate_a_layer_multiplies_its_halves(how: str) -> N
     assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
 
 
-def test_stock_mlx_gates_by_operations(backend: Callable[[str | None], None]) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_stock_mlx_gates_by_operations() -> None:
     layer = layer_of("mlx")
     x = mx.random.normal((2, 128)).astype(mx.float16)
     gate, up = mx.split(layer(x), 2, axis=-1)

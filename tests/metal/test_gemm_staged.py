@@ -21,11 +21,10 @@ from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
 from support.parts_of_plans import k_range
-from support.trace_mode import emulator_only
+from support.profiles import sampled
+from support.trace_mode import emulator_only, needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = needs_kernels
 STAGINGS = ((1, 0), (2, 0), (3, 0), (2, 1), (3, 2))
 """Buffers and loaders."""
 by_staging = pytest.mark.parametrize(("buffers", "loaders"), STAGINGS)
@@ -58,7 +57,7 @@ def variants() -> Iterator[tuple[Variant, int, int, int]]:
             yield variant, *next(ways)
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 16)
 @pytest.mark.parametrize(
     ("variant", "buffers", "loaders", "rows"), [*variants()], ids=str
 )
@@ -94,7 +93,7 @@ RAGGED = Problem(m=11, n=150, k=11 * 32, group_size=32, layout="marlin")
 REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
 
 
-@pytest.mark.thinned(1)
+@sampled(1, 5)
 @by_staging
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_strategies_give_the_same_integers(
@@ -117,7 +116,7 @@ def test_all_strategies_give_the_same_integers(
         np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
-@pytest.mark.thinned(1)
+@sampled(1, 3)
 @by_staging
 def test_all_strategies_add_in_ascending_k(buffers: int, loaders: int) -> None:
     for group_size in (32, 64):
@@ -141,7 +140,7 @@ def test_all_strategies_add_in_ascending_k(buffers: int, loaders: int) -> None:
             np.testing.assert_array_equal(np.array(y), orders.promised(plan))
 
 
-@pytest.mark.thinned(3)
+@sampled(2, 6)
 @by_staging
 @pytest.mark.parametrize("reduction", ["none", "workspace"])
 def test_an_epilogue_finishes_the_product(
@@ -160,7 +159,7 @@ def test_an_epilogue_finishes_the_product(
     assert_finished(plan, seed=1)
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 12)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize("m", [1, 8, 33, 70])
@@ -190,7 +189,7 @@ def stages(plan: Plan) -> Iterator[int]:
             yield -(-(stop - start) // (step * turns))
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @emulator_only
 @by_staging
 def test_barriers_memory_and_traffic_are_those_of_the_plan(

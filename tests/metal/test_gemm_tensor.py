@@ -8,7 +8,7 @@ from itertools import cycle
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner, selection
@@ -22,6 +22,7 @@ from support import drawn_arrays, format_cases, oracles, strategies
 from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
+from support.profiles import sampled
 from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.skipif(
@@ -70,7 +71,7 @@ def variants() -> Iterator[tuple[Variant, int, str]]:
             yield added, next(rows), dtype
 
 
-@pytest.mark.thinned(6)
+@sampled(1, 13)
 @pytest.mark.parametrize(("variant", "m", "dtype"), [*variants()], ids=str)
 def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     variant: Variant, m: int, dtype: str
@@ -108,7 +109,8 @@ PROBLEMS = strategies.problems(
 )
 
 
-@pytest.mark.grid
+@pytest.mark.slow
+@settings(max_examples=40)
 @given(problem=PROBLEMS, seed=st.integers(0, 2**16), data=st.data())
 def test_ragged_products_are_as_exact_as_promised(
     problem: Problem, seed: int, data: st.DataObject
@@ -124,7 +126,7 @@ def test_ragged_products_are_as_exact_as_promised(
     assert_close(y, x, weight, subtract=plan.subtract, dtype=problem.dtype)
 
 
-@pytest.mark.thinned(1)
+@sampled(1, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("m", [19, 50])
@@ -159,7 +161,7 @@ def test_all_strategies_give_the_same_integers(m: int, layout: str, dtype: str) 
         np.testing.assert_array_equal(oracles.exact(y), oracles.exact(rounded))
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize("reduction", ["none", "workspace"])
 @pytest.mark.parametrize("m", [7, 24, 37])
 def test_an_epilogue_finishes_the_product(m: int, reduction: str) -> None:
@@ -213,6 +215,7 @@ def test_rows_do_not_depend_on_other_rows() -> None:
         assert mx.array_equal(format_cases.run(plan, x[:m], weight), of_all[:m])
 
 
+@sampled(1, 3)
 @pytest.mark.parametrize("m", [17, 24, 31, 32, 33])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout", "dtype"),

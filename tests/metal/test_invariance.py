@@ -7,21 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, oracles, strategies
 from support.drawn_arrays import run
-from support.grids import drawn
+from support.profiles import drawn, sampled
+from support.trace_mode import needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 ROWS = (1, 5, 8, 9, 31, 64)
 MOST = 70
@@ -47,7 +43,7 @@ def assert_rows_keep_their_bits(problem: Problem, chip: Device, seed: int) -> No
     assert mx.array_equal(run(last, x[-ROWS[-1] :], native), whole[-ROWS[-1] :])
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -85,7 +81,7 @@ def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
 
 
 @drawn(
-    5,
+    3,
     20,
     problem=strategies.problems(max_m=1, max_n=100, max_k=768),
     chip=strategies.devices(),

@@ -7,26 +7,22 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import planner, selection
+from mlx_marlin.backends import planner
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
 from support import drawn_arrays, launches, oracles, strategies
 from support.drawn_arrays import run, stock
-from support.grids import drawn
 from support.parts_of_plans import corner
+from support.profiles import drawn, sampled
 from support.ragged_problems import RAGGED, in_float32
+from support.trace_mode import needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 
-@drawn(8, 50, case=strategies.cases())
+@drawn(5, 24, case=strategies.cases())
 def test_every_plan_computes_the_product(case: strategies.Case) -> None:
     plan, x, native = case
 
@@ -42,7 +38,7 @@ def test_every_plan_computes_the_product(case: strategies.Case) -> None:
     )
 
 
-@pytest.mark.thinned(10)
+@sampled(6)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -74,7 +70,7 @@ def test_the_chosen_plan_computes_the_product(
     )
 
 
-@drawn(5, 25, case=strategies.cases(), data=st.data())
+@drawn(3, 20, case=strategies.cases(), data=st.data())
 def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -> None:
     plan, x, (w, scales, biases) = case
     problem = plan.problem
@@ -93,7 +89,7 @@ def test_integers_come_out_exactly(case: strategies.Case, data: st.DataObject) -
     np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
-@drawn(5, 20, plan=strategies.runnable_plans(max_k=256, dtypes=st.just("float32")))
+@drawn(3, 20, plan=strategies.runnable_plans(max_k=256, dtypes=st.just("float32")))
 def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None:
     problem = plan.problem
     _, (w, *floats) = drawn_arrays.arrays(problem, seed=0)
@@ -112,7 +108,7 @@ def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None
         np.testing.assert_array_equal(np.array(y), expected)
 
 
-@drawn(5, 20, case=strategies.cases(atomic=False), seed=st.integers(0, 2**31))
+@drawn(3, 20, case=strategies.cases(atomic=False), seed=st.integers(0, 2**31))
 def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None:
     plan, x, native = case
     first = run(plan, x, native)
@@ -124,8 +120,8 @@ def test_every_run_gives_the_same_bits(case: strategies.Case, seed: int) -> None
 
 
 @drawn(
-    5,
-    25,
+    3,
+    20,
     case=strategies.cases(atomic=False),
     offsets=st.tuples(*[st.integers(0, 9)] * 4),
 )
@@ -148,17 +144,13 @@ def test_arrays_may_start_anywhere_in_their_buffers(
     assert mx.array_equal(y, run(plan, x, native))
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize("m", [2, 12])
 def test_a_threadgroup_may_have_many_units(m: int) -> None:
     """Its scratch is used again, so a unit must wait until the one before is stored."""
     problem = Problem(m=m, n=192, k=1024)
     plan = planner.make(
-        problem,
-        strategy="stripe",
-        num_threadgroups=1,
-        k_parallel=2,
-        simdgroups_k=8,
+        problem, strategy="stripe", num_threadgroups=1, k_parallel=2, simdgroups_k=8
     )
     x, native = drawn_arrays.arrays(problem, seed=m)
     one_each = planner.make(problem, strategy="split_k", k_parallel=2)
@@ -174,7 +166,7 @@ def test_a_threadgroup_may_have_many_units(m: int) -> None:
 REDUCTIONS: tuple[Reduction, ...] = ("workspace", "atomic")
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_all_strategies_give_the_same_integers(
@@ -197,7 +189,7 @@ def test_all_strategies_give_the_same_integers(
     np.testing.assert_array_equal(results[0], expected)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)

@@ -14,13 +14,7 @@ from hypothesis import given, settings
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import (
-    arguments,
-    kernels,
-    launcher,
-    planner,
-    selection,
-)
+from mlx_marlin.backends import arguments, kernels, launcher, planner, selection
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -29,9 +23,8 @@ from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights import layout
 from support import drawn_arrays, strategies
+from support.choose import Choose
 from support.recorder import Recorder
-
-Choose = Callable[[str | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +205,18 @@ def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
         assert names == [*template]
 
 
-def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def recorder(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Serves by Metal, where a recorder takes the place of MLX's factory."""
     backend("metal")
     recorder = Recorder()
     monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+    return recorder
+
+
+def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
+    recorder: Recorder,
+) -> None:
     problem = Problem(m=9, n=40, k=512)
     split = planner.make(problem, strategy="split_k", k_parallel=2)
     whole = planner.make(problem, strategy="data_parallel")
@@ -237,12 +236,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     assert len(recorder.built) == 3
 
 
-def test_only_atomic_sums_begin_with_zeros(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend("metal")
-    recorder = Recorder()
-    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+def test_only_atomic_sums_begin_with_zeros(recorder: Recorder) -> None:
     problem = Problem(m=9, n=40, k=512, epilogue=Epilogue(bias=True))
     reductions: tuple[Reduction, ...] = ("workspace", "atomic")
     for reduction in reductions:
@@ -259,14 +253,12 @@ def test_only_atomic_sums_begin_with_zeros(
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str
+    backend: Choose, request: pytest.FixtureRequest, layout: str
 ) -> None:
     backend("stock")
     x, native = drawn_arrays.arrays(Problem(m=9, n=64, k=4096), seed=0)
     weights = native if layout == "mlx" else (pack(*native),)
-    backend("metal")
-    recorder = Recorder()
-    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+    recorder = request.getfixturevalue("recorder")
 
     y = mlx_marlin.quantized_matmul(x.reshape(3, 3, 4096), *weights)
 
@@ -291,11 +283,8 @@ def test_the_emulators_factory_takes_the_same_calls(
 
 
 def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder,
 ) -> None:
-    backend("metal")
-    recorder = Recorder()
-    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
     problem = Problem(m=1, n=1, k=32, group_size=32)
     x, w, scales, biases = blanks(problem)
 
@@ -309,12 +298,7 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     assert schedule.tolist() == [1, 1, 1, 1, 1, 0, 1]
 
 
-def test_so_are_few_scales_of_one_byte(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend("metal")
-    recorder = Recorder()
-    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
+def test_so_are_few_scales_of_one_byte(recorder: Recorder) -> None:
     problem = Problem(
         m=1, n=3, k=64, group_size=32, bits=8, mode="mxfp8", scale_dtype="uint8"
     )
@@ -329,11 +313,8 @@ def test_so_are_few_scales_of_one_byte(
 
 
 def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
+    recorder: Recorder,
 ) -> None:
-    backend("metal")
-    recorder = Recorder()
-    monkeypatch.setattr(mx.fast, "metal_kernel", recorder)
     problem = Problem(m=3, n=2, k=64, epilogue=Epilogue(bias=True, residual=True))
     *operands, bias, _, residual = blanks(problem)
 

@@ -22,17 +22,12 @@ from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, oracles, strategies
 from support.cuda_cases import normalized
 from support.gate_and_up import layer_of
-from support.grids import drawn
 from support.normed_products import Normed
 from support.oracles import exact
-from support.trace_mode import emulator_only
+from support.profiles import drawn, sampled
+from support.trace_mode import emulator_only, needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 SILU = Epilogue(activation="silu", gated=True)
 PARTS = Epilogue(bias=True, parts=(64, 96, 32))
@@ -62,12 +57,12 @@ def normed_plans(draw: st.DrawFn) -> Plan:
     return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
 
 
-@drawn(12, 50, plan=normed_plans(), seed=st.integers(0, 2**16))
+@drawn(5, 24, plan=normed_plans(), seed=st.integers(0, 2**16))
 def test_every_plan_normalizes_its_rows(plan: Plan, seed: int) -> None:
     assert Normed(plan=plan, seed=seed).wrong_result() is None
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("epilogue", [PLAIN, PARTS, SILU], ids=Epilogue.explain)
@@ -239,7 +234,7 @@ def plain(problem: Problem) -> Problem:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.thinned(5)
+@sampled(3)
 @pytest.mark.parametrize("rows", [(), (1,), (2, 1), (3,), (0,)], ids=str)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("gated", [False, True])

@@ -25,14 +25,13 @@ import pytest
 from numpy.typing import NDArray
 
 import mlx_marlin
-from mlx_marlin.backends import selection
 from mlx_marlin.weights.formats import FORMATS
 from support import format_cases, oracles
 from support.format_cases import Variant, Weight
+from support.profiles import sampled
+from support.trace_mode import needs_kernels
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+pytestmark = needs_kernels
 
 N, K = 40, 384
 BASE = Variant("affine", 4, 64, "mlx", "float16", "float16", 1, False, True)
@@ -140,7 +139,7 @@ def assert_within(
     assert (np.abs(y - expected) <= sums + rounding + smallest).all()
 
 
-@pytest.mark.thinned(8)
+@sampled(5)
 @all_families
 def test_one_large_column_does_not_drown_the_others(variant: Variant) -> None:
     x = normal(variant)
@@ -152,7 +151,7 @@ def test_one_large_column_does_not_drown_the_others(variant: Variant) -> None:
     assert_within(variant, y, x, weight)
 
 
-@pytest.mark.thinned(8)
+@sampled(5)
 @all_families
 def test_sums_of_a_group_may_leave_halfs_range(variant: Variant) -> None:
     x = np.abs(normal(variant)) + 6000  # 32 of them: 192000
@@ -211,7 +210,7 @@ def test_zeros_on_either_side_give_zeros(variant: Variant) -> None:
     np.testing.assert_array_equal(compute(variant, large, zero), 0)
 
 
-@pytest.mark.thinned(9)
+@sampled(5)
 @all_families
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 77, K - 1])
@@ -283,7 +282,7 @@ def test_subnormal_scales_are_numbers(variant: Variant) -> None:
     assert_within(variant, y, x, weight)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_byte_of_zero_is_zero(bits: int, layout: str) -> None:

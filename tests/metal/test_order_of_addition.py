@@ -16,15 +16,11 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, launches, orders, strategies
 from support.drawn_arrays import run
-from support.grids import drawn
+from support.profiles import drawn
 from support.ragged_problems import RAGGED, in_float32
+from support.trace_mode import needs_kernels
 
-pytestmark = [
-    pytest.mark.metal,
-    pytest.mark.skipif(
-        selection.backend() == "stock", reason="nothing here runs Metal kernels"
-    ),
-]
+pytestmark = [pytest.mark.metal, needs_kernels]
 
 
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
@@ -40,8 +36,8 @@ def test_all_strategies_add_in_ascending_k(problem: Problem) -> None:
 
 
 @drawn(
-    5,
-    30,
+    3,
+    20,
     plan=strategies.runnable_plans(dtypes=st.just("float32"), atomic=False).filter(
         lambda plan: plan.subtract
     ),
@@ -55,8 +51,8 @@ def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
 
 
 @drawn(
-    6,
-    30,
+    4,
+    20,
     plan=strategies.runnable_plans(
         dtypes=st.just("float32"), atomic=False, batches=strategies.BATCHES
     ).filter(lambda plan: plan.subtract),

@@ -2,16 +2,14 @@
 
 import pytest
 
-import metal_emulator
 import recorded_bits
 from mlx_marlin import state
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 @pytest.mark.parametrize(("chip", "architecture"), recorded_bits.CHIPS)
 def test_results_have_the_recorded_bits(
     chip: str, architecture: str, monkeypatch: pytest.MonkeyPatch

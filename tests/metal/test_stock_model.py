@@ -41,13 +41,7 @@ FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 def floats(mode: str, m: int, n: int, k: int) -> Problem:
     bits, group_size = FLOATS[mode]
     return Problem(
-        m=m,
-        n=n,
-        k=k,
-        mode=mode,
-        bits=bits,
-        group_size=group_size,
-        scale_dtype="uint8",
+        m=m, n=n, k=k, mode=mode, bits=bits, group_size=group_size, scale_dtype="uint8"
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import metal_emulator
 from metal_emulator import cache
 from metal_emulator.compiling import build, compiler
+from support.marks import needs_emulator
 from support.processes import run_python
 
 
@@ -192,9 +192,7 @@ print(path.exists(), path)
 KERNEL = '#include "kernel.h"\nextern "C" void mslemu_kernel() { VALUE; }\n'
 
 
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+@needs_emulator
 def test_a_planted_library_is_not_used(root: Path) -> None:
     found = compiler.find()
     assert found is not None

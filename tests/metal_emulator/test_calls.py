@@ -19,11 +19,10 @@ import metal_emulator
 from metal_emulator import CompileError, EmulatorError, emulated, metal_kernel
 from metal_emulator.dispatch import record
 from metal_emulator.memory import POOL_REGIONS
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, HALVES, Size, each_thread, run, to_numpy
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 DTYPES = [
     mx.bool_,
@@ -382,9 +381,7 @@ def test_replacing_the_stock_function_does_not_recurse(
     assert mx.array_equal(call(kernel)[0], 2 * FLOATS[:32])
 
 
-def test_verbose_prints_the_generated_text(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_verbose_prints_the_generated_text(capsys: pytest.CaptureFixture[str]) -> None:
     call(copy_kernel(), verbose=True)
 
     assert "[[kernel]] void custom_kernel_copy_float_float(" in capsys.readouterr().out
@@ -399,11 +396,7 @@ def test_the_signature_that_mlx_closes_too_early_is_named() -> None:
     )
 
     with pytest.raises(CompileError, match="mention an attribute in the source"):
-        call(
-            kernel,
-            output_shapes=[(1,), (1,)],
-            output_dtypes=[mx.float32, mx.float32],
-        )
+        call(kernel, output_shapes=[(1,), (1,)], output_dtypes=[mx.float32, mx.float32])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

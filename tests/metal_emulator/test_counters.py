@@ -8,13 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import metal_emulator
 from metal_emulator import Counters, emulated, trace
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, run
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 BYTES = mx.arange(256).astype(mx.uint8)
 
@@ -178,12 +176,7 @@ def test_atomics_are_counted_by_lane() -> None:
     """
 
     counters = counted(
-        source,
-        grid=96,
-        shape=(8,),
-        dtype=mx.uint32,
-        atomic_outputs=True,
-        init_value=0,
+        source, grid=96, shape=(8,), dtype=mx.uint32, atomic_outputs=True, init_value=0
     )
 
     assert counters.of("out").atomics == 15

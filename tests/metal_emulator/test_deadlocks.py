@@ -12,11 +12,11 @@ import pytest
 
 import metal_emulator
 from metal_emulator import EmulatorError, emulated
+from support.marks import needs_emulator
 from support.metal_sources import each_thread, run
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 GROUPS = 8
 ATOMICS = "device atomic_uint* flags = (device atomic_uint*)out;\n"
@@ -50,11 +50,7 @@ MODES = pytest.mark.parametrize("trace", [False, True])
 def waits(source: str, groups: int = GROUPS, threads: int = 32) -> mx.array:
     """The output of a kernel that begins with zeros, as integers."""
     out = run(
-        source,
-        grid=threads * groups,
-        threadgroup=threads,
-        name="bug",
-        init_value=0,
+        source, grid=threads * groups, threadgroup=threads, name="bug", init_value=0
     )
     return mx.array(out).view(mx.uint32)
 
@@ -151,7 +147,7 @@ def test_a_loop_that_reads_an_atomic_often_is_no_livelock() -> None:
     assert out.tolist()[8:] == [1] * 8
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @MODES
 @pytest.mark.parametrize(
     "loop",

@@ -10,16 +10,14 @@ import mlx.core as mx
 import pytest
 from hypothesis import strategies as st
 
-import metal_emulator
 from metal_emulator import CompileError, EmulatorError, emulated
 from metal_emulator.compiling import compiler
-from support.grids import drawn
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, HALVES, each_thread, run
+from support.profiles import drawn
 
 pytestmark = [
-    pytest.mark.skipif(
-        metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-    ),
+    needs_emulator,
     pytest.mark.skipif(
         sys.platform == "darwin",
         reason="lines come from DWARF in ELF files: on macOS reports have none",
@@ -64,7 +62,7 @@ def test_far_accesses_are_reported(index: int) -> None:
     assert f"read outside buffer 'a' (256 bytes), at byte {4 * index}" in message
 
 
-@drawn(30, 100, size=st.integers(8, 5000), offset=st.integers(0, 9))
+@drawn(30, 90, size=st.integers(8, 5000), offset=st.integers(0, 9))
 def test_the_first_byte_behind_16_is_guarded(size: int, offset: int) -> None:
     a = mx.arange(size + offset).astype(mx.uint8)[offset:]
     mx.eval(a)
@@ -318,11 +316,7 @@ def test_a_simdgroup_operation_against_a_barrier_is_reported() -> None:
 
 @pytest.mark.parametrize(
     "operation",
-    [
-        "simdgroup_multiply(m, m, m)",
-        "simdgroup_load(m, a)",
-        "simdgroup_store(m, out)",
-    ],
+    ["simdgroup_multiply(m, m, m)", "simdgroup_load(m, a)", "simdgroup_store(m, out)"],
 )
 def test_matrices_need_whole_simdgroups(operation: str) -> None:
     source = f"simdgroup_float8x8 m(1.0f);\n{operation};"

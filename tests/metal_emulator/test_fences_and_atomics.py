@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import metal_emulator
 from metal_emulator import EmulatorError, emulated
+from support.marks import needs_emulator
 from support.trace_mode import report, traced
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 LAST_GROUP = """
 uint i = thread_index_in_threadgroup;

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from metal_emulator.compiling import limited
-from support.grids import drawn
+from support.marks import needs_emulator
 from support.metal_sources import each_thread, run
+from support.profiles import drawn
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 TABLE = (3, -7, 0, 2**31 - 1, -(2**31), 11)
 HEADER = (
     f"constant int table[{len(TABLE)}] = {{{', '.join(map(str, TABLE))}}};\n"
@@ -86,8 +85,7 @@ def larger(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression
     )
     choices = st.builds(
         lambda a, b, c: Expression(
-            f"({a.text} ? {b.text} : {c.text})",
-            lambda: b.get() if a.get() else c.get(),
+            f"({a.text} ? {b.text} : {c.text})", lambda: b.get() if a.get() else c.get()
         ),
         *(inner, inner, inner),
     )
@@ -97,7 +95,7 @@ def larger(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression
 EXPRESSIONS = st.recursive(literals(), larger, max_leaves=6)
 
 
-@drawn(25, 400, expression=EXPRESSIONS)
+@drawn(25, 75, expression=EXPRESSIONS)
 def test_an_initializer_has_its_value_or_is_refused(expression: Expression) -> None:
     """Clang wraps what overflows; that runs nothing either."""
     header = f"{HEADER}constant int value = {expression.text};\n"
@@ -177,7 +175,7 @@ def limits() -> Iterator[None]:
 @pytest.mark.usefixtures("limits")
 @drawn(
     15,
-    200,
+    40,
     bomb=st.sampled_from(BOMBS),
     size=st.integers(0, 40),
     how=st.sampled_from(["run", "traced", "checked"]),

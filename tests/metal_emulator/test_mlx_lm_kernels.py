@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.models import gated_delta, ssm
 
 import metal_emulator
+from support.profiles import sampled
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Of the largest element: a rounding of the result, and float32 sums in any order."""
@@ -91,7 +92,7 @@ def agree(module: ModuleType, dtype: mx.Dtype, arguments: dict[str, Any]) -> Non
     close(state, expected_state, mx.float32)
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("vector", [False, True])
 def test_gated_delta_is_its_operations(
@@ -125,7 +126,7 @@ def test_gated_delta_leaves_masked_steps_out(gated: ModuleType, vector: bool) ->
     close(state, expected_state, mx.float32)
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ssm_is_its_operations(

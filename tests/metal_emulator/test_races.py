@@ -5,15 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import metal_emulator
 from metal_emulator import EmulatorError, emulated
-from support.grids import drawn
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, run
+from support.profiles import drawn
 from support.trace_mode import report, traced
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 HAND_OVER = """
 threadgroup float tile[64];
@@ -343,12 +341,7 @@ def test_atomics_do_not_race_with_atomics() -> None:
     source = "atomic_fetch_add_explicit(out, 1u, memory_order_relaxed);"
 
     out = traced(
-        source,
-        grid=256,
-        shape=(8,),
-        dtype=mx.uint32,
-        atomic_outputs=True,
-        init_value=0,
+        source, grid=256, shape=(8,), dtype=mx.uint32, atomic_outputs=True, init_value=0
     )
 
     assert out[0] == 256

@@ -14,13 +14,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator import EmulatorError, emulated, engine
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, each_thread, run
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 ENDLESS = "volatile float x = 0;\nwhile (true) { x = x + 1; }"
 SERIES = """

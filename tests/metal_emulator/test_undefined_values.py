@@ -4,7 +4,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator import (
     CompileError,
     EmulatorError,
@@ -12,11 +11,10 @@ from metal_emulator import (
     check_text,
     emulated,
 )
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, run
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 MISALIGNED = "const device float4* p = (const device float4*)(a + OFFSET);"
 

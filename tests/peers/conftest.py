@@ -1,6 +1,7 @@
 """The headers under test, and the table of what was measured."""
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,66 +11,25 @@ import metal_emulator
 from peers import llama_cpp, mlx_headers
 
 
-@pytest.fixture(scope="session")
-def affine_header() -> str:
-    return mlx_headers.affine()
+def _header(*files: str) -> Any:
+    """Returns a fixture: the text of some of MLX's headers."""
+
+    @pytest.fixture(scope="session")
+    def header() -> str:
+        return mlx_headers.flattened(mlx_headers.downloaded(), *files)
+
+    return header
 
 
-@pytest.fixture(scope="session")
-def fp_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm.h",
-        "quantized_utils.h",
-        "fp_quantized.h",
-    )
-
-
-@pytest.fixture(scope="session")
-def affine_nax_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm_nax.h",
-        "quantized_utils.h",
-        "quantized_nax.h",
-    )
-
-
-@pytest.fixture(scope="session")
-def fp_nax_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm_nax.h",
-        "quantized_utils.h",
-        "fp_quantized_nax.h",
-    )
-
-
-@pytest.fixture(scope="session")
-def gemm_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm.h",
-        "steel/gemm/kernels/steel_gemm_fused.h",
-    )
-
-
-@pytest.fixture(scope="session")
-def gemm_nax_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm_nax.h",
-        "steel/gemm/kernels/steel_gemm_fused_nax.h",
-    )
-
-
-@pytest.fixture(scope="session")
-def thin_header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(),
-        "steel/gemm/gemm_nax.h",
-        "steel/gemm/kernels/steel_gemm_thin_nax.h",
-    )
+GEMM, GEMM_NAX = "steel/gemm/gemm.h", "steel/gemm/gemm_nax.h"
+KERNELS = "steel/gemm/kernels/steel_gemm"
+affine_header = _header(GEMM, "quantized_utils.h", "quantized.h")
+fp_header = _header(GEMM, "quantized_utils.h", "fp_quantized.h")
+affine_nax_header = _header(GEMM_NAX, "quantized_utils.h", "quantized_nax.h")
+fp_nax_header = _header(GEMM_NAX, "quantized_utils.h", "fp_quantized_nax.h")
+gemm_header = _header(GEMM, f"{KERNELS}_fused.h")
+gemm_nax_header = _header(GEMM_NAX, f"{KERNELS}_fused_nax.h")
+thin_header = _header(GEMM_NAX, f"{KERNELS}_thin_nax.h")
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import PARTITIONS, STRATEGIES, Strategy
 from support.processes import run_python
+from support.profiles import sampled
 from support.strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems
 
 M3_MAX = Device.named("Apple M3 Max")
@@ -30,7 +31,7 @@ LARGE = problems(max_m=300, max_n=40_000, max_k=30_000, formats=ANY_FORMAT)
 STREAMS = ("stream_k", "hybrid")
 
 
-@pytest.mark.thinned(9)
+@sampled(9)
 @pytest.mark.parametrize("chip", KNOWN_DEVICES, ids=lambda chip: chip.variant)
 @given(problem=LARGE)
 def test_every_chip_gets_a_plan_for_every_problem(

@@ -266,10 +266,7 @@ WIDE = replace(data_parallel(3, 2), strategy="hytis", whole=1)
             {"work": WIDE, "simdgroups_n": 2, "simdgroups_k": 3},
             ["simdgroups_n=2", "simdgroups_k=3"],
         ),
-        (
-            {"work": WIDE, "simdgroups_n": 4, "simdgroups_k": 4},
-            ["whole=1", "n=128"],
-        ),
+        ({"work": WIDE, "simdgroups_n": 4, "simdgroups_k": 4}, ["whole=1", "n=128"]),
         (
             {"work": WIDE, "simdgroups_n": 2, "simdgroups_k": 2, "tile": Tile(m=16)}
             | {"fragments_m": 2, "problem": Problem(m=32, n=128, k=128)},
@@ -331,10 +328,7 @@ INVARIANT = Problem(m=8, n=128, k=128, invariant=True)
     [
         ({"subtract": False}, "subtract=False"),
         (
-            {
-                "work": replace(TWO_SLICES, strategy="stripe"),
-                "reduction": "workspace",
-            },
+            {"work": replace(TWO_SLICES, strategy="stripe"), "reduction": "workspace"},
             "strategy='stripe'",
         ),
         ({"work": TWO_SLICES, "reduction": "atomic"}, "reduction='atomic'"),

@@ -19,6 +19,7 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS
+from support.profiles import sampled
 
 GENERATIONS = ("M1 Max", "M2", "M3 Max", "M4 Pro", "M5 Max")
 GATED = Epilogue(activation="silu", gated=True)
@@ -56,7 +57,7 @@ def every_problem() -> Iterator[Problem]:
                 )
 
 
-@pytest.mark.thinned(5)
+@sampled(5)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
@@ -76,7 +77,7 @@ def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
     assert count > 10_000 / PARTS
 
 
-@pytest.mark.thinned(5)
+@sampled(5)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_plan_of_experts_has_its_registers(chip: str, part: int) -> None:

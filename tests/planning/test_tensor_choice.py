@@ -21,6 +21,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from support.profiles import sampled
 
 M5 = Device.named("M5")
 M5_PRO = Device.named("M5 Pro")
@@ -49,7 +50,7 @@ def test_8_and_16_rows_are_predicted_half_as_fast_again_as_stock_mlx(
         assert (kernel_of(problem, device) == "gemm_tensor") == (m == 16)
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize("device", [M5_MAX, M5_PRO, M5], ids=lambda device: device.name)
 @pytest.mark.parametrize(("n", "k"), [*LARGE, *SMALL])
 def test_no_number_of_rows_is_predicted_to_lose(n: int, k: int, device: Device) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mlx_marlin.planning.work.division import MOST_GROUPS, locality_groups
 from mlx_marlin.planning.work.tiles import Split, tile_position
 from mlx_marlin.planning.work.work import Work, balanced_cut, ceil_cut
-from support.grids import drawn
+from support.profiles import drawn
 from support.strategies import works
 
 SMALL = works()
@@ -51,7 +51,7 @@ def counts_of(work: Work) -> list[int]:
     return [int(each) for each in np.bincount(painted, minlength=work.threadgroups)]
 
 
-@drawn(50, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
     owners = owners_of(work)
 
@@ -59,7 +59,7 @@ def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
     assert np.all(owners < work.threadgroups)
 
 
-@drawn(100, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     spaces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for threadgroup in range(work.threadgroups):
@@ -79,7 +79,7 @@ def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     assert (line[0][0], line[-1][1]) == (0, work.total)
 
 
-@drawn(100, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_no_split_is_shorter_than_the_minimum_unless_its_tile_is(work: Work) -> None:
     least = min(work.minimum, work.k_tiles)
 
@@ -87,7 +87,7 @@ def test_no_split_is_shorter_than_the_minimum_unless_its_tile_is(work: Work) -> 
         assert all(split.k_tile_count >= least for _, split in splits)
 
 
-@drawn(50, 1000, work=works(strategies=("stripe", "split_k")))
+@drawn(30, 300, work=works(strategies=("stripe", "split_k")))
 def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     if work.partition == "ceil":
         work = replace(work, partition="balanced")
@@ -108,7 +108,7 @@ def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     assert not any(units[len(busy) :])
 
 
-@drawn(50, 1000, work=STREAMS)
+@drawn(30, 300, work=STREAMS)
 def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> None:
     tail = work.tiles - work.whole
     space = tail // work.groups * work.k_tiles
@@ -127,7 +127,7 @@ def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> Non
                 assert abs(end - begin - space / ranges) < 1
 
 
-@drawn(50, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_slots_of_a_tile_count_its_splits_in_ascending_k(work: Work) -> None:
     for splits in splits_of_tiles(work).values():
         slots = [split.slot for _, split in splits]
@@ -136,7 +136,7 @@ def test_slots_of_a_tile_count_its_splits_in_ascending_k(work: Work) -> None:
         assert len(splits) <= work.slots
 
 
-@drawn(50, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_the_threadgroups_of_a_tile_are_those_that_have_it(work: Work) -> None:
     found = splits_of_tiles(work)
 
@@ -144,7 +144,7 @@ def test_the_threadgroups_of_a_tile_are_those_that_have_it(work: Work) -> None:
         assert work.threadgroups_of(tile) == [index for index, _ in found[tile]]
 
 
-@drawn(50, 1000, work=SMALL, data=st.data())
+@drawn(30, 300, work=SMALL, data=st.data())
 def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     work: Work, data: st.DataObject
 ) -> None:
@@ -160,7 +160,7 @@ def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     assert begin <= first + position < end
 
 
-@drawn(50, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_counts_are_those_of_the_painted_work(work: Work) -> None:
     counts = counts_of(work)
     pieces = sum(map(len, splits_of_tiles(work).values()))
@@ -175,7 +175,7 @@ def test_counts_are_those_of_the_painted_work(work: Work) -> None:
     assert work.total == sum(counts)
 
 
-@drawn(100, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
     most = max(len([*work.splits(each)]) for each in range(work.threadgroups))
 
@@ -184,7 +184,7 @@ def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
         assert work.is_single == (most == 1)
 
 
-@drawn(50, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
     most = max(map(len, splits_of_tiles(work).values()))
 
@@ -195,7 +195,7 @@ def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
     assert work.slots == 1 or work.is_split
 
 
-@drawn(100, 1000, work=SMALL)
+@drawn(30, 300, work=SMALL)
 def test_a_split_knows_its_role(work: Work) -> None:
     for splits in splits_of_tiles(work).values():
         last = len(splits) - 1
@@ -206,7 +206,7 @@ def test_a_split_knows_its_role(work: Work) -> None:
             assert split.requires_fixup == (last > 0)
 
 
-@drawn(100, 1000, work=STREAMS)
+@drawn(30, 300, work=STREAMS)
 def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
     owners = owners_of(work)
     tail = owners[work.whole :]
@@ -223,7 +223,7 @@ def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
     )
 
 
-@drawn(100, 1000, tiles=st.integers(1, 500), threadgroups=st.integers(1, 500))
+@drawn(30, 300, tiles=st.integers(1, 500), threadgroups=st.integers(1, 500))
 def test_locality_groups_are_the_most_that_divide_both(
     tiles: int, threadgroups: int
 ) -> None:
@@ -337,7 +337,7 @@ def test_a_cut_near_a_border_moves_to_the_nearer_one() -> None:
     assert work.idle == 2
 
 
-@drawn(100, 1000, units=st.integers(1, 2000), parts=st.integers(1, 300))
+@drawn(30, 300, units=st.integers(1, 2000), parts=st.integers(1, 300))
 def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> None:
     each = ceil(units / parts)
 
@@ -345,7 +345,7 @@ def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> No
         assert ceil_cut(part, parts, units) == min(part * each, units)
 
 
-@drawn(100, 1000, total=st.integers(1, 10_000), parts=st.integers(1, 300))
+@drawn(30, 300, total=st.integers(1, 10_000), parts=st.integers(1, 300))
 def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
     cuts = [balanced_cut(part, parts, total) for part in range(parts + 1)]
     lengths = [end - begin for begin, end in pairwise(cuts)]

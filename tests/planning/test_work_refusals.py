@@ -65,11 +65,7 @@ def work_of(base: str, **fields: object) -> Work:
             {"tiles": 100_000, "slices": 1, "threadgroups": 70_000},
             ["num_threadgroups=70000 does not divide 100000", "65535"],
         ),
-        (
-            "stripe",
-            {"threadgroups": 65536},
-            ["num_threadgroups=65536", "and 65535"],
-        ),
+        ("stripe", {"threadgroups": 65536}, ["num_threadgroups=65536", "and 65535"]),
         (
             "stream_k",
             {"tiles": 10_000, "threadgroups": 80_001, "groups": 1},

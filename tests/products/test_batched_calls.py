@@ -19,12 +19,12 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import oracles
 from support.arguments import K, N, activations, weight
+from support.choose import Choose
 from support.format_cases import OF_MLX, Weight, any_weight
-from support.grids import drawn
+from support.profiles import drawn, sampled
 from support.strategies import broadcast
 
 Shape = tuple[int, ...]
-Choose = Callable[[str | None], None]
 
 
 def weights(*batch: int, n: int = N, k: int = K, **options: Any) -> list[mx.array]:
@@ -48,8 +48,8 @@ def _kernels() -> Any:
 
 @pytest.mark.usefixtures("_kernels")
 @drawn(
-    15,
-    60,
+    9,
+    45,
     shapes=broadcast(),
     mode=st.sampled_from(["affine", "affine", "mxfp4"]),
     n=st.sampled_from([1, 31, 40]),
@@ -116,7 +116,7 @@ def test_rows_that_share_a_weight_share_its_reading(ran: list[Plan], kind: str) 
     assert oracles.error(y, expected) < 1e-6
 
 
-@pytest.mark.thinned(6)
+@sampled(3, 12)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("mode", "bits", "group_size"), OF_MLX)
 def test_every_format_of_mlx_comes_in_batches(
@@ -142,12 +142,7 @@ def test_linear_finishes_a_batch(of_w: Shape) -> None:
     )
 
     y = mlx_marlin.linear(
-        x,
-        *native,
-        bias=bias,
-        activation="silu",
-        multiply=multiply,
-        residual=residual,
+        x, *native, bias=bias, activation="silu", multiply=multiply, residual=residual
     )
 
     product = mx.quantized_matmul(x, *native)

@@ -11,16 +11,14 @@ import mlx_marlin
 from mlx_marlin import decision_log, state
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.plan import Plan
+from support.choose import Choose
 
-Choose = Callable[[str | None], None]
 N, K = 64, 128
 
 
 @pytest.fixture
 def logged(
-    ran: list[Plan],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    ran: list[Plan], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[[], list[str]]:
     """Returns the lines since its last call; NumPy computes in place of kernels."""
     monkeypatch.setenv(decision_log.ENVIRONMENT, "1")
@@ -159,9 +157,7 @@ def test_a_warm_call_does_not_ask(
 
 
 def test_a_process_without_standard_error_logs_nothing(
-    ran: list[Plan],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    ran: list[Plan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(decision_log.ENVIRONMENT, "1")
     state.reset()

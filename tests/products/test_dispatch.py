@@ -17,9 +17,9 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
+from support.choose import Choose
 from support.format_cases import OF_MLX, any_weight
-
-Choose = Callable[[str | None], None]
+from support.profiles import sampled
 
 
 def test_our_kernels_serve_what_is_theirs(ran: list[Plan]) -> None:
@@ -104,11 +104,9 @@ def test_stock_serves_what_is_not_ours_and_says_why(ran: list[Plan], kind: str) 
     assert mx.array_equal(y, expected)
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("arguments", ["native", "packed"])
-def test_without_a_back_end_stock_serves_everything(
-    backend: Choose, arguments: str
-) -> None:
-    backend("stock")
+def test_without_a_back_end_stock_serves_everything(arguments: str) -> None:
     x, native = activations(3, K), weight()
     weights = native if arguments == "native" else (pack(*native),)
 
@@ -166,7 +164,7 @@ def on_a_mac(
     return pretend
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @pytest.mark.parametrize(
     ("chip", "rows", "words"),
     [
@@ -233,9 +231,7 @@ def test_on_a_mac_a_call_on_the_cpu_is_stocks(on_a_mac: Callable[..., None]) -> 
 
 
 @pytest.mark.usefixtures("ran")
-def test_no_more_calls_are_kept_than_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_more_calls_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "MOST_CALLS", 2)
     x, native = activations(4, K), weight()
     packed = pack(*native)

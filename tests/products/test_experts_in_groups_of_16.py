@@ -1,7 +1,5 @@
 """Experts of integers in groups of 16, which stock MLX does not have."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,8 +9,9 @@ from mlx_marlin.products.packing import pack
 from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles
+from support.choose import Choose
+from support.profiles import sampled
 
-Choose = Callable[[str | None], None]
 EXPERTS, N, K = 4, 40, 128
 FORMATS = [("affine", 4), ("affine", 3), ("symmetric", 8), ("zero_point", 5)]
 LIMITS = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 1e-5}
@@ -45,7 +44,7 @@ def served_by(request: pytest.FixtureRequest, backend: Choose) -> str:
     return str(request.param)
 
 
-@pytest.mark.thinned(6)
+@sampled(3, 12)
 @formats
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.usefixtures("served_by")

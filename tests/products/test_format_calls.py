@@ -1,7 +1,5 @@
 """The public calls and layers answer as MLX's own for every scheme and width."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -14,6 +12,7 @@ from mlx_marlin.products.packing import quantize
 from mlx_marlin.products.reference.weight import as_mlx
 from mlx_marlin.weights.formats import FORMATS
 from support import format_cases, oracles
+from support.choose import Choose
 from support.format_calls import (
     FLOATING,
     ONE_EACH,
@@ -31,6 +30,7 @@ from support.format_calls import (
     quantized_as,
 )
 from support.format_cases import MLX_MODES, Weight
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels", "_the_same_numbers")
 
@@ -40,7 +40,7 @@ def _the_same_numbers() -> None:
     mx.random.seed(0)  # layers draw their weights
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @of_mlx
 def test_a_product_is_mlxs(mode: str, bits: int, group_size: int) -> None:
     options = options_of(mode, bits, group_size)
@@ -53,7 +53,7 @@ def test_a_product_is_mlxs(mode: str, bits: int, group_size: int) -> None:
         assert_close(mlx_marlin.quantized_matmul(X, *weight, **given), expected)
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), ONE_EACH)
 def test_a_packed_weight_knows_its_format(
     mode: str, bits: int, group_size: int
@@ -88,7 +88,7 @@ def test_defaults_of_a_mode_are_mlxs(mode: str, bits: int, group_size: int) -> N
     assert mx.array_equal(mlx_marlin.unpack(ours)[0], arrays[0])
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 8)
 @few
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_results_have_the_dtype_that_mlx_gives_them(
@@ -106,7 +106,7 @@ def test_results_have_the_dtype_that_mlx_gives_them(
     assert_close(packed, expected, rtol=1e-2)
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @few
 @layouts
 def test_an_epilogue_follows_any_format(
@@ -203,7 +203,7 @@ def test_formats_that_there_are_not_are_refused(
         mlx_marlin.pack(*arrays, biases, **options_of(mode, bits, group_size))
 
 
-@pytest.mark.thinned(4)
+@sampled(2, 6)
 @pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_a_scheme_of_ours_means_to_stock_what_it_means_to_us(
@@ -242,7 +242,7 @@ def row_of(group_size: int) -> int:
 )
 @pytest.mark.parametrize("transpose", [True, False])
 def test_without_kernels_stock_serves_a_format_of_ours(
-    backend: Callable[[str], None], mode: str, group_size: int, transpose: bool
+    backend: Choose, mode: str, group_size: int, transpose: bool
 ) -> None:
     k = row_of(group_size)
     weight = format_cases.any_weight(mode, 4, group_size, N, k, dtype="float16", seed=9)
@@ -259,7 +259,7 @@ def test_without_kernels_stock_serves_a_format_of_ours(
     assert oracles.error(y, oracles.exact(x) @ decoded) < 1e-2
 
 
-@pytest.mark.thinned(3)
+@sampled(1, 4)
 @pytest.mark.parametrize("group_size", PACKED_GROUPS)
 @pytest.mark.parametrize("mode", OURS)
 def test_a_group_size_of_ours_is_multiplied_and_has_gradients(

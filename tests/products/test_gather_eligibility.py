@@ -1,6 +1,5 @@
 """Which calls of `gather_qmm` are stock MLX's, and which are errors."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +11,6 @@ from mlx_marlin.products import serving
 from mlx_marlin.products.packing import pack
 from support.gather_calls import K, kind, weights
 
-Choose = Callable[[str | None], None]
-
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
@@ -24,12 +21,7 @@ Choose = Callable[[str | None], None]
         ({"bits": 7}, "mode='affine' with bits=7 is not one"),
         ({"has_global_scale": True}, "take no global scale"),
         (
-            {
-                "mode": "nvfp4",
-                "group_size": 16,
-                "x_shape": (5, 1, 1, 48),
-                "k": 48,
-            },
+            {"mode": "nvfp4", "group_size": 16, "x_shape": (5, 1, 1, 48), "k": 48},
             "k=48 is not a multiple of 64",
         ),
         ({"pairs": (0, 2)}, "nothing to add up"),
@@ -56,9 +48,9 @@ def test_calls_of_other_kinds_are_mlxs(packed: bool, transpose: bool) -> None:
     assert mx.array_equal(y, expected)
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("packed", [False, True])
-def test_without_kernels_stock_serves(backend: Choose, packed: bool) -> None:
-    backend("stock")
+def test_without_kernels_stock_serves(packed: bool) -> None:
     native = weights(4, 40, "affine", 4, 64, mx.float32)
     stored = (pack(*native),) if packed else native
     x, chosen = mx.random.normal((5, 1, 1, K)), mx.array([[0], [1], [2], [3], [0]])

@@ -19,11 +19,12 @@ from mlx_marlin.products.reference.weight import as_mlx
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles, strategies
 from support.gather_calls import DEVICES, LIMITS, Call, K, calls, weights
-from support.grids import drawn
+from support.profiles import drawn, sampled
+from support.trace_mode import emulator_only
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(10, 50, call=calls(), invariant=st.booleans())
+@drawn(6, 30, call=calls(), invariant=st.booleans())
 def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) -> None:
     is_sorted = call.chosen == sorted(call.chosen)
 
@@ -36,9 +37,7 @@ def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) ->
     assert oracles.error(y.squeeze(1), expected) < LIMITS[call.dtype]
 
 
-@pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
-)
+@emulator_only
 @drawn(3, 12, call=calls(), seed=st.integers(0, 99))
 def test_no_call_races_or_strays(call: Call, seed: int) -> None:
     import metal_emulator
@@ -47,9 +46,7 @@ def test_no_call_races_or_strays(call: Call, seed: int) -> None:
         mx.eval(call.run())
 
 
-@pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
-)
+@emulator_only
 @pytest.mark.parametrize("dot_rows", [0, 2])
 def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
     dot_rows: int,
@@ -80,7 +77,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(5, 25, call=calls(), seed=st.integers(0, 99))
+@drawn(3, 20, call=calls(), seed=st.integers(0, 99))
 def test_an_invariant_row_has_the_same_bits_in_any_company(
     call: Call, seed: int
 ) -> None:
@@ -185,7 +182,7 @@ def test_packed_weights_without_indices_are_chosen_in_turn() -> None:
     assert mx.allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
@@ -204,7 +201,7 @@ def test_rows_and_scales_of_two_dtypes_meet_as_in_mlx(
     assert mx.allclose(y, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("mode", "packed"),
@@ -288,7 +285,7 @@ FEW = [1, 2, 0, 2, 1, 2]
 """Experts that one row chose, two rows and three."""
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("layout", "mode", "bits"),

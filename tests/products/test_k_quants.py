@@ -1,7 +1,5 @@
 """Products with K-quants: on kernels, on stock MLX, as layers and as experts."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.problem import problem_of
 from support import format_cases, format_oracle, oracles
+from support.choose import Choose
 from support.format_cases import Weight
 from support.packed_codes import SEEDS, packed_of
 
@@ -60,7 +59,7 @@ def test_products_are_those_of_the_exact_weight(
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stock_mlx_serves_without_kernels_in_the_dtype_of_x(
-    bits: int, dtype: str, transpose: bool, backend: Callable[[str], None]
+    bits: int, dtype: str, transpose: bool, backend: Choose
 ) -> None:
     weight = weight_of(bits)
     x = rows(3, K if transpose else N, dtype=dtype)

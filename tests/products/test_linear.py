@@ -17,9 +17,9 @@ from mlx_marlin.products.layer_products import fused_linear
 from mlx_marlin.products.packing import pack
 from support import oracles
 from support.arguments import K, N, activations, weight
-from support.grids import drawn
+from support.choose import Choose
+from support.profiles import drawn
 
-Choose = Callable[[str | None], None]
 Record = Callable[..., list[str]]
 
 OPERANDS = ("bias", "multiply", "residual")
@@ -62,8 +62,8 @@ def assert_finished(y: mx.array, expected: mx.array, *, rounding: float) -> None
 
 @pytest.mark.usefixtures("kernels")
 @drawn(
-    6,
-    40,
+    4,
+    20,
     shape=st.sampled_from([(1,), (3,), (9,), (2, 5), (1, 1, 4)]),
     activation=st.sampled_from([*IN_MLX]),
     chosen=st.sets(st.sampled_from(OPERANDS)),
@@ -142,8 +142,8 @@ def test_rows_stand_in_any_shape_without_a_reshape(
     assert {*recorded(finished, x)} == {"CustomKernel"}
 
 
-def test_where_stock_serves_the_same_operations_follow(backend: Choose) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_where_stock_serves_the_same_operations_follow() -> None:
     x, native, given = activations(8, K), weight(), operands(8, dtype=mx.float32)
 
     y = mlx_marlin.linear(x, *native, activation="gelu", **given)
@@ -153,9 +153,9 @@ def test_where_stock_serves_the_same_operations_follow(backend: Choose) -> None:
     assert mx.array_equal(y, expected)
 
 
+@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("rows", [0, 3])
-def test_an_empty_sum_is_finished_too(rows: int, backend: Choose) -> None:
-    backend("stock")
+def test_an_empty_sum_is_finished_too(rows: int) -> None:
     x, (w, scales, biases) = mx.zeros((rows, 0)), weight()
     native = w[:, :0], scales[:, :0], biases[:, :0]
     given = operands(rows, dtype=mx.float32)
@@ -257,9 +257,8 @@ def test_an_invariant_row_has_the_same_bits_in_any_batch(packed: bool) -> None:
                 assert mx.array_equal(y[row - first], bits[0])
 
 
-def test_invariance_is_refused_where_stock_would_serve(backend: Choose) -> None:
-    backend("stock")
-
+@pytest.mark.usefixtures("stock")
+def test_invariance_is_refused_where_stock_would_serve() -> None:
     with pytest.raises(ValueError, match="invariant=True cannot be kept"):
         mlx_marlin.linear(activations(3, K), *weight(), invariant=True)
 

@@ -18,16 +18,15 @@ from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from support import drawn_arrays, epilogues, oracles, strategies
 from support.arguments import K, activations, weight
-from support.grids import drawn
+from support.choose import Choose
+from support.profiles import drawn, sampled
 from support.trace_mode import emulator_only
-
-Choose = Callable[[str | None], None]
 
 
 @pytest.mark.usefixtures("kernels")
 @drawn(
-    8,
-    40,
+    5,
+    24,
     shape=st.sampled_from([(1,), (2,), (9,), (0,), (2, 5), ()]),
     parts=st.lists(st.integers(1, 70), min_size=2, max_size=MOST_PARTS),
     biased=st.booleans(),
@@ -64,7 +63,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.thinned(1)
+@sampled(1)
 @emulator_only
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_strategy_stores_every_part(problem: Problem) -> None:
@@ -116,8 +115,8 @@ def test_all_parts_take_one_dispatch(
     assert graph(products, x) == ["CustomKernel"]
 
 
-def test_where_stock_serves_its_product_is_split(backend: Choose) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_where_stock_serves_its_product_is_split() -> None:
     x, native = activations(8, K), weight(n=96)
 
     found = mlx_marlin.linears(x, *native, parts=(32, 64))

@@ -21,13 +21,12 @@ from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles
 from support.arguments import K, N, activations
-from support.grids import drawn
 from support.oracles import Floats
+from support.profiles import drawn, sampled
 from support.strategies import ANY_FORMAT, Grouped, Shape, broadcast
 from support.trace_mode import emulator_only
 
 BOTH_WAYS = pytest.mark.parametrize("transpose", [True, False])
-Choose = Callable[[str | None], None]
 
 
 def packed_weights(
@@ -61,8 +60,8 @@ def _served_by(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.usefixtures("_served_by")
 @BOTH_WAYS
 @drawn(
-    6,
-    40,
+    4,
+    20,
     shapes=broadcast(),
     grouped=ANY_FORMAT,
     n=st.sampled_from([1, 31, 32, 40, 64]),
@@ -88,7 +87,7 @@ def test_any_shapes_are_broadcast_as_a_plain_product_would(
     assert np.linalg.norm(oracles.exact(y) - expected) <= 2e-6 * np.linalg.norm(terms)
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -110,7 +109,7 @@ def test_halves_are_within_what_halves_allow(
     assert (y.shape, y.dtype) == (stock.shape, stock.dtype)
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
 @pytest.mark.parametrize("n", [40, 64])
@@ -159,7 +158,7 @@ def test_only_weights_of_whole_tiles_are_one_below_each_other(
     assert oracles.error(y, plain(x, decoded, True)) < 1e-6
 
 
-@pytest.mark.thinned(3)
+@sampled(2)
 @emulator_only
 @pytest.mark.usefixtures("kernels")
 @BOTH_WAYS
@@ -182,7 +181,7 @@ def test_all_that_is_read_was_given(of_x: Shape, n: int, transpose: bool) -> Non
     assert (read.read_bytes, read.repeated_read_bytes) == (packed.words.nbytes, 0)
 
 
-@pytest.mark.thinned(4)
+@sampled(2)
 @pytest.mark.usefixtures("_served_by")
 @pytest.mark.parametrize("of_w", [(3,), (2, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("n", [40, 64])
@@ -229,7 +228,7 @@ def test_an_invariant_row_is_what_it_is_alone() -> None:
     assert mx.array_equal(shared[0], together[0, 0])
 
 
-@pytest.mark.thinned(5)
+@sampled(3)
 @BOTH_WAYS
 @pytest.mark.usefixtures("_served_by")
 @pytest.mark.parametrize("n", [40, 64])
@@ -243,9 +242,7 @@ def test_gradients_are_those_of_a_plain_product(
     w, scales, biases = mx.quantize(mx.random.normal((*of_w, n, K)))
     x = activations(*of_x, K if transpose else n)
 
-    def gradients(
-        product: Callable[..., mx.array],
-    ) -> tuple[mx.array, ...]:
+    def gradients(product: Callable[..., mx.array]) -> tuple[mx.array, ...]:
         def loss(x: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
             return (product(x, scales, biases) ** 2).sum()
 
@@ -350,8 +347,8 @@ def test_what_a_batch_cannot_do_is_refused() -> None:
         mlx_marlin.linears(x, packed, parts=(8, N - 8))
 
 
-def test_no_kernel_of_ours_means_stock_mlx_and_says_so(backend: Choose) -> None:
-    backend("stock")
+@pytest.mark.usefixtures("stock")
+def test_no_kernel_of_ours_means_stock_mlx_and_says_so() -> None:
     packed, decoded = packed_weights(2, 2)
     vector = activations(K)
 

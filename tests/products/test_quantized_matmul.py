@@ -14,8 +14,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products.packing import pack
 from support import oracles
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
-
-Choose = Callable[[str | None], None]
+from support.choose import Choose
 
 
 def assert_right(y: mx.array, x: mx.array, native: tuple[mx.array, ...]) -> None:
@@ -98,10 +97,7 @@ NO_SUM: dict[str, tuple[Callable[[], tuple[mx.array, ...]], tuple[int, ...]]] = 
     "no rows": (lambda: (activations(0, K), *weight()), (0, N)),
     "no rows, batched": (lambda: (activations(2, 0, K), *weight()), (2, 0, N)),
     "empty batch": (lambda: (activations(0, 2, K), *weight()), (0, 2, N)),
-    "no rows, many weights": (
-        lambda: (activations(0, K), *weight(batch=2)),
-        (2, 0, N),
-    ),
+    "no rows, many weights": (lambda: (activations(0, K), *weight(batch=2)), (2, 0, N)),
     "empty batch, many weights": (
         lambda: (activations(0, 2, 1, K), *weight(batch=2)),
         (0, 2, 1, N),
@@ -114,10 +110,7 @@ NO_SUM: dict[str, tuple[Callable[[], tuple[mx.array, ...]], tuple[int, ...]]] = 
         lambda: (activations(3, K), *(each[:0] for each in weight())),
         (3, 0),
     ),
-    "no k": (
-        lambda: (activations(3, 0), *(each[:, :0] for each in weight())),
-        (3, N),
-    ),
+    "no k": (lambda: (activations(3, 0), *(each[:, :0] for each in weight())), (3, N)),
 }
 
 

@@ -13,13 +13,14 @@ from mlx_lm.models.switch_layers import SwitchLinear
 import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.reference.shapeless import is_traced
+from support.choose import Choose
 
 N, K = 72, 256
 Call = Callable[[mx.array], mx.array]
 
 
 @pytest.fixture(autouse=True)
-def _stock(backend: Callable[[str], None]) -> None:
+def _stock(backend: Choose) -> None:
     backend("stock")
 
 

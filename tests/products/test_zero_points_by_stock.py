@@ -1,7 +1,5 @@
 """Stock MLX computes with the exact weights where biases cannot hold a zero point."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import oracles
+from support.choose import Choose
 from support.models import Layers
 
 N, K = 64, 256
@@ -19,7 +18,7 @@ CODES = [(251, "zero_point"), (128, "symmetric")]
 
 
 @pytest.fixture(autouse=True)
-def _stock(backend: Callable[[str | None], None]) -> None:
+def _stock(backend: Choose) -> None:
     backend("stock")
 
 

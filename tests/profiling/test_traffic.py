@@ -1,7 +1,6 @@
 """The bytes of products in every format, and what plans request."""
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,10 @@ from mlx_marlin.measure.profiling.traffic import OperandBytes, Traffic
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import CHANNEL
+from support.choose import Choose
 from support.format_cases import GROUPED, layouts_of, step_of
+from support.marks import needs_emulator
+from support.profiles import sampled
 
 M3_MAX = devices.named("M3 Max")
 FORMATS = [(*row, layout) for row in GROUPED for layout in layouts_of(*row)]
@@ -60,7 +62,7 @@ def test_operands_of_an_epilogue_count_too() -> None:
     assert found.total == problem.bytes
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize(
     ("m", "n", "k", "kernel"),
     [
@@ -72,11 +74,9 @@ def test_operands_of_an_epilogue_count_too() -> None:
         (24, 128, 512, "gemm_staged"),
     ],
 )
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+@needs_emulator
 def test_plans_request_what_the_emulator_counts(
-    backend: Callable[[str | None], None], m: int, n: int, k: int, kernel: str
+    backend: Choose, m: int, n: int, k: int, kernel: str
 ) -> None:
     backend("emulator")
     problem = problem_of(m, n, k, mode="mxfp8")  # each scale is one byte of each row

@@ -21,6 +21,7 @@ from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.products import repacking
+from support.choose import Choose
 
 M3_MAX = Device.named("M3 Max")
 US = 1e-6
@@ -90,9 +91,7 @@ class SimulatedMac:
 
 @pytest.fixture
 def mac(
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[SimulatedMac]:
     """Makes an M3 Max seem available; what it measures is kept in a test's folder."""
     simulated = SimulatedMac()

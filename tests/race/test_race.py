@@ -246,9 +246,7 @@ def test_time_that_is_over_leaves_the_rest_to_stock_until_the_next_load(
     assert [m for m, _ in mac.raced] == [*ROWS[2:4]]
 
 
-def test_a_race_that_dies_is_told_once_and_the_model_decides(
-    mac: SimulatedMac,
-) -> None:
+def test_a_race_that_dies_is_told_once_and_the_model_decides(mac: SimulatedMac) -> None:
     forget()
     mac.error = RuntimeError("the device was lost")
 

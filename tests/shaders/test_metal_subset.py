@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import metal_emulator
 from metal_emulator.language.tokens import Tokens
 from metal_emulator.static.text import _methods
 from mlx_marlin.backends.metal import source
 from support import matmul2d
+from support.marks import needs_emulator
 from support.metal_vocabulary import used, used_tensors
 from support.shader_variants import Variant, checked, covering_variants
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 MLX = json.loads((Path(__file__).parents[1] / "data" / "mlx_builtins.json").read_text())
 

@@ -4,14 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import metal_emulator
 from mlx_marlin.backends.metal import arguments
 from mlx_marlin.weights.formats import TILE_K, TILE_N, WIDTHS
 from support import shader_functions
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+pytestmark = needs_emulator
 
 LARGE = st.integers(0, 2**31 - 1)
 

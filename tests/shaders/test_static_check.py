@@ -14,6 +14,8 @@ from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.formats import CODES, FORMATS
 from support import launches
+from support.marks import needs_emulator
+from support.profiles import sampled
 from support.shader_variants import (
     EPILOGUES,
     OLDEST,
@@ -25,9 +27,7 @@ from support.shader_variants import (
     ordinary_variants,
 )
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 KERNELS = (
     "marlin_gemv",
@@ -157,7 +157,7 @@ def test_kernels_that_are_no_products_pass(
     metal_emulator.check(*names, text.source, text.header, calls=found, macos=OLDEST)
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_every_flag_of_an_epilogue_meets_every_value_of_a_body() -> None:
     flags = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
     for kernel in ("marlin_gemv_fused", "marlin_gemm_register_fused"):
@@ -176,7 +176,7 @@ def test_every_flag_of_an_epilogue_meets_every_value_of_a_body() -> None:
             assert all(values == whole for values in met.values()), (name, flag)
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_the_covering_set_leaves_no_pair_out() -> None:
     def met(variants: Sequence[Variant]) -> set[object]:
         return {(each.kernel, pair) for each in variants for pair in each.pairs}
@@ -186,7 +186,7 @@ def test_the_covering_set_leaves_no_pair_out() -> None:
     assert met(covering_variants()[:-1]) != every
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_every_format_is_among_them() -> None:
     def formats(variants: Sequence[Variant]) -> set[tuple[object, ...]]:
         names = ("MODE", "BITS", "GROUP", "PACKED")
@@ -205,7 +205,7 @@ def test_every_format_is_among_them() -> None:
         assert formats(of_kernel(kernel, every_variant())) == expected
 
 
-@pytest.mark.exhaustive
+@sampled(0, 0)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_instance_passes(kernel: str) -> None:
     variants = of_kernel(kernel, every_variant())

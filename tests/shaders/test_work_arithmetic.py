@@ -5,14 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import metal_emulator
 from mlx_marlin.planning.work.division import MOST_THREADGROUPS, MOST_UNEVEN
 from mlx_marlin.planning.work.work import Work
 from support import shader_functions
-
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
+from support.marks import needs_emulator
 
 
 class Guess:

@@ -19,7 +19,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator import metal_kernel
 from mlx_marlin import cache
 from mlx_marlin.backends import launcher
@@ -29,14 +28,7 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import dispatch
-from support import (
-    cuda_cases,
-    drawn_arrays,
-    epilogues,
-    format_cases,
-    oracles,
-    orders,
-)
+from support import cuda_cases, drawn_arrays, epilogues, format_cases, oracles, orders
 from support.cuda_cases import (
     EPSILON,
     GATED,
@@ -58,9 +50,6 @@ SHARED_LIMIT = 32 * 1024
 """Bytes of threadgroup memory that the emulator gives, as Metal does."""
 MOST_ALONG = 4
 """Warps along k where a way of dividing the work names none."""
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
-)
 
 Changes = dict[str, Callable[[str], str]]
 """By a file's name, what changes its text: planted bugs."""

@@ -35,24 +35,13 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import WIDTHS, data_parallel
 from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
 from mlx_marlin.planning.work.work import Work
-from mlx_marlin.weights.formats import (
-    CHANNEL,
-    DTYPE_BYTES,
-    FORMATS,
-    TILE_N,
-    Format,
-)
+from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.weights.formats import WIDTHS as WIDTHS_OF_CODES
 from support import format_cases, strategies
 
 DEMO_SHAPES = ((320, 320), (64, 320), (640, 320), (320, 640), (1024, 320))
 """n, k of the products of the demo's model."""
-SHAPES = (
-    *DEMO_SHAPES,
-    (1, 128),
-    (33, 256),
-    (128256, 4096),
-)
+SHAPES = (*DEMO_SHAPES, (1, 128), (33, 256), (128256, 4096))
 """n, k: the demo's, tiny and ragged ones, and that of a vocabulary."""
 ROWS = (1, 3, 5, 8, 16, 32, 64)
 """m: few rows, and tiles of every size."""
@@ -382,10 +371,7 @@ def _plans(body: Plan, epilogue: Epilogue) -> Iterator[Plan]:
     several = replace(problem, batch=2)
     yield replace(body, problem=several, work=data_parallel(4, work.k_tiles))
     run = replace(both, tiles=4)
-    for each in (
-        replace(several, n=problem.n - 1),
-        replace(fused, batch=2),
-    ):
+    for each in (replace(several, n=problem.n - 1), replace(fused, batch=2)):
         yield replace(body, problem=each, work=run)
     split = replace(split, tiles=4, threadgroups=8)
     for reduction, each in zip(reductions, (fused, problem), strict=True):

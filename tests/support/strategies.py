@@ -26,13 +26,7 @@ from mlx_marlin.planning.work.division import (
 )
 from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
 from mlx_marlin.planning.work.work import Work
-from mlx_marlin.weights.formats import (
-    CHANNEL,
-    DTYPE_BYTES,
-    FORMATS,
-    GROUPS,
-    LAYOUTS,
-)
+from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from support import format_cases
 from support.drawn_arrays import Native, arrays
 

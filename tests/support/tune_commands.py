@@ -1,6 +1,5 @@
 """What `mlx-marlin tune` measures and keeps, as tests see it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import Problem
-
-Choose = Callable[[str | None], None]
+from support.choose import Choose
 
 PROBLEM = Problem(m=4, n=64, k=256)
 

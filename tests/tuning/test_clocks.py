@@ -1,18 +1,18 @@
 """The tuner's clocks: wall time on a GPU, counters in the emulator."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 from metal_emulator.counters import Counters, Operation, Traffic
 from mlx_marlin.backends import launcher, planner, selection
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import clocks, counting, operands, timing, tuner
+from support.choose import Choose
+from support.marks import needs_emulator
 from support.timed_products import LARGE, M3_MAX, SMALL
 
 
@@ -72,12 +72,8 @@ def test_the_emulators_clock_is_a_function_of_counters() -> None:
     assert overlapped == pytest.approx(expected - 2 * level)
 
 
-@pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
-def test_the_emulator_counts_the_same_every_time(
-    backend: Callable[[str | None], None],
-) -> None:
+@needs_emulator
+def test_the_emulator_counts_the_same_every_time(backend: Choose) -> None:
     backend("emulator")
     clock = clocks.clock_of(DEFAULT)
 
@@ -99,21 +95,15 @@ def test_the_emulator_counts_the_same_every_time(
     assert min(split) - max(whole) > 1e-6
 
 
-def test_there_is_nothing_to_tune_without_our_kernels(
-    backend: Callable[[str | None], None],
-) -> None:
-    backend("stock")
-
+@pytest.mark.usefixtures("stock")
+def test_there_is_nothing_to_tune_without_our_kernels() -> None:
     with pytest.raises(ValueError, match="there is nothing to tune"):
         clocks.clock_of(DEFAULT)
 
 
 @pytest.mark.parametrize(("on", "chip"), [("metal", "M3 Max"), ("cuda", "NVIDIA H200")])
 def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
-    on: str,
-    chip: str,
-    backend: Callable[[str | None], None],
-    monkeypatch: pytest.MonkeyPatch,
+    on: str, chip: str, backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend(on)
     monkeypatch.setattr(selection, "missing", lambda: None)

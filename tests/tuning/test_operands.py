@@ -12,6 +12,7 @@ from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import operands, timing
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, format_of
+from support.profiles import sampled
 from support.timed_products import M3_MAX, exact_product
 
 
@@ -73,7 +74,7 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
                 assert operands.is_right(product, given), (dtype, layout, m)
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [

@@ -1,6 +1,5 @@
 """Calls use what was measured on this machine, and nothing else."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support.arguments import activations, weight
+from support.choose import Choose
 from support.processes import run_python
 from support.results import PROBLEM, measured
-
-Choose = Callable[[str | None], None]
 
 
 def result_of(problem: Problem) -> Result | None:
@@ -57,8 +55,7 @@ def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"epilogue": Epilogue(activation="silu", gated=True)}, {"norm": 1e-5}],
+    "change", [{"epilogue": Epilogue(activation="silu", gated=True)}, {"norm": 1e-5}]
 )
 def test_plans_of_gated_and_normalized_products_are_not_those_of_plain_ones(
     kept: Path, change: dict[str, Any]

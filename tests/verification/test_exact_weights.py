@@ -16,6 +16,7 @@ from support import format_cases
 from support.format_cases import Weight, any_weight
 from support.gguf_cases import CASES
 from support.gguf_files import random_tensor, write_gguf
+from support.profiles import sampled
 
 
 def stored(weight: Weight, order: np.ndarray | None = None) -> StoredWeight:
@@ -38,15 +39,11 @@ def whole(weight: ExactWeight) -> tuple[np.ndarray, np.ndarray]:
     return values, terms
 
 
-@pytest.mark.thinned(40)
+@sampled(24)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.GROUPED)
 @pytest.mark.parametrize("packed", [False, True])
 def test_every_format_is_decoded_exactly(
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    bits: int,
-    group_size: int,
-    packed: bool,
+    monkeypatch: pytest.MonkeyPatch, mode: str, bits: int, group_size: int, packed: bool
 ) -> None:
     monkeypatch.setattr(exact_weights, "MOST_WEIGHTS", 3000)  # 7 rows or so at a time
     k = 2 * format_cases.step_of(mode, bits, group_size)
@@ -115,8 +112,7 @@ def test_weights_of_gguf_are_those_of_its_own_package(
     ((_, read),) = [(each.name, each.read()) for each in gguf.read(tmp_path / "a.gguf")]
     assert not isinstance(read, mx.array)
     expected = dequantize(
-        np.frombuffer(tensor.data, np.uint8).reshape(24, -1),
-        GGMLQuantizationType[kind],
+        np.frombuffer(tensor.data, np.uint8).reshape(24, -1), GGMLQuantizationType[kind]
     )
 
     for weight in (read, PackedLayer(read.packed())):

@@ -1,7 +1,6 @@
 """Correct layers of every kind and format pass; wrong results are found and named."""
 
 import re
-from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -20,6 +19,7 @@ from mlx_marlin.products.packing import pack
 from support import format_cases, oracles
 from support.format_cases import any_weight
 from support.models import Layers, tiny_llama
+from support.profiles import sampled
 
 ROWS = (1, 8)
 
@@ -47,7 +47,7 @@ def model_of(layer: nn.Module, k: int, dtype: str) -> nn.Module:
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-@pytest.mark.thinned(6)
+@sampled(4)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "dtype"),
@@ -72,17 +72,13 @@ def test_a_packed_layer_passes_in_every_format(
     assert eight.limit < 4 * max(oracles.TOLERANCES[dtype], 2e-6)
 
 
-@pytest.mark.thinned(12)
+@pytest.mark.usefixtures("stock")
+@sampled(7)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), format_cases.OF_MLX)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_layer_of_mlx_passes_on_stock_mlx(
-    backend: Callable[[str | None], None],
-    mode: str,
-    bits: int,
-    group_size: int,
-    dtype: str,
+    mode: str, bits: int, group_size: int, dtype: str
 ) -> None:
-    backend("stock")
     layer, _ = linear(mode, bits, group_size, dtype)
     model = model_of(layer.to_stock(), layer.input_dims, dtype)
 

@@ -27,6 +27,7 @@ from support.format_cases import read_codes, write_codes
 from support.gguf_cases import CASES
 from support.gguf_files import Written, write_gguf
 from support.gguf_models import random_model, written_model
+from support.profiles import sampled
 
 NAME = "model.layers.1.mlp.up_proj"
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -116,7 +117,7 @@ def test_biases_that_mlxs_layout_rounds_pass(plain: Path, tmp_path: Path) -> Non
     assert 0 < max(relative) < 1e-3
 
 
-@pytest.mark.thinned(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [("affine", 4, 64), ("symmetric", 3, 32), ("mxfp4", 4, 32), ("affine", 8, 128)],

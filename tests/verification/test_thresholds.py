@@ -13,7 +13,7 @@ from mlx_marlin.lm.verification.thresholds import (
     quantization_limit,
 )
 from support import format_cases, oracles
-from support.grids import drawn
+from support.profiles import drawn
 
 FEATURES = 32
 
@@ -86,8 +86,8 @@ class Product:
 
 
 @drawn(
-    15,
-    300,
+    9,
+    100,
     seed=st.integers(0, 2**20),
     k=st.sampled_from([32, 64, 96, 320, 1024, 4128, 16384]),
     bits=st.sampled_from([1, 2, 4, 8]),
@@ -107,8 +107,8 @@ def test_a_sequential_sum_is_within_the_limit_and_ten_times_its_error_is_not(
 
 
 @drawn(
-    15,
-    300,
+    9,
+    100,
     seed=st.integers(0, 2**20),
     k=st.sampled_from([64, 512, 4096]),
     dtype=st.sampled_from([*ROUNDING]),
@@ -124,8 +124,8 @@ def test_weights_that_stock_mlx_rounds_are_within_the_limits(
 
 
 @drawn(
-    15,
-    300,
+    9,
+    100,
     seed=st.integers(0, 2**20),
     k=st.integers(1, 512).map(lambda count: 32 * count),
     dtype=st.sampled_from([*ROUNDING]),

@@ -10,17 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metal_emulator
-from mlx_marlin.backends import selection
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.format_cases import Variant, Weight
 from support.format_oracle import assert_close
-from support.trace_mode import emulator_only
+from support.profiles import sampled
+from support.trace_mode import emulator_only, needs_kernels
 
-kernels = pytest.mark.skipif(
-    selection.backend() == "stock", reason="nothing here runs Metal kernels"
-)
+kernels = needs_kernels
 VARIANTS = format_cases.VARIANTS
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 TABLE = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -50,7 +48,7 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
     assert_close(y, x, weight, subtract=variant.subtract, dtype=variant.dtype)
 
 
-@pytest.mark.thinned(7)
+@sampled(7)
 @kernels
 @variants
 @given(data=st.data())
@@ -63,7 +61,7 @@ def test_a_product_is_as_exact_as_promised(
     check_product(variant, shape, data.draw(st.integers(0, 99)))
 
 
-@pytest.mark.thinned(6)
+@sampled(6)
 @kernels
 @variants
 def test_a_large_product_is_as_exact_as_promised(variant: Variant) -> None:
@@ -81,7 +79,7 @@ def exact_in_float32(weight: Weight) -> Weight:
     return replace(weight, native=(words, *stored))
 
 
-@pytest.mark.thinned(6)
+@sampled(6)
 @kernels
 @variants
 def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:
@@ -123,7 +121,7 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
     return replace(weight, native=(words, *fitting))
 
 
-@pytest.mark.thinned(7)
+@sampled(7)
 @kernels
 @variants
 @given(data=st.data())
@@ -144,7 +142,7 @@ def test_integers_come_out_exactly(variant: Variant, data: st.DataObject) -> Non
     np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
-@pytest.mark.thinned(10)
+@sampled(10)
 @kernels
 @variants
 @given(data=st.data())
@@ -190,14 +188,14 @@ def check_decoding(variant: Variant) -> None:
     np.testing.assert_array_equal(oracles.exact(w), expected)
 
 
-@pytest.mark.thinned(8)
+@sampled(8)
 @kernels
 @pytest.mark.parametrize("variant", DECODED, ids=str)
 def test_a_weight_as_plain_numbers_is_rounded_once(variant: Variant) -> None:
     check_decoding(variant)
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @kernels
 @emulator_only
 @pytest.mark.parametrize("variant", DECODED, ids=str)
@@ -222,7 +220,7 @@ def test_the_covering_set_is_small_and_leaves_out_no_format() -> None:
 
 
 @kernels
-@pytest.mark.exhaustive
+@sampled(0, 0)
 @pytest.mark.parametrize("grouped", format_cases.GROUPED, ids=str)
 def test_every_instance_computes_and_decodes(grouped: tuple[str, int, int]) -> None:
     decoded = set()

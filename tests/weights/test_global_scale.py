@@ -1,6 +1,5 @@
 """nvfp4 weights with a global scale, through all kernels."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -15,7 +14,9 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
 from support import drawn_arrays, format_cases, launches, oracles
+from support.choose import Choose
 from support.format_cases import Variant, Weight
+from support.profiles import sampled
 from support.trace_mode import emulator_only
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -40,7 +41,7 @@ def with_scale(problem: Problem) -> Problem:
     return replace(problem, global_scale=True)
 
 
-@pytest.mark.thinned(4)
+@sampled(4)
 @variants
 def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
     m = 11 if variant.fragments else variant.rows
@@ -68,10 +69,7 @@ def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> N
     variant = replace(VARIANTS[0], layout=layout, dtype="float16", fragments=1)
     plan = variant.plan(11, N, K)
     plan = replace(
-        plan,
-        problem=with_scale(plan.problem),
-        kernel="gemm_staged",
-        buffers=buffers,
+        plan, problem=with_scale(plan.problem), kernel="gemm_staged", buffers=buffers
     )
     weight = weight_of(variant)
     x = format_cases.activations(11, K, dtype="float16", seed=2)
@@ -82,7 +80,7 @@ def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> N
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
-@pytest.mark.thinned(2)
+@sampled(2)
 @emulator_only
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
@@ -161,7 +159,7 @@ def test_the_epilogue_follows_it() -> None:
     assert oracles.error(y, total / (1 + np.exp(-total))) < 1e-3
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize("rows", [1, 6, 40])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("invariant", [False, True])
@@ -223,9 +221,7 @@ def test_gradients_know_it() -> None:
 
 
 @pytest.mark.parametrize("transpose", [True, False])
-def test_stock_serves_it_where_no_kernel_runs(
-    backend: Callable[[str], None], transpose: bool
-) -> None:
+def test_stock_serves_it_where_no_kernel_runs(backend: Choose, transpose: bool) -> None:
     # Without its scale the weight is so large that a half could not hold the product.
     packed = quantize(W, mode="nvfp4", global_scale=LARGEST)
     x = 16 * (X if transpose else X[..., :N])

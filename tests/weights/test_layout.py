@@ -1,4 +1,4 @@
-"""The packed layout's maps are inverse, and match the lanes of the shaders."""
+"""The packed layout has a place for every weight, which the shaders read there."""
 
 from itertools import product
 
@@ -13,8 +13,9 @@ from mlx_marlin.weights.layout import (
     position_of_weight,
     sizes,
     tile_words,
-    weight_at,
 )
+from support.packed_places import weights_of_tile
+from support.profiles import sampled
 
 ORDERS = ("k32", "k64")
 PLANES = (1, 2, 4, 8)
@@ -23,10 +24,10 @@ orders = pytest.mark.parametrize("order", ORDERS)
 planes = pytest.mark.parametrize("bits", PLANES)
 
 
-@pytest.mark.thinned(4)
+@sampled(4)
 @planes
 @orders
-def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
+def test_every_weight_has_a_place_of_its_own(order: str, bits: int) -> None:
     options = {"bits": bits, "order": order, "k_tiles": K_TILES}
     weights = [*product(range(32 * N_TILES), range(64 * K_TILES))]
 
@@ -34,7 +35,6 @@ def test_the_maps_are_inverse_bijections(order: str, bits: int) -> None:
 
     words = range(N_TILES * K_TILES * tile_words(bits))
     assert sorted(places) == [*product(words, range(0, 32, bits))]
-    assert weights == [weight_at(*each, **options) for each in places]
 
 
 @planes
@@ -161,11 +161,8 @@ def test_a_lane_decodes_the_weights_that_the_shader_means(
         chunk, inside = divmod(own, loaded)
         word = 32 * (words * step + loaded * chunk) + loaded * lane + inside
 
-        found = weight_at(
-            word, 16 * b + bits * slot, bits=bits, order=order, k_tiles=K_TILES
-        )
-
-        assert found == (8 * fragment + row, k)
+        place = word, 16 * b + bits * slot
+        assert weights_of_tile(bits, order)[place] == (8 * fragment + row, k)
 
 
 @planes
@@ -180,7 +177,7 @@ def test_a_step_stays_in_one_group_and_a_lane_in_one_of_16(
     for first in range(0, tile_words(bits), words_in_step):
         groups_of: dict[int, set[int]] = {}
         for place in product(range(first, first + words_in_step), range(0, 32, bits)):
-            _, k = weight_at(*place, bits=bits, order=order, k_tiles=1)
+            _, k = weights_of_tile(bits, order)[place]
             loaded = min(words_in_step // 32, 4)  # adjacent words of a lane
             lane = place[0] // loaded % 32
             key = lane if group_size == 16 else 0

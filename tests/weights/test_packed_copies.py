@@ -13,6 +13,7 @@ from mlx_marlin.products.packing import pack, quantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases
 from support.format_cases import GROUPED
+from support.profiles import sampled
 
 Copy = Callable[[PackedWeight], PackedWeight]
 COPIES: dict[str, Copy] = {
@@ -53,7 +54,7 @@ def assert_equal(found: PackedWeight, expected: PackedWeight) -> None:
             assert ours == theirs
 
 
-@pytest.mark.thinned(120)
+@sampled(120)
 @copies
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_a_copy_is_equal_in_every_format(

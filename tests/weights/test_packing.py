@@ -27,6 +27,7 @@ from support.packed_codes import (
     packed_of,
     weights,
 )
+from support.profiles import sampled
 
 
 @st.composite
@@ -98,7 +99,7 @@ def quantizers_seen_by_lanes(packed: PackedWeight) -> mx.array:
     return mx.stack(rows).reshape(32 * tiles_n, groups, each)
 
 
-@pytest.mark.thinned(18)
+@sampled(18)
 @grouped
 @given(data=st.data())
 @settings(max_examples=10)
@@ -130,7 +131,7 @@ def test_what_mlx_quantizes_comes_back(mode: str, bits: int, group_size: int) ->
         assert_same_bits(actual, expected)
 
 
-@pytest.mark.thinned(24)
+@sampled(24)
 @grouped
 @given(data=st.data())
 @settings(max_examples=3)
@@ -148,7 +149,7 @@ def test_lanes_see_every_code_and_zeros_beside_them(
     np.testing.assert_array_equal(seen, expected)
 
 
-@pytest.mark.thinned(60)
+@sampled(60)
 @of_groups
 @given(data=st.data())
 @settings(max_examples=3)
@@ -169,7 +170,7 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     assert not seen[:, groups:].any()
 
 
-@pytest.mark.thinned(60)
+@sampled(60)
 @grouped
 @given(batch=st.sampled_from([(1,), (3,), (2, 2)]), data=st.data())
 @settings(max_examples=3)

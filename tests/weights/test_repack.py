@@ -21,11 +21,11 @@ from mlx_marlin.weights import layout
 from mlx_marlin.weights.formats import WIDTHS, planes_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, launches, strategies
+from support.choose import Choose
 from support.format_cases import GROUPED, Integers
-from support.grids import drawn
+from support.packed_places import weights_of_tile
+from support.profiles import drawn, sampled
 from support.trace_mode import emulator_only
-
-Choose = Callable[[str | None], None]
 
 GROUP_SIZES = (16, 32, 64, 128)
 
@@ -35,9 +35,7 @@ def number_of_place(bits: int, group_size: int) -> Integers:
     """Returns the number, 64 * row + k, of each code stored in a plane of a tile."""
     order = layout.order_of_group(group_size)
     places = product(range(layout.tile_words(bits)), range(0, 32, bits))
-    codes = (
-        layout.weight_at(*place, bits=bits, order=order, k_tiles=1) for place in places
-    )
+    codes = (weights_of_tile(bits, order)[place] for place in places)
     return np.array([64 * row + k for row, k in codes])
 
 
@@ -81,7 +79,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @emulator_only
-@drawn(15, 60, weight=weights(), order=st.integers(0, 99))
+@drawn(15, 45, weight=weights(), order=st.integers(0, 99))
 def test_every_code_goes_to_its_place_and_comes_back(
     weight: dict[str, Any], order: int
 ) -> None:
@@ -107,7 +105,7 @@ def test_every_code_goes_to_its_place_and_comes_back(
 
 
 @emulator_only
-@drawn(15, 60, weight=weights())
+@drawn(15, 45, weight=weights())
 def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
     form = {key: weight[key] for key in ("n", "k", "bits", "group_size")}
     shape = (*weight["batch"], weight["n"], weight["k"] * weight["bits"] // 32)
@@ -145,7 +143,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
 
 
-@pytest.mark.thinned(40)
+@sampled(40)
 @emulator_only
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(
@@ -189,7 +187,7 @@ def test_strided_codes_are_moved_as_their_copies(
     assert mx.array_equal(to_rows(tiles, **form), rows)
 
 
-@pytest.mark.thinned(8)
+@sampled(8)
 @emulator_only
 @pytest.mark.parametrize("to", ["marlin", "mlx"])
 @pytest.mark.parametrize("group_size", [32, 64])

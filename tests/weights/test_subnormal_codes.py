@@ -15,7 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.backends import launcher, selection, source
+from mlx_marlin.backends import launcher, source
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -23,10 +23,10 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, launches, planted_text
 from support.format_cases import Variant
+from support.profiles import sampled
+from support.trace_mode import emulator_only
 
-pytestmark = pytest.mark.skipif(
-    selection.backend() != "emulator", reason="the emulator does not run here"
-)
+pytestmark = emulator_only
 
 FLUSHING = """
 template <typename A>
@@ -128,7 +128,7 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
     return bool(mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)))
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_products_keep_their_bits(
     variant: Variant, flushing: Callable[..., None]

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
-import metal_emulator
 from benchmarks import metal_tests
 from support.apple_tools import link_tools
+from support.marks import needs_emulator
 from support.processes import HANG_SECONDS
+from support.profiles import sampled
 
 ROOT = Path(__file__).parents[2]
 JOBS: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())[
@@ -31,9 +32,6 @@ JOBS: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_t
 MATRIX = {"matrix.shard": "1", "matrix.os": "macos-15", "matrix.architecture": ""}
 ADDOPTS = f"--rootdir={ROOT} -c {ROOT / 'pyproject.toml'}"
 SMALL = "tests/metal/test_block_kernels.py"
-needs_emulator = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 STAND_INS = {
@@ -187,7 +185,8 @@ def test_the_census_passes_with_the_stand_ins(walk: Walk) -> None:
     assert "4 instances, 0 failed" in done[-1].output
 
 
-@pytest.mark.thinned(1)
+@pytest.mark.slow
+@sampled(1)
 @pytest.mark.parametrize(
     ("planted", "status", "sentence"),
     [
@@ -205,7 +204,7 @@ def test_the_census_ends_red_with_a_sentence(
     assert sentence in census.output
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 @needs_emulator
 def test_the_job_for_metal_passes_in_the_emulator(walk: Walk) -> None:
     here = {"BACKEND": "emulator", "MLX_MARLIN_BACKEND": "emulator"}
@@ -228,8 +227,9 @@ def test_without_metal_the_job_says_so(walk: Walk) -> None:
         assert step.output.startswith("::error::there is no Metal device here")
 
 
+@pytest.mark.slow
 @needs_emulator
-@pytest.mark.thinned(1)
+@sampled(1)
 @pytest.mark.parametrize(
     ("body", "limit", "sentence"),
     [
@@ -257,6 +257,7 @@ def test_a_file_that_proves_nothing_ends_the_job(
     assert "simdgroup matrices work" in probe.output  # the machine is not to blame
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has Metal")
 def test_tests_on_another_back_end_end_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

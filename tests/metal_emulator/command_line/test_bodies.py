@@ -6,12 +6,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 from metal_emulator.command_line.main import main
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 ADD = "uint i = thread_position_in_grid.x; y[i] = x[i] + T(N) * s;"
 ARRAYS = ["--input", "x=4x8:float16:arange", "--output", "y=4x8:float16"]
@@ -75,10 +73,7 @@ def test_an_address_space_that_is_missing_is_told(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            ["--output", "y=4x8"],
-            "'4x8', expected an array such as 8x512:float16",
-        ),
+        (["--output", "y=4x8"], "'4x8', expected an array such as 8x512:float16"),
         (["--output", "y"], "--output 'y', expected NAME=VALUE"),
         (["--input", "x=half", *ARRAYS[2:]], "'half' is neither"),
         ([*ARRAYS, "--template", "T=half"], "--template 'T=half', expected an integer"),

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-import metal_emulator
 from metal_emulator.compiling import build, compiler, limited
+from support.marks import needs_emulator
+from support.profiles import sampled
 
 pytestmark = [
-    pytest.mark.skipif(
-        metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-    ),
+    needs_emulator,
     pytest.mark.skipif(sys.platform == "darwin", reason="reads the sizes of ELF files"),
 ]
 
@@ -79,7 +78,7 @@ def test_a_cache_folder_is_used_and_then_asked(
     assert not compilations[0].exists()
 
 
-@pytest.mark.thinned(3)
+@sampled(3)
 @pytest.mark.parametrize(
     "damage",
     [

@@ -11,16 +11,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator.compiling import build, clangs, compiler
 from mlx_marlin import cache
+from support.marks import needs_emulator
 from support.metal_sources import each_thread, to_numpy
 from support.processes import HANG_SECONDS
+from support.profiles import sampled
 
 pytestmark = [
-    pytest.mark.skipif(
-        metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-    ),
+    needs_emulator,
     pytest.mark.skipif(os.name != "posix", reason="the compilers here are scripts"),
 ]
 
@@ -242,7 +241,7 @@ def test_a_second_process_finds_the_compiler_without_running_it(
 SPECIAL = [1.5, -2.0, 0.0, float("nan"), float("inf"), -float("inf"), 3.0, -0.25]
 
 
-@pytest.mark.thinned(2)
+@sampled(2)
 @pytest.mark.parametrize("lacks_builtins", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 def test_a_nan_loses_against_a_number(

@@ -10,11 +10,11 @@ import pytest
 
 import metal_emulator
 from metal_emulator.compiling import limited
+from support.marks import needs_emulator
 from support.metal_sources import each_thread, run
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 Check = Callable[[str, str], object]
 
 DOUBLED = """
@@ -57,6 +57,7 @@ def checks(header: str, body: str) -> None:
     )
 
 
+@sampled(3)
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize(
     ("check", "header", "body"),

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-import metal_emulator
+from support.marks import needs_emulator
 from support.metal_cases import Values
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 
 def saturated(value: int, bits: int, signed: bool) -> int:

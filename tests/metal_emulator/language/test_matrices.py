@@ -4,13 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator import CompileError, check_text
+from support.marks import needs_emulator
 from support.metal_cases import Values, run_checked
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 TWO_BY_THREE = np.array([[1, 4], [2, 5], [3, 6]])
 """Two columns of three rows."""

@@ -7,20 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import metal_emulator
 from metal_emulator import emulated
+from support.marks import needs_emulator
 from support.metal_sources import FLOATS, each_thread, run
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 LANES = np.arange(32)
 QUADS = LANES.reshape(8, 4)
 QUAD_PRODUCTS = np.hstack([np.ones((8, 1)), (QUADS + 1).cumprod(1)[:, :3]])
 
 
-@pytest.mark.thinned(16)
+@sampled(16)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

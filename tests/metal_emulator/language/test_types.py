@@ -7,19 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-import metal_emulator
 from metal_emulator import CompileError, check_text
+from support.marks import needs_emulator
 from support.metal_cases import run_checked
 from support.metal_sources import FLOATS, HALVES, each_thread, run
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 halves = hnp.arrays(np.float16, 64, elements=st.floats(-100, 100, width=16))
 
 
-@pytest.mark.thinned(13)
+@sampled(13)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [
@@ -57,7 +56,7 @@ def test_vectors_are_built_and_converted_as_in_metal(
     assert each_thread(expression)[0] == expected
 
 
-@pytest.mark.thinned(14)
+@sampled(14)
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

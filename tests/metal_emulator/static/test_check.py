@@ -10,11 +10,10 @@ from metal_emulator import CompileError, check, check_text
 from metal_emulator.compiling import limited
 from metal_emulator.static import check as static_check
 from metal_emulator.static import messages
+from support.marks import needs_emulator
 from support.rule_mutants import MUTANTS, OBJECT, OF_TILE, Mutant
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 CALL: dict[str, Any] = {
     # few: fewer than eight elements, so MLX puts it in constant memory.
@@ -143,9 +142,7 @@ def test_every_fault_is_told_at_once_and_each_once() -> None:
     assert str(caught.value).count("at source line 4") == 3
 
 
-def test_many_instances_share_one_run_of_clang(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_instances_share_one_run_of_clang(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     stock = limited.run
     monkeypatch.setattr(

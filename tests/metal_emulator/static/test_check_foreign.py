@@ -8,12 +8,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import bitlinear_layers, gated_delta, ssm
 
-import metal_emulator
 from metal_emulator import check
+from support.marks import needs_emulator
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 DTYPES = pytest.mark.parametrize(
     "dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str
@@ -64,7 +63,7 @@ def gated(monkeypatch: pytest.MonkeyPatch, on_metal: Maker) -> ModuleType:
     return gated_delta
 
 
-@pytest.mark.thinned(8)
+@sampled(8)
 @DTYPES
 @pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("vector", [False, True])

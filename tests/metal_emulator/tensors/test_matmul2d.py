@@ -9,11 +9,11 @@ import pytest
 
 import metal_emulator
 from metal_emulator.modes import TENSOR_LAYOUTS
+from support.marks import needs_emulator
 from support.matmul2d import HEADER, OPERATION, Matmul
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 Numbers = npt.NDArray[np.float32]
 
@@ -40,7 +40,7 @@ def m5_index(operand: str, shape: Matmul, lane: int, element: int) -> tuple[int,
 @pytest.mark.parametrize("operand", ["left", "right", "destination"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.thinned(12)
+@sampled(12)
 def test_elements_lie_where_an_m5_holds_them(
     shape: tuple[int, int, int], transposed: bool, operand: str
 ) -> None:
@@ -97,7 +97,7 @@ def float32(array: mx.array) -> Numbers:
 @pytest.mark.parametrize("transpose_right", [False, True])
 @pytest.mark.parametrize("transpose_left", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.thinned(14)
+@sampled(14, 48)
 def test_product_adds_k_in_order(
     shape: tuple[int, int, int],
     transpose_left: bool,

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 import metal_emulator
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 HEADER = """
 #include <metal_tensor>

@@ -4,11 +4,10 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
+from support.marks import needs_emulator
 from support.matmul2d import HEADER, LOADS, OPERATION, RUN, STORES, Matmul
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 FENCE = "mem_flags::mem_device, memory_order_release, thread_scope_device"
 BODY = OPERATION + LOADS + RUN + STORES

@@ -4,11 +4,10 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
+from support.marks import needs_emulator
 from support.matmul2d import LOADS, OPERATION, RUN, STORES, Matmul
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 SMALL = Matmul(16, 32, 16)
 LANE = "uint lane = thread_position_in_threadgroup.x;\n"

@@ -1,0 +1,124 @@
+"""Profiles of Hypothesis: `quick` runs a sample of large grids, `full` a larger one.
+
+`make test` uses the first one, `make test-all` the second: `--hypothesis-profile full`.
+A third one, `every`, leaves nothing out and takes hours.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
+
+Test = Callable[..., None]
+
+
+def register() -> None:
+    """Registers the profiles and loads `quick`.
+
+    A kernel's first call compiles it, and other processes slow a machine down, so no
+    example is judged by its time. The parent is what Hypothesis took itself: its own
+    "ci" profile, always the same cases, under CI.
+    """
+    for name, examples in (("quick", 30), ("full", 100), ("every", 100)):
+        settings.register_profile(
+            name,
+            parent=settings.default,
+            max_examples=examples,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+    settings.load_profile("quick")
+
+
+def profile() -> str:
+    """Returns the name of the profile."""
+    # Hypothesis adds to it if a verbosity is asked for.
+    return settings.get_current_profile_name().split("-")[0]
+
+
+def drawn(
+    few: int, many: int, /, **inputs: SearchStrategy[Any]
+) -> Callable[[Test], Test]:
+    """Runs a test as `given` does, with another number of examples than the profile's.
+
+    Args:
+        few: Examples in the quick profile.
+        many: Examples in the others.
+        **inputs: The strategy of each argument; others are fixtures and parameters.
+    """
+    examples = settings(max_examples=few if profile() == "quick" else many)
+    return lambda test: examples(given(**inputs)(test))
+
+
+def sampled(few: int, many: int | None = None) -> Callable[[Test], Test]:
+    """Runs a sample of a test's parameter sets.
+
+    Args:
+        few: How many run in the quick profile.
+        many: How many run in the full one; None for three times as many, or more where
+            a parameter has more values.
+    """
+
+    def decorate(test: Test) -> Test:
+        test.sampled = few, many  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Returns the tests that do not run in the profile."""
+    families: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item.function, "sampled"):
+            family = item.nodeid.removesuffix(item.name) + item.originalname
+            families.setdefault(family, []).append(item)
+    quick = profile() == "quick"
+    out = {item for item in items if quick and item.get_closest_marker("slow")}
+    for cases in families.values() if profile() != "every" else ():
+        values = [
+            {name: repr(value) for name, value in case.callspec.params.items()}
+            for case in cases
+        ]
+        few, many = cases[0].function.sampled
+        if not quick:
+            most = max(
+                len({*each}) for each in zip(*map(dict.values, values), strict=True)
+            )
+            few = max(3 * few, most) if many is None else many
+        kept = representatives(values, few)
+        out |= {case for i, case in enumerate(cases) if i not in kept}
+    return out
+
+
+def representatives(cases: Sequence[Mapping[str, str]], number: int) -> set[int]:
+    """Returns the indices of cases that stand for all of them.
+
+    Each is the case with the most, and the rarest, values of parameters that no chosen
+    case has; of equal ones, the first that is not near a chosen one.
+
+    Args:
+        cases: Each parameter's value by its name.
+        number: How many cases to choose, if there are as many.
+    """
+    frequency = Counter(value for case in cases for value in case.items())
+    seen: set[tuple[str, str]] = set()
+    chosen: set[int] = set()
+    stretches: set[int] = set()
+
+    def gain(i: int) -> tuple[float, bool]:
+        new = [value for value in cases[i].items() if value not in seen]
+        return sum(1 / frequency[value] for value in new), stretch(i) not in stretches
+
+    def stretch(i: int) -> int:
+        return i * number // len(cases)
+
+    for _ in range(min(number, len(cases))):
+        best = max((i for i in range(len(cases)) if i not in chosen), key=gain)
+        chosen.add(best)
+        seen |= cases[best].items()
+        stretches.add(stretch(best))
+    return chosen
