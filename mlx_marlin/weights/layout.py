@@ -117,19 +117,6 @@ def position_of_weight(
     return (tile_n * k_tiles + tile_k) * tile_words(bits) + word, code * bits
 
 
-def weight_at(
-    word: int, bit: int, *, bits: int, order: str, k_tiles: int
-) -> tuple[int, int]:
-    """Returns the (row, k) of a stored code: the inverse of `position_of_weight`."""
-    radix = sizes(bits, order)
-    tile, inside = divmod(word, tile_words(bits))
-    tile_n, tile_k = divmod(tile, k_tiles)
-    digits = _digits(inside * (WORD_BITS // bits) + bit // bits, STORED, radix)
-    row = _number(digits, ROW, radix)
-    k = _number(digits, K_DIGITS, radix)
-    return tile_n * TILE_N + row, tile_k * TILE_K + k
-
-
 @lru_cache
 def bit_permutation(bits: int, order: str) -> tuple[int, ...]:
     """Returns the layout of a plane as a permutation of bits.
