@@ -23,6 +23,7 @@ from mlx_marlin.backends.metal.cost.rates import rates_of
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.planning.problem import problem_of
+from support.profiles import sampled
 
 pytestmark = pytest.mark.skipif(
     metal_emulator.unavailable() is not None, reason="the emulator does not run here"
@@ -34,7 +35,7 @@ DEVICE: Device = CHIP
 FORMATS = [(4, "float16"), (8, "bfloat16")]
 
 
-@pytest.mark.thinned(8)
+@sampled(8)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize(("bits", "dtype"), FORMATS)
 @pytest.mark.parametrize("m", rivals.ROWS)
