@@ -105,7 +105,7 @@ def _template(tokens: Tokens, kernel: int) -> Iterator[str]:
     head = angle
     while head >= 0 and tokens.text(head) != "template":
         head = tokens.before(head)
-    starts = [*tokens.items(tokens.after(head), angle), angle + 1]
+    starts = [*_items(tokens, tokens.after(head), angle), angle + 1]
     for begin, end in itertools.pairwise(starts):
         name = tokens.read_line(begin, end - 1).rstrip(" ,").partition("=")[0]
         # `void (*f)(float)` is a function.
@@ -114,7 +114,7 @@ def _template(tokens: Tokens, kernel: int) -> Iterator[str]:
 
 
 def _parameters(tokens: Tokens, opening: int, closing: int) -> Iterator[Parameter]:
-    starts = [*tokens.items(opening, closing), closing + 1]
+    starts = [*_items(tokens, opening, closing), closing + 1]
     for begin, end in itertools.pairwise(starts):
         text = tokens.read_line(begin, end - 1).rstrip(" ,")
         attribute = _ATTRIBUTE.search(text)
@@ -123,3 +123,18 @@ def _parameters(tokens: Tokens, opening: int, closing: int) -> Iterator[Paramete
         yield Parameter(
             " ".join(kind.split()), name, attribute["name"] if attribute else ""
         )
+
+
+def _items(tokens: Tokens, opening: int, closing: int) -> Iterator[int]:
+    """Yields the first tokens of a list's items; `vec<T, 4>` is inside of one."""
+    end = opening
+    for begin in tokens.items(opening, closing):
+        if begin < end:  # behind a comma of template arguments
+            continue
+        yield begin
+        at = begin
+        while at < closing and tokens.text(at) != ",":
+            if tokens.text(at) == "<":
+                at = max(at, tokens.closing_angle(at))
+            at = tokens.after(at)
+        end = at

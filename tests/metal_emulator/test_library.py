@@ -391,3 +391,29 @@ def test_casts_of_literals_short_lists_and_array_parameters_are_metal() -> None:
     assert y.tolist() == [3.5, 2.5, 2.5, 2.5]
     with pytest.raises(CompileError, match="excess elements"):
         library(LITERALS.replace("{1.f}", "{1, 2, 3, 4, 5}")).function().check()
+
+
+BFLOATS = """
+template <typename M>
+void load(device const matrix<bfloat, 4, 4>* x, thread M& m) { m = (M)(*x); }
+kernel void f(device const matrix<bfloat, 4, 4>* x, device float4x4* y) {
+  float4x4 m;
+  load(x, m);
+  y[0] = m;
+}
+"""
+
+
+def test_matrices_may_be_of_bfloat() -> None:
+    function = library(BFLOATS).function()
+
+    function.check()
+    (y,) = function(
+        inputs=[mx.arange(16).astype(mx.bfloat16)],
+        output_shapes=[(16,)],
+        output_dtypes=[mx.float32],
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+    )
+
+    assert y.tolist() == [*range(16)]

@@ -6,8 +6,8 @@ namespace metal {
 
 template <class T, int Columns, int Rows>
 struct matrix {
-  static_assert(is_same_v<T, float> || is_same_v<T, half>,
-                "matrices are half or float");
+  static_assert(is_same_v<T, float> || is_same_v<T, half> || is_same_v<T, bfloat>,
+                "matrices are half, bfloat or float");
   static_assert(Columns >= 2 && Columns <= 4 && Rows >= 2 && Rows <= 4,
                 "matrices have two to four columns and rows");
   using column_type = vec<T, Rows>;
