@@ -27,18 +27,22 @@ def rows(
     blocks = problem.k // SUPER_BLOCK
     per_block = SUPER_BLOCK // problem.group_size
     shape = (*weights, problem.n, blocks)
-    size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5 / 32
+    most = 16 if problem.group_size == 16 else 64  # scales and minima are below it
+    symmetric = problem.format.codes == "k_symmetric"
+    size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5
+    size = size / (32 if symmetric else most / 2)
     signs = mx.where(mx.random.bernoulli(0.5, shape, key=keys[1]), 1.0, -1.0)
     row = mx.arange(problem.n)[:, None]
     tiny = SMALLEST_HALF * (1 + row // TILE_N % 7)
     factor = mx.where(row % TILE_N == small_row, tiny, size) * signs
     groups = (*shape, per_block)
-    if problem.format.codes == "k_symmetric":
+    if symmetric:
         octets = mx.random.randint(0, BYTE, groups, mx.uint8, key=keys[2])
         return _records([octets], [factor])
-    scales = mx.random.randint(1, 64, groups, mx.uint8, key=keys[2])
-    minima = mx.minimum(scales + mx.arange(per_block).astype(mx.uint8) % 3, 63)
-    return _records([scales, minima], [factor, factor * 2.0 ** (problem.bits - 1)])
+    scales = mx.random.randint(1, most, groups, mx.uint8, key=keys[2])
+    minima = mx.minimum(scales + mx.arange(per_block).astype(mx.uint8) % 3, most - 1)
+    both = [scales | minima << 4] if most == 16 else [scales, minima]
+    return _records(both, [factor, factor * 2.0 ** (problem.bits - 1)])
 
 
 def _records(groups: list[mx.array], factors: list[mx.array]) -> mx.array:

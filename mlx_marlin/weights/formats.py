@@ -101,6 +101,13 @@ class Format:
         """Returns the dtype of scales for activations of a dtype: it, or integers."""
         return dtype if dtype in self.scale_dtypes else self.scale_dtypes[0]
 
+    def group_bytes(self, group_size: int) -> int:
+        """Returns the bytes of a group in a super-block.
+
+        Scale and minimum of a group of 16 are the halves of one byte.
+        """
+        return 1 if group_size == 16 else self.parameters
+
     def row_scales(self, k: int, group_size: int) -> tuple[int, int]:
         """Returns how the scales of a row are stored, as (records, elements of one).
 
@@ -113,8 +120,8 @@ class Format:
         """
         if not self.has_super_blocks:
             return -(-k // group_size), self.parameters
-        of_groups = SUPER_BLOCK // group_size // 2  # two bytes to an element
-        return k // SUPER_BLOCK, self.parameters * (of_groups + 1)
+        octets = SUPER_BLOCK // group_size * self.group_bytes(group_size)
+        return k // SUPER_BLOCK, octets // 2 + self.parameters
 
     def scale_bytes(self, group_size: int, scale_dtype: str) -> float:
         """Returns the bytes of a group's parameters."""
@@ -177,6 +184,15 @@ PACKED_GROUPS = (16, 256, CHANNEL)
 """Further group sizes of packed weights, which stock MLX does not have."""
 PACKED_ONLY = ("marlin",)
 
+K_QUANTS: dict[int, Codes] = {
+    2: "k_affine",
+    3: "k_symmetric",
+    4: "k_affine",
+    5: "k_affine",
+    6: "k_symmetric",
+}
+"""Codes of GGUF's Q2_K to Q6_K, by bits."""
+
 FORMATS: dict[tuple[str, int], Format] = {
     (format.mode, format.bits): format
     for format in (
@@ -209,19 +225,12 @@ FORMATS: dict[tuple[str, int], Format] = {
             Format(
                 mode="k_quant",
                 bits=bits,
-                codes="k_affine",
-                group_sizes=(32,),
+                codes=codes,
+                group_sizes=(32,) if bits in (4, 5) else (),
                 layouts=PACKED_ONLY,
+                packed_group_sizes=() if bits in (4, 5) else (16,),
             )
-            for bits in (4, 5)
-        ),
-        Format(
-            mode="k_quant",
-            bits=6,
-            codes="k_symmetric",
-            group_sizes=(),
-            layouts=PACKED_ONLY,
-            packed_group_sizes=(16,),
+            for bits, codes in K_QUANTS.items()
         ),
     )
 }

@@ -2,7 +2,8 @@
 
 A row of w has a record for each super-block of 256 columns, in words of 16 bits. First
 the groups' bytes, low byte first: scale and minimum of each group if codes are affine,
-else a signed scale. Then the float16 bits of d and dmin, or of d.
+else a signed scale. Scale and minimum of a group of 16 are the lower and the upper half
+of a byte. Then the float16 bits of d and dmin, or of d.
 """
 
 import mlx.core as mx
@@ -33,16 +34,16 @@ def to_tiles(rows: mx.array, format: Format, group_size: int) -> mx.array:
 
 def to_rows(tiles: mx.array, n: int, format: Format, group_size: int) -> mx.array:
     """Returns the parameters of n rows, the inverse of `to_tiles`."""
-    parameters, per_block = format.parameters, SUPER_BLOCK // group_size
+    size, per_block = format.group_bytes(group_size), SUPER_BLOCK // group_size
     *batch, blocks, _ = tiles.shape
-    of_groups = parameters * per_block * layout.TILE_N // 2
+    of_groups = size * per_block * layout.TILE_N // 2
     octets = mx.contiguous(tiles[..., :of_groups]).view(mx.uint8)
     octets = octets.reshape(*batch, blocks * per_block, -1)
-    # [parameters, ..., n, groups] and [parameters, ..., n, blocks]
-    groups = deinterleave(octets, n, blocks * per_block, parameters)
-    factors = deinterleave(tiles[..., of_groups:], n, blocks, parameters)
+    # [bytes of a group, ..., n, groups] and [parameters, ..., n, blocks]
+    groups = deinterleave(octets, n, blocks * per_block, size)
+    factors = deinterleave(tiles[..., of_groups:], n, blocks, format.parameters)
     lead = groups.shape[1:-1]
-    pairs = mx.moveaxis(groups.reshape(parameters, *lead, blocks, per_block), 0, -1)
+    pairs = mx.moveaxis(groups.reshape(size, *lead, blocks, per_block), 0, -1)
     words = mx.contiguous(pairs).reshape(*lead, blocks, -1).view(mx.uint16)
     record = mx.concatenate([words, mx.moveaxis(factors, 0, -1)], axis=-1)
     return record.reshape(*lead, -1)
@@ -68,7 +69,8 @@ def float_parameters(
     ]
     if format.codes == "k_symmetric":
         return wide[0] * groups[0].view(mx.int8).astype(mx.float32), None
-    scales, minima = (octets.astype(mx.float32) for octets in groups)
+    both = groups if len(groups) == 2 else [groups[0] & 15, groups[0] >> 4]
+    scales, minima = (octets.astype(mx.float32) for octets in both)
     return wide[0] * scales, -wide[1] * minima
 
 
@@ -80,13 +82,13 @@ def factors_of(rows: mx.array, format: Format, group_size: int) -> mx.array:
 def _apart(
     rows: mx.array, format: Format, group_size: int
 ) -> tuple[list[mx.array], list[mx.array]]:
-    """Returns parameters as bytes [..., groups], and factors as words [..., blocks]."""
+    """Returns the bytes of groups, each [..., groups], and factors [..., blocks]."""
     _, words = format.row_scales(SUPER_BLOCK, group_size)
-    parameters = format.parameters
+    parameters, size = format.parameters, format.group_bytes(group_size)
     records = rows.reshape(*rows.shape[:-1], -1, words)
     octets = mx.contiguous(records[..., :-parameters]).view(mx.uint8)
-    octets = octets.reshape(*rows.shape[:-1], -1, parameters)
-    groups = [mx.contiguous(octets[..., i]) for i in range(parameters)]
+    octets = octets.reshape(*rows.shape[:-1], -1, size)
+    groups = [mx.contiguous(octets[..., i]) for i in range(size)]
     factors = [
         mx.contiguous(records[..., words - parameters + i]) for i in range(parameters)
     ]

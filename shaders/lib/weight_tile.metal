@@ -46,12 +46,13 @@ METAL_FUNC uint packed_groups(uint k_tiles) {
 }
 
 // The parameters of 32 rows in a super-block, in words of 16 bits: two bytes to a word, then a
-// half for each parameter.
+// half for each parameter. Scale and minimum of a group of 16 are the halves of one byte.
 template <typename W>
 struct SuperBlock {
   STATIC int PARAMETERS = W::BIASED ? 2 : 1;
+  STATIC int BYTES = W::GROUP == 16 ? 1 : PARAMETERS;
   // Words of a group, and of all groups.
-  STATIC int OF_GROUP = PARAMETERS * TILE_N / 2;
+  STATIC int OF_GROUP = BYTES * TILE_N / 2;
   STATIC int OF_GROUPS = SUPER_BLOCK / (W::GROUP ? W::GROUP : 1) * OF_GROUP;
   STATIC int SIZE = OF_GROUPS + PARAMETERS * TILE_N;
 };
@@ -95,7 +96,8 @@ METAL_FUNC WeightTile<S> weight_tile(
     const uint first_scale = column * packed_scales<W>(k_tiles);
     const uint row = 4 * FACTORS * lane.row;
     if (W::SUPER) {
-      tile.first_group.x = first_scale + own * SuperBlock<W>::OF_GROUP + row / 2;
+      tile.first_group.x =
+          first_scale + own * SuperBlock<W>::OF_GROUP + row * SuperBlock<W>::BYTES / FACTORS / 2;
       tile.first_group.y = first_scale + SuperBlock<W>::OF_GROUPS + row;
     } else {
       tile.first_group.x = first_scale + own * (FACTORS * TILE_N) + row;
@@ -173,11 +175,13 @@ template <typename W>
 METAL_FUNC GroupParams load_super_params(const device ushort* scales, uint group, uint factors) {
   GroupParams params;
   if (W::BIASED) {
-    const uint4 bytes = uint4(load_vec4(scales, group));
+    constexpr int BITS = 4 * SuperBlock<W>::BYTES;  // of each of the two
+    const uint4 pairs = W::GROUP == 16 ? uint4(as_type<uchar4>(load_vec2(scales, group)))
+                                       : uint4(load_vec4(scales, group));
     const half4 low = as_type<half4>(load_vec4(scales, factors));
     const half4 high = as_type<half4>(load_vec4(scales, factors + 4));
-    params.scale = float4(bytes & 0xFFu) * float4(low.x, low.z, high.x, high.z);
-    params.bias = float4(bytes >> 8) * -float4(low.y, low.w, high.y, high.w);
+    params.scale = float4(pairs & ones(BITS)) * float4(low.x, low.z, high.x, high.z);
+    params.bias = float4(pairs >> BITS) * -float4(low.y, low.w, high.y, high.w);
     return params;
   }
   const char4 bytes = as_type<char4>(load_vec2(scales, group));

@@ -119,9 +119,7 @@ def test_logits_are_those_of_a_float64_evaluation(
     logits = model(mx.array(TOKENS)[None])[0]
 
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
-    # Scales that are float32 make activations so.
-    is_narrow = kind not in ("Q2_K", "Q3_K")
-    assert logits.dtype == (mx.float16 if is_narrow else mx.float32)
+    assert logits.dtype == mx.float16
     expected = float64_llama.logits(CONFIG, exact, TOKENS)
     assert oracles.error(logits, expected) < 5e-3
 

@@ -12,7 +12,12 @@ from support import format_cases, oracles
 from support.format_cases import GROUPED, Weight
 from support.packed_codes import SEEDS, packed_of
 
-FORMATS = [("k_quant", 4, 32), ("k_quant", 5, 32), ("k_quant", 6, 16)]
+FORMATS = [
+    ("k_quant", 2, 16),
+    ("k_quant", 4, 32),
+    ("k_quant", 5, 32),
+    ("k_quant", 6, 16),
+]
 FORMATS += [("symmetric", 3, 64), ("zero_point", 5, 128), ("affine", 2, 16)]
 N, K = 77, 256
 

@@ -103,8 +103,8 @@ def scaled(weight: Weight, exponent: int) -> Weight:
     """Multiplies a weight by a power of two."""
     words, scales, *rest = weight.native
     if weight.mode == "k_quant":
-        words_of_record = 10 if weight.bits < 6 else 9
-        records = np.array(scales).reshape(len(scales), -1, words_of_record)
+        size = format_cases.words_of_record(weight.bits)
+        records = np.array(scales).reshape(len(scales), -1, size)
         d = records[..., 8:].copy().view("<f2") * np.float16(2.0**exponent)
         records = np.concatenate([records[..., :8], d.view("<u2")], axis=-1)
         moved = mx.array(records.reshape(len(records), -1))

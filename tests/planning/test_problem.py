@@ -103,6 +103,8 @@ BITS = {
     ("mxfp4", 4, 32): 4.25,
     ("mxfp8", 8, 32): 8.25,
     ("nvfp4", 4, 16): 4.5,
+    ("k_quant", 2, 16): 2.625,
+    ("k_quant", 3, 16): 3.5625,
     ("k_quant", 4, 32): 4.625,
     ("k_quant", 5, 32): 5.625,
     ("k_quant", 6, 16): 6.5625,
@@ -218,7 +220,7 @@ def test_stock_mlx_has_the_same_product_in_its_own_layout(problem: Problem) -> N
     assert native.layout == "mlx"
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (5, 32), (6, 16)])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 16), (4, 32), (5, 32), (6, 16)])
 def test_super_blocks_are_compared_with_groups(bits: int, group_size: int) -> None:
     problem = problem_of(4, 64, 512, mode="k_quant", bits=bits, layout="marlin")
 

@@ -16,7 +16,7 @@ from support.choose import Choose
 from support.format_cases import Weight
 from support.packed_codes import SEEDS, packed_of
 
-GROUP = {4: 32, 5: 32, 6: 16}
+GROUP = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16}
 N, K = 45, 512
 DTYPES = ("float16", "bfloat16", "float32")
 widths = pytest.mark.parametrize("bits", GROUP)

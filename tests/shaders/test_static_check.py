@@ -54,7 +54,7 @@ KERNELS = (
     "marlin_pack",
     "marlin_unpack",
 )
-MOST = 375
+MOST = 380
 """Instances that an ordinary run checks."""
 
 

@@ -70,6 +70,15 @@ def step_of(mode: str, bits: int, group_size: int) -> int:
     return FORMATS[mode, bits].k_multiple(group_size)
 
 
+SIGNED_K_QUANTS = (3, 6)
+"""Bits of the K-quants with signed scales; the others have minima."""
+
+
+def words_of_record(bits: int) -> int:
+    """Returns the 16-bit words of a super-block of a K-quant: 20 or 18 bytes."""
+    return 9 if bits in SIGNED_K_QUANTS else 10
+
+
 GLOBAL_SCALE = 5 + 0x1FFFFD / 2**21
 """A float32 that no smaller float holds."""
 NOT_A_NUMBER = 0x7F
@@ -138,8 +147,8 @@ class Weight:
         codes = read_codes(self.native[0], self.bits)
         if self.mode == "k_quant":
             scale, bias = self._of_super_blocks()
-            middle = 0.0 if self.bits < 6 else 32.0
-            return scale, codes - middle, bias
+            is_signed = self.bits in SIGNED_K_QUANTS
+            return scale, codes - is_signed * 2.0 ** (self.bits - 1), bias
         scale, bias = self._of_groups()
         if self.mode == "affine":
             return scale, codes.astype(float), bias
@@ -164,12 +173,14 @@ class Weight:
     def _of_super_blocks(self) -> tuple[Floats, Floats]:
         """Returns scale and bias of each weight, from records of 20 or 18 bytes."""
         stored = np.array(self.native[1])
-        records = stored.reshape(len(stored), -1, 10 if self.bits < 6 else 9)
+        records = stored.reshape(len(stored), -1, words_of_record(self.bits))
         octets = np.ascontiguousarray(records[..., :8]).view(np.uint8)
         d = np.ascontiguousarray(records[..., 8:]).view("<f2").astype(float)
-        if self.bits == 6:
+        if self.bits in SIGNED_K_QUANTS:
             scale = d * octets.view(np.int8)
             bias = 0 * scale
+        elif self.bits == 2:  # halves of bytes
+            scale, bias = d[..., :1] * (octets % 16), -d[..., 1:] * (octets // 16)
         else:
             scale = d[..., :1] * octets[..., 0::2]
             bias = -d[..., 1:] * octets[..., 1::2]
@@ -241,8 +252,9 @@ def _super_blocks(
 
     Their last bits are drawn too: a scale times a factor is no float16.
     """
-    octets = draw.integers(0, 64 if bits < 6 else 256, (n, blocks, 16)).astype(np.uint8)
-    shape = (n, blocks, 2 if bits < 6 else 1)
+    most = 64 if bits in (4, 5) else 256
+    octets = draw.integers(0, most, (n, blocks, 16)).astype(np.uint8)
+    shape = (n, blocks, words_of_record(bits) - 8)
     sizes = draw.choice([0, 2.0**-24, 2.0**-15, 2.0**-10, 2.0**-9], shape)
     d = (sizes * draw.choice([-1, 1], shape) * draw.uniform(1, 8, shape)).astype("<f2")
     records = np.concatenate([octets.view("<u2"), d.view("<u2")], axis=-1)
@@ -443,7 +455,7 @@ MEANINGS = {
     "symmetric": "scale * (q - 2^(bits - 1))",
     "zero_point": "scale * (q - zero point)",
     "k_affine": "d * scale * q - dmin * minimum",
-    "k_symmetric": "d * scale * (q - 32)",
+    "k_symmetric": "d * scale * (q - 2^(bits - 1))",
     "mxfp4": "scale * E2M1",
     "mxfp8": "scale * E4M3",
     "nvfp4": "scale * E2M1",
@@ -455,15 +467,16 @@ SCALES["k_quant"] = "bytes, and d and dmin in float16"
 def table() -> str:
     """Returns the table of formats of `docs/formats.md`."""
     rows = []
-    kinds = dict.fromkeys((each.mode, each.codes) for each in FORMATS.values())
-    for mode, codes in kinds:
+    kinds = dict.fromkeys(
+        (each.mode, each.codes, each.group_sizes, each.packed_group_sizes)
+        for each in FORMATS.values()
+    )
+    for mode, codes, groups, packed in kinds:
         formats = [
             each
             for each in FORMATS.values()
-            if (each.mode, each.codes) == (mode, codes)
+            if (each.mode, each.codes, each.group_sizes) == (mode, codes, groups)
         ]
-        (groups,) = {each.group_sizes for each in formats}
-        (packed,) = {each.packed_group_sizes for each in formats}
         (layouts,) = {each.layouts for each in formats}
         cells = (
             f"`{mode}`",

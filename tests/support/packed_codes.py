@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import CHANNEL, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
-from support.format_cases import GROUPED, Weight
+from support.format_cases import GROUPED, Weight, words_of_record
 
 SEEDS = st.integers(0, 2**32 - 1)
 FORMAT = ("mode", "bits", "group_size")
@@ -40,7 +40,7 @@ def any_bits(
         octets = np.where(zero, 0, draw.integers(0, 256, shape)).astype(np.uint8)
         return Weight(mode, bits, group_size, (mx.array(words), mx.array(octets)))
     if format.has_super_blocks:
-        record = draw.integers(0, 2**16, (n, k // 256 * (10 if bits < 6 else 9)))
+        record = draw.integers(0, 2**16, (n, k // 256 * words_of_record(bits)))
         arrays = mx.array(words), mx.array(record.astype(np.uint16))
         return Weight(mode, bits, group_size, arrays)
     stored = [draw.normal(size=shape), draw.normal(size=shape) * 8]

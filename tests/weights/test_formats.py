@@ -101,10 +101,13 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
     draw = np.random.default_rng(seed)
     words, scales, *biases = weight.native
     if weight.mode == "k_quant":
-        words_of_record = 10 if weight.bits < 6 else 9
-        records = np.array(scales).reshape(len(scales), -1, words_of_record)
+        size = format_cases.words_of_record(weight.bits)
+        records = np.array(scales).reshape(len(scales), -1, size)
         whole = draw.integers(-3, 4, (*records.shape[:2], 16)).astype(np.int8)
-        octets = whole if weight.bits == 6 else np.abs(whole)
+        is_signed = weight.bits in format_cases.SIGNED_K_QUANTS
+        octets = whole if is_signed else np.abs(whole)
+        if weight.bits == 2:
+            octets = octets | octets[..., ::-1] << 4
         records[..., :8] = octets.view("<u2")
         d = draw.choice([-2, -1, 1, 2], records[..., 8:].shape).astype("<f2")
         records[..., 8:] = d.view("<u2")

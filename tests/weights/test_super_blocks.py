@@ -14,13 +14,14 @@ from mlx_marlin.weights import super_blocks
 from mlx_marlin.weights.formats import FORMATS, SUPER_BLOCK
 from support.packed_codes import SEEDS, any_bits, packed_of
 
-BITS = (4, 5, 6)
-GROUP = {4: 32, 5: 32, 6: 16}
+GROUP = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16}
+BITS = tuple(GROUP)
+SIGNED = (3, 6)
 
 
 def words_of_record(bits: int) -> int:
     """Returns the 16-bit words of a super-block: 20 or 18 bytes."""
-    return 9 if bits == 6 else 10
+    return 9 if bits in SIGNED else 10
 
 
 def record_seen_by_lanes(packed: mlx_marlin.PackedWeight) -> np.ndarray:
@@ -30,21 +31,22 @@ def record_seen_by_lanes(packed: mlx_marlin.PackedWeight) -> np.ndarray:
     0, 8, 16, 24, then of 1, 9, ... ; behind all groups lie the factors in this order.
     """
     tiles, blocks, _ = packed.scales.shape
-    parameters = 1 if packed.bits == 6 else 2
+    parameters = 1 if packed.bits in SIGNED else 2
     groups = 256 // packed.group_size
-    of_group = parameters * 32
+    bytes_of_group = 1 if packed.group_size == 16 else 2
+    of_group = bytes_of_group * 32
     stored = np.array(packed.scales)
     octets = stored.view(np.uint8).reshape(tiles, blocks, -1)
     factors = octets[..., groups * of_group :].copy().view("<u2")
     seen = np.zeros((tiles, 32, blocks, words_of_record(packed.bits)), np.uint16)
     for row in range(8):
         for f in range(4):
-            place = (4 * row + f) * parameters
             own = [
-                octets[..., group * of_group + place + i]
+                octets[..., group * of_group + (4 * row + f) * bytes_of_group + i]
                 for group in range(groups)
-                for i in range(parameters)
+                for i in range(bytes_of_group)
             ]
+            place = (4 * row + f) * parameters
             pairs = np.stack(own, axis=-1)
             seen[:, 8 * f + row, :, :8] = np.ascontiguousarray(pairs).view("<u2")
             seen[:, 8 * f + row, :, 8:] = factors[..., place : place + parameters]
@@ -83,13 +85,17 @@ def test_float_parameters_are_exact(bits: int) -> None:
         mx.array(record), format, GROUP[bits]
     )
 
-    octets = record[:, :8].copy().view(np.int8 if bits == 6 else np.uint8)
+    octets = record[:, :8].copy().view(np.int8 if bits in SIGNED else np.uint8)
+    first, second = octets[:, ::2], octets[:, 1::2]
+    if bits == 2:
+        first, second = octets % 16, octets // 16
     d = halves.view(np.float16).astype(np.float64)[:, None]
-    step = 1 if bits == 6 else 2
-    np.testing.assert_array_equal(np.array(scales), d * octets[:, ::step])
-    assert (biases is None) == (bits == 6)
-    if biases is not None:
-        np.testing.assert_array_equal(np.array(biases), -d * octets[:, 1::2])
+    assert (biases is None) == (bits in SIGNED)
+    if biases is None:
+        np.testing.assert_array_equal(np.array(scales), d * octets)
+    else:
+        np.testing.assert_array_equal(np.array(scales), d * first)
+        np.testing.assert_array_equal(np.array(biases), -d * second)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_float_parameters_are_exact(bits: int) -> None:
         ({"dtype": mx.float16}, "scales must be one of \\['uint16'\\]"),
         ({"words": 9}, "scales must be one of"),
         ({"biases": True}, "takes no biases"),
-        ({"bits": 3}, "mode='k_quant' with bits=3"),
+        ({"bits": 8}, "mode='k_quant' with bits=8"),
     ],
     ids=str,
 )

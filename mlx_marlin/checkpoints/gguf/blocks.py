@@ -155,27 +155,18 @@ def _q6_k_parameters(blocks: "Bytes") -> "Parameters":
 
 
 def _q2_k_parameters(blocks: "Bytes") -> "Parameters":
-    """Reads scales and minima of 4 bits as float32, which holds the products exactly.
-
-    `weights.super_blocks` has no groups of 16 with minima.
-    """
     import numpy as np
 
-    factors = _halves(blocks, 80, 84).astype(np.float32)
-    groups = blocks[:, :16]
-    return {
-        "scales": factors[:, :1] * (groups & 15),
-        "biases": -factors[:, 1:] * (groups >> 4),
-    }
+    return _super_blocks(np.ascontiguousarray(blocks[:, :16]), _halves(blocks, 80, 84))
 
 
 def _q3_k_parameters(blocks: "Bytes") -> "Parameters":
-    """Reads scales of 6 bits as float32, which holds the products exactly."""
+    """Reads scales of 6 bits as signed bytes."""
     import numpy as np
 
     low, high = planes(blocks[:, 96:104], 8, 4), planes(blocks[:, 104:108], 4, 2)
-    groups = (low | high << np.uint8(4)).astype(np.float32) - 32
-    return {"scales": _halves(blocks, 108, 110).astype(np.float32) * groups}
+    groups = (low | high << np.uint8(4)) - np.uint8(32)
+    return _super_blocks(groups, _halves(blocks, 108, 110))
 
 
 def _super_blocks(groups: "Bytes", factors: "npt.NDArray[np.float16]") -> "Parameters":
@@ -237,10 +228,10 @@ LAYOUTS = {
     ),
     "Q8_0": Layout("symmetric", 8, 32, lambda b: _signed_bytes(b[:, 2:]), _scale),
     "Q2_K": Layout(
-        "affine", 2, 16, lambda b: planes(b[:, 16:80], 32, 2), _q2_k_parameters
+        "k_quant", 2, 16, lambda b: planes(b[:, 16:80], 32, 2), _q2_k_parameters
     ),
     "Q3_K": Layout(
-        "symmetric",
+        "k_quant",
         3,
         16,
         lambda b: _with_high_bits(

@@ -90,6 +90,12 @@ FORMAT_CASES = cases_of(
             ),
             offset=3,
         ),
+        "gemm, packed K-quants of 2 bits, slices": in_two_slices(
+            whole_tiles(
+                problem_of(9, 70, 32, 16, "float32", "marlin", mode="k_quant", bits=2),
+                fragments_m=1,
+            )
+        ),
         "gemm, packed K-quants of 6 bits, slices": in_two_slices(
             whole_tiles(
                 problem_of(9, 45, 32, 16, "float32", "marlin", mode="k_quant", bits=6),
