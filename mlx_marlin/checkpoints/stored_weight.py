@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.reference.weight import decoded
-from mlx_marlin.weights import super_blocks
+from mlx_marlin.weights import codebooks, super_blocks
 from mlx_marlin.weights.formats import format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -29,8 +29,8 @@ class StoredWeight:
 
     Attributes:
         codes: uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes.
-        scales: [..., n, k / group_size]; of "k_quant" the parameters of super-blocks,
-            as in `weights.super_blocks`.
+        scales: [..., n, k / group_size]; of "k_quant" and "k_codebook" the parameters
+            of super-blocks, as in `weights.super_blocks`.
         biases: Biases of "affine", or whole zero points of "zero_point", in the dtype
             of `scales`; None for other modes.
         group_size: Weights along k that share a scale.
@@ -42,6 +42,7 @@ class StoredWeight:
         original: The type that was decoded and quantized anew, such as "IQ2_XS"; empty
             if the numbers are the file's.
         error: Frobenius norm of what that changed, relative to that of the weight.
+        codebook: As for `pack`.
     """
 
     codes: mx.array
@@ -54,6 +55,7 @@ class StoredWeight:
     input_order: mx.array | None = None
     original: str = ""
     error: float = 0.0
+    codebook: mx.array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,12 +67,13 @@ class StoredWeight:
 
         Their scales and biases become float32.
         """
-        if self.mode != "k_quant":
-            return self
         format = format_of(self.mode, self.bits)
+        if not format.has_super_blocks:
+            return self
         stored = self.scales, format, self.group_size
         scales, biases = super_blocks.float_parameters(*stored)
         mode = "symmetric" if biases is None else "affine"
+        mode = "codebook" if format.has_codebook else mode
         return replace(self, scales=scales, biases=biases, mode=mode)
 
     def checked(self) -> "StoredWeight":
@@ -80,13 +83,14 @@ class StoredWeight:
         before the first of them is used: evaluated scales would stay in memory.
 
         Raises:
-            ValueError: If a scale, bias or zero point is NaN or infinite, or a zero
-                point is no code.
+            ValueError: If a scale, bias or zero point or a number of the codebook is
+                NaN or infinite, or a zero point is no code.
         """
         if self.global_scale is not None:
             self._check_global_scale(self.global_scale)
-        if self.mode == "k_quant":
-            format = format_of(self.mode, self.bits)
+        format = format_of(self.mode, self.bits)
+        codebooks.checked(self.codebook, format)
+        if format.has_super_blocks:
             factors = super_blocks.factors_of(self.scales, format, self.group_size)
             check_finite(factors)
             return self
@@ -143,6 +147,7 @@ class StoredWeight:
             bits=self.bits,
             mode=self.mode,
             global_scale=self.global_scale,
+            codebook=self.codebook,
         )
 
 
@@ -174,6 +179,7 @@ class PackedLayer(NamedTuple):
             mode=self.weight.mode,
             global_scale=self.weight.global_scale,
             input_order=self.input_order,
+            codebook=self.weight.codebook,
         )
 
 

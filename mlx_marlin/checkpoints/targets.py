@@ -72,6 +72,8 @@ def mlx_target(weight: StoredWeight | PackedLayer) -> Written:
         raise ValueError("MLX's layers take columns in the order of x (act-order)")
     if weight.global_scale is not None and len(weight.shape) == 2:
         raise ValueError("MLX's linear layers have no global scale")
+    if weight.codebook is not None:
+        raise ValueError("MLX has no codebooks")
     mode = weight.mode if weight.mode in MODE_DEFAULTS else "affine"
     sizes = format_of(mode, weight.bits).group_sizes
     if weight.group_size not in sizes:

@@ -12,13 +12,15 @@ import mlx.core as mx
 
 from mlx_marlin.guard import super_blocks
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.weights import layout, tile_conversion
+from mlx_marlin.weights import codebooks, layout, tile_conversion
 from mlx_marlin.weights import super_blocks as stored_blocks
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import TILE_N
 
 GLOBAL_SCALE = 1235 + 7373 / 8192
 """A float32 that no smaller float holds, and that is far from the nearest bfloat16."""
+CODEBOOK = tuple((3 - i * 7 % 16) * (1 + (2 * i + 1) / 2**20) for i in range(16))
+"""Numbers of both signs, out of order, that no half holds."""
 E8M0_ONE = 127
 """The E8M0 code of 1 (OCP Microscaling Formats 1.0, section 5.4.1)."""
 E4M3_NAN = 0x7F
@@ -218,6 +220,11 @@ def _decode(
         array.astype(mx.float64)[..., None]
         for array in _affine(problem, scales, biases)
     )
+    if problem.format.has_codebook:
+        numbers = mx.array(CODEBOOK).astype(mx.float64)[codes]
+        exact = scale * numbers.reshape(*codes.shape[:-1], -1, size)
+        exact = exact.reshape(codes.shape)
+        return exact, mx.abs(exact)
     scaled = scale * codes.reshape(*codes.shape[:-1], -1, size).astype(mx.float64)
     exact, magnitude = scaled + bias, mx.abs(scaled) + mx.abs(bias)
     return exact.reshape(codes.shape), magnitude.reshape(codes.shape)
@@ -246,7 +253,10 @@ def _lay_out(
     bits, size = problem.bits, problem.group_size
     if problem.layout == "marlin":
         words = tile_conversion.tiles_of_codes(codes, bits=bits, group_size=size)
-        biases = scales = _packed_scales(problem, scales, biases)
+        scales = _packed_scales(problem, scales, biases)
+        if problem.format.has_codebook:
+            scales = codebooks.prepend(mx.array(CODEBOOK), scales)
+        biases = scales
     else:
         words = words_of_codes(codes, bits)
     if problem.global_scale:

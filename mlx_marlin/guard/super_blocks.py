@@ -28,7 +28,7 @@ def rows(
     per_block = SUPER_BLOCK // problem.group_size
     shape = (*weights, problem.n, blocks)
     most = 16 if problem.group_size == 16 else 64  # scales and minima are below it
-    symmetric = problem.format.codes == "k_symmetric"
+    symmetric = problem.format.parameters == 1
     size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5
     size = size / (32 if symmetric else most / 2)
     signs = mx.where(mx.random.bernoulli(0.5, shape, key=keys[1]), 1.0, -1.0)

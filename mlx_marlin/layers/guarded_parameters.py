@@ -110,14 +110,22 @@ class GuardedParameters(RefusingModule):
         words, scales, *biases = unpack(packed)
         return words, scales, biases[0] if biases else None
 
-    def keep_packed(self, global_scale: mx.array | None = None) -> None:
+    def keep_packed(
+        self,
+        global_scale: mx.array | None = None,
+        codebook: mx.array | None = None,
+    ) -> None:
         """Packs the layer's arrays, which are in MLX's layout, in place.
 
         Args:
             global_scale: As in `PackedWeight`.
+            codebook: As in `PackedWeight`.
         """
         format = {name: getattr(self, name) for name in ("group_size", "bits", "mode")}
-        self._take(pack(*self.native(), global_scale=global_scale, **format))
+        packed = pack(
+            *self.native(), global_scale=global_scale, codebook=codebook, **format
+        )
+        self._take(packed)
 
     def _take(self, packed: PackedWeight) -> None:
         """Replaces the layer's weight by a packed one."""

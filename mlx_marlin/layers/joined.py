@@ -192,7 +192,9 @@ def _format(layer: nn.Module) -> tuple[object, ...]:
     columns = layer.input_dims if packed else layer["weight"].shape[-1]
     bias = layer["bias"].dtype if "bias" in layer else None
     scale = layer[GLOBAL_SCALE][0].item() if GLOBAL_SCALE in layer else None
-    format = layer.mode, layer.bits, layer.group_size, scale
+    table = None if layer.packed is None else layer.packed.codebook
+    codebook = None if table is None else str(table.tolist())
+    format = layer.mode, layer.bits, layer.group_size, scale, codebook
     return columns, *format, layer.layout, layer.invariant, scales.dtype, bias
 
 
@@ -212,6 +214,7 @@ def _layer(like: MarlinLinear, rows: dict[str, mx.array]) -> MarlinLinear:
         setattr(layer, name, rows.get(name))
     if "bias" in rows:
         layer["bias"] = rows["bias"]
-    if like.layout == "marlin":
-        layer.keep_packed(like[GLOBAL_SCALE][:1] if GLOBAL_SCALE in like else None)
+    packed = like.packed
+    if packed is not None:
+        layer.keep_packed(packed.global_scale, packed.codebook)
     return layer

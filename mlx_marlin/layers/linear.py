@@ -168,10 +168,10 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         """Returns MLX's own layer with the same parameters, in MLX's layout.
 
         Groups that are longer than MLX's are split. MLX does not support groups of 16
-        integers and global scales of linear layers: such a layer becomes an `nn.Linear`
-        with the decoded weight, with a global scale in bfloat16. A zero point becomes a
-        bias, rounded to the scales' dtype. K-quants become float32, exactly, and their
-        results are float32.
+        integers, codebooks and global scales of linear layers: such a layer becomes an
+        `nn.Linear` with the decoded weight, with a global scale in bfloat16. A zero
+        point becomes a bias, rounded to the scales' dtype. K-quants become float32,
+        exactly, and their results are float32.
         """
         if GLOBAL_SCALE not in self:
             layer: nn.QuantizedLinear | None = self._in_mlxs_layout(self.stock)
@@ -180,8 +180,9 @@ class MarlinLinear(FusedProducts, nn.QuantizedLinear):
         plain = nn.Linear.__new__(nn.Linear)
         nn.Module.__init__(plain)
         plain.train(self.training)
-        dtype = mx.float32 if self.mode == "k_quant" else None
         assert self.packed is not None
+        of_super_blocks = self.packed.dtype == mx.uint16
+        dtype = mx.float32 if of_super_blocks else None
         plain.weight = dequantize(self.packed, dtype)
         if "bias" in self:
             plain["bias"] = self["bias"]

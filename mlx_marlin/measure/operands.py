@@ -191,7 +191,7 @@ def _of_super_blocks(problem: Problem, seed: int) -> Weight:
     codes = (problem.n, problem.k * problem.bits // 8)
     key = mx.random.key(seed)
     w = mx.random.randint(0, 256, codes, mx.uint8, key=key).view(mx.uint32)
-    _, words = problem.format.row_scales(SUPER_BLOCK, problem.group_size)
+    _, words = problem.format.records(SUPER_BLOCK, problem.group_size)
     parameters = problem.format.parameters
     byte = 0x88 if parameters == 2 and problem.group_size == 16 else 0x20
     scale = byte & 0xF or byte  # the lower half of a byte, or all of it

@@ -133,11 +133,16 @@ class Problem:
     def in_float(self) -> bool:
         """Whether weights and activations are multiplied as float32.
 
-        Needed for activations other than float16, and for integer codes in groups of
-        16, whose fragments hold scaled weights.
+        Needed for activations other than float16, for numbers of a codebook, and for
+        integer codes in groups of 16, whose fragments hold scaled weights.
         """
+        return self.widens or self.dtype != "float16"
+
+    @property
+    def widens(self) -> bool:
+        """Whether no half holds the operands that weights become."""
         scaled = self.group_size == 16 and self.format.codes != "floating"
-        return scaled or self.dtype != "float16"
+        return scaled or self.format.has_codebook
 
     @property
     def fragment_bytes(self) -> int:
@@ -173,7 +178,7 @@ class Problem:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales and biases."""
-        records, elements = self.format.row_scales(self.k, self.group_size)
+        records, elements = self.format.records(self.k, self.group_size)
         size = SCALE_BYTES[self.scale_dtype]
         return self.batch * self.n * records * elements * size
 

@@ -11,7 +11,7 @@ from mlx_marlin.argument_types import (
     check_optional_arrays,
 )
 from mlx_marlin.products.repacking import to_rows, to_tiles
-from mlx_marlin.weights import layout, quantizers, super_blocks
+from mlx_marlin.weights import codebooks, layout, quantizers, super_blocks
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
@@ -76,7 +76,7 @@ def quantize(
     size = _group_size(mode, bits, group_size, w.shape[-1])
     check_groups("w", w.shape[-1], format, size)
     check_global_scale(global_scale, mode)
-    if mode in ("zero_point", "k_quant"):
+    if mode == "zero_point" or format.has_super_blocks or format.has_codebook:
         raise ValueError(f"mode={mode!r} is for weights that are quantized already")
     parts: tuple[mx.array, ...]
     if mode == "symmetric":
@@ -99,6 +99,7 @@ def pack(
     bits: int | None = None,
     mode: str = "affine",
     global_scale: mx.array | None = None,
+    codebook: mx.array | None = None,
 ) -> PackedWeight:
     """Packs a quantized weight, exactly.
 
@@ -108,29 +109,34 @@ def pack(
     Args:
         w: Codes as `mx.quantize` makes them, uint32 [n, k * bits / 32], or a batch of
             them [..., n, k * bits / 32].
-        scales: Scales [..., n, k / group_size]; for "k_quant" the parameters of each
-            row as `weights.super_blocks` describes them, uint16.
+        scales: Scales [..., n, k / group_size]; for "k_quant" and "k_codebook" the
+            parameters of each row as `weights.super_blocks` describes them, uint16.
         biases: Biases, same shape as `scales`; for "zero_point" the zero points, whole
             numbers in the scales' dtype; None for schemes without biases.
         group_size: Weights along k that share a scale, "channel" or k for a whole row.
             Default: the mode's.
         bits: Bits of a code. Default: the mode's.
-        mode: MLX's scheme, or "symmetric", "zero_point" or "k_quant".
+        mode: MLX's scheme, or "symmetric", "zero_point", "k_quant", "codebook" or
+            "k_codebook".
         global_scale: As in `PackedWeight`.
+        codebook: For "codebook" and "k_codebook" the numbers that codes of 4 bits stand
+            for, floats [16].
 
     Raises:
         TypeError: If an argument is of another type.
         ValueError: If the arrays do not fit each other or a supported format.
     """
     check_arrays(w=w, scales=scales)
-    check_optional_arrays(biases=biases, global_scale=global_scale)
+    check_optional_arrays(biases=biases, global_scale=global_scale, codebook=codebook)
     check_format(group_size, bits, mode, may_be_row=True)
     bits = _bits(mode, bits)
     format = format_of(mode, bits)
     n, k, size = _check_native(w, scales, biases, format, group_size)
+    table = codebooks.checked(codebook, format)
+    tiles = _scales_of_tiles(scales, biases, format, (n, k, size))
     return PackedWeight(
         words=to_tiles(w, n, k, bits=bits, group_size=size),
-        scales=_scales_of_tiles(scales, biases, format, (n, k, size)),
+        scales=tiles if table is None else codebooks.prepend(table, tiles),
         n=n,
         k=k,
         group_size=size,
@@ -142,6 +148,8 @@ def pack(
 
 def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
     """Returns the arguments of `pack`, exactly: codes, scales, and biases if any.
+
+    A codebook is `packed.codebook`.
 
     Raises:
         TypeError: If `packed` is not a `PackedWeight`.
@@ -156,11 +164,13 @@ def unpack(packed: PackedWeight) -> tuple[mx.array, ...]:
         bits=packed.bits,
         group_size=packed.group_size,
     )
+    tiles, size = packed.scales, packed.group_size
+    if format.has_codebook:
+        _, k = layout.padded(packed.n, packed.k)
+        tiles = codebooks.scales(tiles, format, k, size)
     if format.has_super_blocks:
-        stored = packed.scales, packed.n, format, packed.group_size
-        return words, super_blocks.to_rows(*stored)
-    groups = packed.k // packed.group_size
-    return words, *deinterleave(packed.scales, packed.n, groups, format.parameters)
+        return words, super_blocks.to_rows(tiles, packed.n, format, size)
+    return words, *deinterleave(tiles, packed.n, packed.k // size, format.parameters)
 
 
 def _scales_of_tiles(
@@ -220,7 +230,7 @@ def _check_native(
     for name, array in (("scales", scales), ("biases", biases)):
         if array is None:
             continue
-        shape = (*w.shape[:-1], prod(format.row_scales(k, size)))
+        shape = (*w.shape[:-1], prod(format.records(k, size)))
         if format.has_second_array:
             shape = (*w.shape[:-1], k // size)
         if array.shape != shape or dtype_name(array.dtype) not in format.scale_dtypes:

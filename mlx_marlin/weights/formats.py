@@ -8,7 +8,14 @@ from math import lcm
 from typing import Literal, get_args
 
 Codes = Literal[
-    "affine", "symmetric", "floating", "zero_point", "k_affine", "k_symmetric"
+    "affine",
+    "symmetric",
+    "floating",
+    "zero_point",
+    "k_affine",
+    "k_symmetric",
+    "codebook",
+    "k_codebook",
 ]
 
 TILE_N = 32
@@ -23,9 +30,12 @@ CODES: tuple[Codes, ...] = get_args(Codes)
 scale * (q - 2^(b-1)), "floating" is scale times a small float, and "zero_point" is
 scale * (q - zero point). "k_affine" is d * scale * q - dmin * minimum and "k_symmetric"
 d * scale * (q - 2^(b-1)), with bytes as scales and minima, and float16 d and dmin of a
-super-block."""
+super-block. "codebook" is scale * codebook[q], and "k_codebook" d * scale *
+codebook[q]: a weight has a codebook of 16 float32 numbers."""
 SUPER_BLOCK = 256
 """Weights along k that share d and dmin: a super-block of GGUF's K-quants."""
+CODEBOOK = 16
+"""Numbers of a codebook: a code has 4 bits."""
 
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of an element, by name of the supported dtypes of activations."""
@@ -88,7 +98,17 @@ class Format:
     @property
     def has_super_blocks(self) -> bool:
         """Whether scales are bytes that share a factor in a super-block."""
-        return self.codes in ("k_affine", "k_symmetric")
+        return self.codes in ("k_affine", "k_symmetric", "k_codebook")
+
+    @property
+    def has_codebook(self) -> bool:
+        """Whether codes are places in a table."""
+        return self.codes in ("codebook", "k_codebook")
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether kernels may add a number to every code: those of integers may."""
+        return self.codes != "floating" and not self.has_codebook
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
@@ -108,7 +128,7 @@ class Format:
         """
         return 1 if group_size == 16 else self.parameters
 
-    def row_scales(self, k: int, group_size: int) -> tuple[int, int]:
+    def records(self, k: int, group_size: int) -> tuple[int, int]:
         """Returns how the scales of a row are stored, as (records, elements of one).
 
         A record is a group, or a super-block with its groups. Elements have the dtype
@@ -123,12 +143,20 @@ class Format:
         octets = SUPER_BLOCK // group_size * self.group_bytes(group_size)
         return k // SUPER_BLOCK, octets // 2 + self.parameters
 
+    def packed_records(self, k: int, group_size: int) -> tuple[int, int]:
+        """Returns the same of a packed row, which has its share of the codebook.
+
+        With a codebook, all scales are one record: see `weights.codebooks`.
+        """
+        records, elements = self.records(k, group_size)
+        return (1, 1 + records * elements) if self.has_codebook else (records, elements)
+
     def scale_bytes(self, group_size: int, scale_dtype: str) -> float:
         """Returns the bytes of a group's parameters."""
         size = SCALE_BYTES[scale_dtype]
         if not self.has_super_blocks:
             return size * self.parameters
-        _, elements = self.row_scales(SUPER_BLOCK, group_size)
+        _, elements = self.records(SUPER_BLOCK, group_size)
         return size * elements * group_size / SUPER_BLOCK
 
     def group_sizes_in(self, layout: str) -> tuple[int, ...]:
@@ -221,6 +249,14 @@ FORMATS: dict[tuple[str, int], Format] = {
             for codes in ("symmetric", "zero_point")
             for bits in WIDTHS[1:]
         ),
+        Format(
+            mode="codebook",
+            bits=4,
+            codes="codebook",
+            group_sizes=GROUPS,
+            layouts=PACKED_ONLY,
+            packed_group_sizes=PACKED_GROUPS,
+        ),
         *(
             Format(
                 mode="k_quant",
@@ -231,6 +267,13 @@ FORMATS: dict[tuple[str, int], Format] = {
                 packed_group_sizes=() if bits in (4, 5) else (16,),
             )
             for bits, codes in K_QUANTS.items()
+        ),
+        Format(
+            mode="k_codebook",
+            bits=4,
+            codes="k_codebook",
+            group_sizes=(32,),
+            layouts=PACKED_ONLY,
         ),
     )
 }

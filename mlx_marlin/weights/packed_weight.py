@@ -12,9 +12,9 @@ from mlx_marlin.argument_types import (
     check_integers,
     check_optional_arrays,
 )
-from mlx_marlin.weights import layout
+from mlx_marlin.weights import codebooks, layout
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import Format, format_of
+from mlx_marlin.weights.formats import CODEBOOK, Format, format_of
 
 GroupSize = int | Literal["channel"] | None
 """Weights that share a scale. "channel" is a whole row; None is the mode's default."""
@@ -31,13 +31,14 @@ class PackedWeight:
             8 rows of a fragment, the scale, (scale, bias) or (scale, zero point) of the
             rows at distances 0, 8, 16 and 24. Of "k_quant", [..., n tiles, k / 256,
             32 * (9 or 10)] as uint16: the bytes of the groups in this order, then d, or
-            (d, dmin), as float16 bits, in the order of one group.
+            (d, dmin), as float16 bits, in the order of one group. A codebook precedes
+            them: see `weights.codebooks`.
         n: Rows of the weight: output features.
         k: Columns of the weight: input features.
         group_size: Weights along k that share a scale; k for a whole row.
         bits: Bits of a code.
         mode: MLX's "affine", "mxfp4", "mxfp8" or "nvfp4"; or "symmetric", which has no
-            biases, "zero_point" or "k_quant".
+            biases, "zero_point", "k_quant", "codebook" or "k_codebook".
         global_scale: Optional scale of the whole weight for "nvfp4", float32 of one
             element. As in MLX, weights are multiplied by 1/2688 of it.
         biases_or_global_scale: Operand that kernels receive in the place of biases.
@@ -73,7 +74,7 @@ class PackedWeight:
         n, k = layout.padded(self.n, self.k)
         tiles = (n // layout.TILE_N, k // layout.TILE_K)
         words = (*self.batch, *tiles, layout.tile_words(self.bits))
-        records, stored = format.row_scales(k, self.group_size)
+        records, stored = format.packed_records(k, self.group_size)
         scales = (*self.batch, tiles[0], records, layout.TILE_N * stored)
         if self.words.shape != words or self.words.dtype != mx.uint32:
             raise ValueError(
@@ -134,6 +135,13 @@ class PackedWeight:
     def dtype(self) -> mx.Dtype:
         """Dtype of the scales."""
         return self.scales.dtype
+
+    @property
+    def codebook(self) -> mx.array | None:
+        """The codebook, float32 [16]; None for formats without one."""
+        if not format_of(self.mode, self.bits).has_codebook:
+            return None
+        return codebooks.tables(self.scales).reshape(-1, CODEBOOK)[0]
 
     @property
     def nbytes(self) -> int:

@@ -67,7 +67,7 @@ def float_parameters(
         mx.repeat(bits.view(mx.float16).astype(mx.float32), per_block, axis=-1)
         for bits in factors
     ]
-    if format.codes == "k_symmetric":
+    if format.parameters == 1:
         return wide[0] * groups[0].view(mx.int8).astype(mx.float32), None
     both = groups if len(groups) == 2 else [groups[0] & 15, groups[0] >> 4]
     scales, minima = (octets.astype(mx.float32) for octets in both)
@@ -83,7 +83,7 @@ def _apart(
     rows: mx.array, format: Format, group_size: int
 ) -> tuple[list[mx.array], list[mx.array]]:
     """Returns the bytes of groups, each [..., groups], and factors [..., blocks]."""
-    _, words = format.row_scales(SUPER_BLOCK, group_size)
+    _, words = format.records(SUPER_BLOCK, group_size)
     parameters, size = format.parameters, format.group_bytes(group_size)
     records = rows.reshape(*rows.shape[:-1], -1, words)
     octets = mx.contiguous(records[..., :-parameters]).view(mx.uint8)

@@ -9,8 +9,10 @@ constant constexpr int ZERO_POINT = 3;  // scale * (q - zero point)
 // K-quants: AFFINE and SYMMETRIC whose scales are bytes times the factors of a super-block.
 constant constexpr int K_AFFINE = 4;
 constant constexpr int K_SYMMETRIC = 5;
+constant constexpr int CODEBOOK = 6;    // scale * one of 16 numbers
+constant constexpr int K_CODEBOOK = 7;  // the same, with super-blocks
 // FLOATING with an additional scale for the whole weight.
-constant constexpr int GLOBAL_FLOATING = 6;
+constant constexpr int GLOBAL_FLOATING = 8;
 constant constexpr int SUPER_BLOCK = 256;  // values of k
 
 // What lanes multiply. Scale and bias of codes are applied to the sums of a group.
@@ -24,10 +26,11 @@ constant constexpr int FLOAT_WEIGHTS = 3;  // scale * q + bias
 template <int MODE_, int BITS_, int GROUP_, bool PACKED_, int OPERAND_ = EXACT_CODES>
 struct WeightFormat {
   STATIC bool GLOBAL = MODE_ == GLOBAL_FLOATING;
-  STATIC bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC;
+  STATIC bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC || MODE_ == K_CODEBOOK;
   STATIC int MODE = MODE_ == GLOBAL_FLOATING ? FLOATING
                     : MODE_ == K_AFFINE      ? AFFINE
                     : MODE_ == K_SYMMETRIC   ? SYMMETRIC
+                    : MODE_ == K_CODEBOOK    ? CODEBOOK
                                              : MODE_;
   STATIC int BITS = BITS_;
   STATIC int GROUP = GROUP_;
@@ -39,6 +42,8 @@ struct WeightFormat {
   // fragment. The product of an E2M1 value and its E4M3 scale fits in a half, 3 bits times 4
   // bits; integers need a float.
   STATIC int FRAGMENT = GROUP_ != 16 ? OPERAND_ : MODE == FLOATING ? HALF_WEIGHTS : FLOAT_WEIGHTS;
+  // Whether fragments are float whatever x is: a half holds not every number of a codebook.
+  STATIC bool IN_FLOAT = FRAGMENT == FLOAT_WEIGHTS || MODE == CODEBOOK;
   // CODES is the number of consecutive codes of a row that a lane has in one step of the main
   // loop. Four lanes share a row of a fragment, and this row must not span two groups.
   STATIC int CODES = GROUP_ == 32 ? 8 : 16;
@@ -50,7 +55,7 @@ struct WeightFormat {
   STATIC int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
   STATIC int OFFSET = 1 << (10 - BIT_OFFSET);
   // Excess of the decoded half over the value that is scaled, until it is subtracted.
-  STATIC int ZERO = MODE == FLOATING ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
+  STATIC int ZERO = MODE == FLOATING || MODE == CODEBOOK ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
   // Factor from the decoded half to the small float, which has another exponent bias.
   STATIC int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };

@@ -19,7 +19,7 @@ METAL_FUNC void accumulate(
     Split split,
     Place place,
     int lane_index) {
-  typedef typename Fragment<T, W::FRAGMENT == FLOAT_WEIGHTS>::type F;
+  typedef typename Fragment<T, W::IN_FLOAT>::type F;
   constexpr int VEC4S = W::VEC4S;
   constexpr int COLUMNS = 2 * FRAGMENTS;
   const Lane lane = lane_of(lane_index);

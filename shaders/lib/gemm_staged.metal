@@ -63,7 +63,7 @@ METAL_FUNC void gemm_staged(
     E epilogue,
     Simdgroup simdgroup) {
   typedef typename L::W W;
-  typedef typename Fragment<T, W::FRAGMENT == FLOAT_WEIGHTS>::type F;
+  typedef typename Fragment<T, W::IN_FLOAT>::type F;
   constexpr int FRAGMENTS_M = L::ROWS / 8;
   constexpr int AHEAD = L::BUFFERS - 1;
 

@@ -1,10 +1,21 @@
 // Converts codes to the type in which they are multiplied. CUDA uses cuda/weights.cuh instead.
 
+// Returns pair t of row fragment f as numbers of the codebook. Lane i has number i.
+template <typename W>
+METAL_FUNC float2 look_up(thread const uint* words, int f, int t) {
+  const float own = as_type<float>(words[words_of_step<W>() - 1]);
+  const ushort2 places = as_type<ushort2>(pair_at<W>(words, f, t, 0));
+  return float2(simd_shuffle(own, places.x), simd_shuffle(own, places.y));
+}
+
 // Returns pair t of row fragment f, exactly: ZERO + code for OFFSET_CODES, otherwise the code, or
 // the value of a small float. The halves are converted as one vector: if they are separated first,
 // the compiler replaces each 32-bit logic operation by two of 16 bits.
 template <typename W, typename V, int OPERAND>
 METAL_FUNC vec<V, 2> decode(thread const uint* words, int f, int t) {
+  if (W::MODE == CODEBOOK) {
+    return vec<V, 2>(look_up<W>(words, f, t));
+  }
   const half2 halves = pair_as_halves<W>(words, f, t);
   if (W::MODE == FLOATING) {
     return vec<V, 2>(halves * half(W::FACTOR));

@@ -26,6 +26,7 @@ struct WeightTile {
   uint4 first_word;    // native: of the lane's four rows, in units; packed: in x
   uint4 first_group;   // in scales and biases, in the same way; y: factors of a super-block
   float weight_scale;  // the weight's own scale, 1 if it has none
+  uint entry;          // bits of the lane's number of the codebook
 };
 
 // Returns the global scale of a weight: a float32 that is passed as `biases`. MLX divides it by
@@ -60,10 +61,12 @@ struct SuperBlock {
 // Returns the number of scales of 32 packed rows.
 template <typename W>
 METAL_FUNC uint packed_scales(uint k_tiles) {
+  // A codebook of 32 rows takes the place of 32 scales.
+  const uint table = W::MODE == CODEBOOK ? TILE_N : 0;
   if (W::SUPER) {
-    return k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;
+    return table + k_tiles * TILE_K / SUPER_BLOCK * SuperBlock<W>::SIZE;
   }
-  return packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);
+  return table + packed_groups<W>(k_tiles) * (W::BIASED ? 2 * TILE_N : TILE_N);
 }
 
 // Returns the number of words and of scales of a weight, which are the strides of the weights
@@ -79,6 +82,14 @@ METAL_FUNC uint2 weight_size(Work work) {
   return uint(work.n) * uint2(work.k / 32 * W::BITS, group_at<W>(work.k));
 }
 
+// Returns the bits of the lane's number of a codebook, whose 64 bytes begin at a scale. Lanes from
+// 16 on have what follows it, which no lane looks up.
+template <typename S>
+METAL_FUNC uint codebook_entry(const device S* codebook, uint lane_index) {
+  const device ushort* numbers = (const device ushort*)codebook;
+  return as_type<uint>(load_vec2(numbers, 2 * lane_index));
+}
+
 // The weights of a batch are contiguous.
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
@@ -86,14 +97,18 @@ METAL_FUNC WeightTile<S> weight_tile(
   const Lane lane = lane_of(lane_index);
   const float weight_scale = W::GLOBAL ? global_scale(weights.biases) : 1.0f;
   WeightTile<S> tile = {
-      weights.w, weights.scales, weights.biases, uint4(0), uint4(0), weight_scale};
+      weights.w, weights.scales, weights.biases, uint4(0), uint4(0), weight_scale, 0};
   const int own = W::GROUP == 16 ? lane.pair : 0;  // index of the lane's group in a step
   if (W::PACKED) {
     constexpr int FACTORS = W::BIASED ? 2 : 1;
     const int k_tiles = ceil_div(work.k, TILE_K);
     const uint column = product * ceil_div(work.n, TILE_N) + col / TILE_N;
     tile.first_word.x = column * k_tiles * (TILE_N * TILE_K / 32 * W::BITS);
-    const uint first_scale = column * packed_scales<W>(k_tiles);
+    uint first_scale = column * packed_scales<W>(k_tiles);
+    if (W::MODE == CODEBOOK) {
+      tile.entry = codebook_entry(tile.scales + first_scale, lane_index);
+      first_scale += TILE_N;
+    }
     const uint row = 4 * FACTORS * lane.row;
     if (W::SUPER) {
       tile.first_group.x =
@@ -128,6 +143,9 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
         tile.words,
         first + TILE_N * TILE_K / 32 * LOW + step * Planes<W>::HIGH_WORDS,
         lane_index);
+    if (W::MODE == CODEBOOK) {
+      words[words_of_step<W>() - 1] = tile.entry;
+    }
   } else {
   UNROLL for (int f = 0; f < 4; ++f) {
       const uint offset = tile.first_word[f] + k / 32 * (W::BITS * 4 / Native<W>::UNIT);

@@ -32,9 +32,11 @@ struct Native {
   STATIC int LAST = HALF > 16 ? HALF - 16 : 0;
 };
 
+// A lane's own number of the codebook follows the words of codes.
 template <typename W>
 METAL_FUNC constexpr int words_of_step() {
-  return W::PACKED ? Planes<W>::LOW_WORDS + Planes<W>::HIGH_WORDS : 4 * Native<W>::WINDOWS;
+  return (W::PACKED ? Planes<W>::LOW_WORDS + Planes<W>::HIGH_WORDS : 4 * Native<W>::WINDOWS) +
+      (W::MODE == CODEBOOK ? 1 : 0);
 }
 
 // Loads up to four consecutive words at once.

@@ -31,7 +31,7 @@ def stored(mode: str, bits: int) -> StoredWeight:
 
 def no_numbers(weight: StoredWeight) -> Iterator[StoredWeight]:
     """Yields the weight with one stored number that is none: the last one of each."""
-    if weight.mode == "k_quant":  # d, and dmin if there is one
+    if weight.mode in format_cases.SUPER_BLOCKS:  # d, and dmin if there is one
         for place in range(-format_of(weight.mode, weight.bits).parameters, 0):
             yield replace(weight, scales=_changed(weight.scales, INFINITE_HALF, place))
     elif weight.scales.dtype == mx.uint8:

@@ -39,7 +39,7 @@ class Stored:
         rows, groups = 32, K // self.group_size
         format = format_of(self.mode, self.bits)
         if format.has_super_blocks:
-            groups = prod(format.row_scales(K, self.group_size))
+            groups = prod(format.records(K, self.group_size))
         scales = mx.zeros((rows, groups), getattr(mx, format.scale_dtype("float16")))
         weight = mlx_marlin.pack(
             mx.zeros((rows, K * self.bits // 32), mx.uint32),

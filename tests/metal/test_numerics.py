@@ -102,11 +102,12 @@ def normal(variant: Variant, seed: int = 0, k: int = K) -> Array:
 def scaled(weight: Weight, exponent: int) -> Weight:
     """Multiplies a weight by a power of two."""
     words, scales, *rest = weight.native
-    if weight.mode == "k_quant":
-        size = format_cases.words_of_record(weight.bits)
+    if weight.mode in format_cases.SUPER_BLOCKS:
+        size = format_cases.words_of_record(weight.mode, weight.bits)
         records = np.array(scales).reshape(len(scales), -1, size)
-        d = records[..., 8:].copy().view("<f2") * np.float16(2.0**exponent)
-        records = np.concatenate([records[..., :8], d.view("<u2")], axis=-1)
+        of_groups = 4 if weight.mode == "k_codebook" else 8
+        d = records[..., of_groups:].copy().view("<f2") * np.float16(2.0**exponent)
+        records = np.concatenate([records[..., :of_groups], d.view("<u2")], axis=-1)
         moved = mx.array(records.reshape(len(records), -1))
         return replace(weight, native=(words, moved))
     if scales.dtype != mx.uint8:

@@ -1,4 +1,4 @@
-"""Products with K-quants: on kernels, on stock MLX, as layers and as experts."""
+"""Products with K-quants and codebooks: on kernels, on stock MLX, and as layers."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,16 +16,25 @@ from support.choose import Choose
 from support.format_cases import Weight
 from support.packed_codes import SEEDS, packed_of
 
-GROUP = {2: 16, 3: 16, 4: 32, 5: 32, 6: 16}
+Kind = tuple[str, int, int]
+KINDS: list[Kind] = [
+    ("k_quant", 2, 16),
+    ("k_quant", 3, 16),
+    ("k_quant", 4, 32),
+    ("k_quant", 5, 32),
+    ("k_quant", 6, 16),
+    ("k_codebook", 4, 32),
+    ("codebook", 4, 64),
+]
 N, K = 45, 512
 DTYPES = ("float16", "bfloat16", "float32")
-widths = pytest.mark.parametrize("bits", GROUP)
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def weight_of(bits: int, n: int = N, k: int = K, seed: int = 0) -> Weight:
-    return format_cases.any_weight(
-        "k_quant", bits, GROUP[bits], n, k, dtype="float16", seed=seed
-    )
+def weight_of(
+    kind: Kind, n: int = N, k: int = K, seed: int = 0, dtype: str = "float16"
+) -> Weight:
+    return format_cases.any_weight(*kind, n, k, dtype=dtype, seed=seed)
 
 
 def rows(*shape: int, dtype: str = "float16", seed: int = 1) -> mx.array:
@@ -33,7 +42,7 @@ def rows(*shape: int, dtype: str = "float16", seed: int = 1) -> mx.array:
     return drawn.astype(getattr(mx, dtype))
 
 
-@widths
+@kinds
 @given(
     m=st.integers(1, 20),
     n=st.integers(1, 70),
@@ -44,9 +53,9 @@ def rows(*shape: int, dtype: str = "float16", seed: int = 1) -> mx.array:
 @settings(max_examples=8)
 @pytest.mark.usefixtures("kernels")
 def test_products_are_those_of_the_exact_weight(
-    bits: int, m: int, n: int, blocks: int, dtype: str, seed: int
+    kind: Kind, m: int, n: int, blocks: int, dtype: str, seed: int
 ) -> None:
-    weight = weight_of(bits, n, 256 * blocks, seed)
+    weight = weight_of(kind, n, 256 * blocks, seed, dtype)
     packed, x = packed_of(weight), rows(m, 256 * blocks, dtype=dtype, seed=seed)
 
     y = mlx_marlin.quantized_matmul(x, packed)
@@ -55,13 +64,13 @@ def test_products_are_those_of_the_exact_weight(
     format_oracle.assert_close(y, x, weight, subtract=False, dtype=dtype)
 
 
-@widths
+@kinds
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stock_mlx_serves_without_kernels_in_the_dtype_of_x(
-    bits: int, dtype: str, transpose: bool, backend: Choose
+    kind: Kind, dtype: str, transpose: bool, backend: Choose
 ) -> None:
-    weight = weight_of(bits)
+    weight = weight_of(kind, dtype=dtype)
     x = rows(3, K if transpose else N, dtype=dtype)
     backend("stock")
 
@@ -74,10 +83,10 @@ def test_stock_mlx_serves_without_kernels_in_the_dtype_of_x(
     assert oracles.error(y, expected) < limit
 
 
-@widths
+@kinds
 @pytest.mark.usefixtures("kernels")
-def test_gradients_of_x_are_exact_and_scales_have_none(bits: int) -> None:
-    weight = weight_of(bits)
+def test_gradients_of_x_are_exact_and_scales_have_none(kind: Kind) -> None:
+    weight = weight_of(kind)
     packed, x = packed_of(weight), rows(2, K, dtype="float32")
 
     def loss(x: mx.array) -> mx.array:
@@ -90,10 +99,10 @@ def test_gradients_of_x_are_exact_and_scales_have_none(bits: int) -> None:
     assert oracles.error(dx, expected) < 1e-5
 
 
-@widths
+@kinds
 @pytest.mark.usefixtures("kernels")
-def test_rows_have_the_same_bits_alone_and_among_others(bits: int) -> None:
-    packed, x = packed_of(weight_of(bits)), rows(9, K)
+def test_rows_have_the_same_bits_alone_and_among_others(kind: Kind) -> None:
+    packed, x = packed_of(weight_of(kind)), rows(9, K)
 
     whole = mlx_marlin.linear(x, packed, invariant=True)
 
@@ -102,10 +111,10 @@ def test_rows_have_the_same_bits_alone_and_among_others(bits: int) -> None:
         assert mx.array_equal(alone, whole[row : row + 1])
 
 
-@widths
+@kinds
 @pytest.mark.usefixtures("kernels")
-def test_layers_and_their_stock_layers_compute_the_same(bits: int) -> None:
-    weight = weight_of(bits)
+def test_layers_and_their_stock_layers_compute_the_same(kind: Kind) -> None:
+    weight = weight_of(kind)
     packed, bias = packed_of(weight), rows(N, seed=2)
     x = rows(5, K)
     layer = MarlinLinear.from_packed(packed, bias)
@@ -118,14 +127,14 @@ def test_layers_and_their_stock_layers_compute_the_same(bits: int) -> None:
     assert oracles.error(layer.to_stock()(x), expected) < 1e-3
 
 
-@widths
+@kinds
 @pytest.mark.parametrize("name", ["kernels", "stock"])
-def test_experts(bits: int, name: str, request: pytest.FixtureRequest) -> None:
+def test_experts(kind: Kind, name: str, request: pytest.FixtureRequest) -> None:
     if name == "stock":
         request.getfixturevalue("backend")("stock")
     else:
         request.getfixturevalue("kernels")
-    weight = weight_of(bits, 3 * 40)
+    weight = weight_of(kind, 3 * 40)
     native = (each.reshape(3, 40, -1) for each in weight.native)
     packed = mlx_marlin.pack(*native, **weight.options)
     layer = MarlinSwitchLinear.from_packed(packed)
@@ -140,10 +149,10 @@ def test_experts(bits: int, name: str, request: pytest.FixtureRequest) -> None:
     assert oracles.error(y.squeeze(-2), expected) < 1e-3
 
 
-@widths
+@kinds
 @pytest.mark.usefixtures("kernels")
-def test_a_batch_of_weights(bits: int) -> None:
-    weight = weight_of(bits, 3 * 40)
+def test_a_batch_of_weights(kind: Kind) -> None:
+    weight = weight_of(kind, 3 * 40)
     native = (each.reshape(3, 40, -1) for each in weight.native)
     packed = mlx_marlin.pack(*native, **weight.options)
     x = rows(3, 2, K)
@@ -155,10 +164,10 @@ def test_a_batch_of_weights(bits: int) -> None:
     assert oracles.error(y, expected) < 1e-3
 
 
-@widths
+@kinds
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_are_decoded_and_rounded_once(bits: int, dtype: str) -> None:
-    weight = weight_of(bits)
+def test_weights_are_decoded_and_rounded_once(kind: Kind, dtype: str) -> None:
+    weight = weight_of(kind)
 
     w = mlx_marlin.dequantize(packed_of(weight), getattr(mx, dtype))
 
@@ -170,11 +179,12 @@ def test_weights_are_decoded_and_rounded_once(bits: int, dtype: str) -> None:
     assert np.all(off <= terms + rounding + oracles.SMALLEST[dtype])
 
 
-@widths
-def test_other_gpus_say_that_they_have_no_kernel(bits: int) -> None:
-    problem = problem_of(4, 64, 256, mode="k_quant", bits=bits, layout="marlin")
-    assert problem.group_size == GROUP[bits]
-    with pytest.raises(ValueError, match="K-quants"):
+@kinds
+def test_other_gpus_say_that_they_have_no_kernel(kind: Kind) -> None:
+    mode, bits, group_size = kind
+    problem = problem_of(4, 64, 256, mode=mode, bits=bits, layout="marlin")
+    assert problem.group_size == group_size
+    with pytest.raises(ValueError, match=r"K-quants|codebooks"):
         planner.plan(
-            4, 64, 256, mode="k_quant", bits=bits, layout="marlin", chip="NVIDIA H200"
+            4, 64, 256, mode=mode, bits=bits, layout="marlin", chip="NVIDIA H200"
         )

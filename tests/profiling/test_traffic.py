@@ -21,6 +21,7 @@ from support.profiles import sampled
 M3_MAX = devices.named("M3 Max")
 FORMATS = [(*row, layout) for row in GROUPED for layout in layouts_of(*row)]
 PARAMETERS = {"affine": (2, 2), "symmetric": (2, 0), "zero_point": (2, 2)}
+PARAMETERS |= {"codebook": (2, 0), "k_codebook": (1.25, 0)}
 PARAMETERS |= {"k_quant 4": (1.25, 1.25), "k_quant 5": (1.25, 1.25)}
 PARAMETERS |= {"k_quant 3": (1.125, 0), "k_quant 6": (1.125, 0)}
 PARAMETERS |= {"k_quant 2": (0.625, 0.625)}

@@ -54,7 +54,7 @@ KERNELS = (
     "marlin_pack",
     "marlin_unpack",
 )
-MOST = 380
+MOST = 400
 """Instances that an ordinary run checks."""
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -48,6 +49,8 @@ def layouts_of(mode: str, bits: int, group_size: int) -> tuple[str, ...]:
 OF_MLX = [each for each in GROUPED if "mlx" in layouts_of(*each)]
 
 
+WITH_CODEBOOK = ("codebook", "k_codebook")
+SUPER_BLOCKS = ("k_quant", "k_codebook")
 FLOATING = ("mxfp4", "mxfp8", "nvfp4")
 """Formats whose codes are small floats; those of all others are integers."""
 
@@ -57,7 +60,9 @@ def has_tensor_products(mode: str, group_size: int, dtype: str) -> bool:
 
     It is told here anew, so that a kernel that refuses more makes tests fail.
     """
-    return dtype != "float32" and (group_size != 16 or mode in FLOATING)
+    if mode in WITH_CODEBOOK or dtype == "float32":
+        return False
+    return group_size != 16 or mode in FLOATING
 
 
 def step_of(mode: str, bits: int, group_size: int) -> int:
@@ -74,9 +79,15 @@ SIGNED_K_QUANTS = (3, 6)
 """Bits of the K-quants with signed scales; the others have minima."""
 
 
-def words_of_record(bits: int) -> int:
-    """Returns the 16-bit words of a super-block of a K-quant: 20 or 18 bytes."""
+def words_of_record(mode: str, bits: int) -> int:
+    """Returns the 16-bit words of the scales of a super-block: 20, 18 or 10 bytes."""
+    if mode == "k_codebook":
+        return 5
     return 9 if bits in SIGNED_K_QUANTS else 10
+
+
+NUMBERS = tuple((i * 5 % 16 - 6.5) * (1 + (2 * i + 1) / 2**19) for i in range(16))
+"""A codebook, out of order, of float32 numbers that no half holds."""
 
 
 GLOBAL_SCALE = 5 + 0x1FFFFD / 2**21
@@ -128,6 +139,7 @@ class Weight:
         group_size: Weights that share a scale.
         native: Codes, scales and, where there are any, biases or zero points.
         global_scale: The scale of all of an nvfp4 weight, as MLX means it, or None.
+        numbers: The codebook of a weight with one.
     """
 
     mode: str
@@ -135,11 +147,15 @@ class Weight:
     group_size: int
     native: tuple[mx.array, ...]
     global_scale: mx.array | None = None
+    numbers: tuple[float, ...] = NUMBERS
 
     @property
-    def options(self) -> dict[str, int | str]:
+    def options(self) -> dict[str, Any]:
         """The format, in the words of `pack`."""
-        return {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        options = {"group_size": self.group_size, "bits": self.bits, "mode": self.mode}
+        if self.mode in WITH_CODEBOOK:
+            return options | {"codebook": mx.array(self.numbers)}
+        return options
 
     @property
     def parts(self) -> tuple[Floats, Floats, Floats]:
@@ -149,7 +165,12 @@ class Weight:
             scale, bias = self._of_super_blocks()
             is_signed = self.bits in SIGNED_K_QUANTS
             return scale, codes - is_signed * 2.0 ** (self.bits - 1), bias
+        if self.mode == "k_codebook":
+            scale, bias = self._of_super_blocks()
+            return scale, exact(mx.array(self.numbers))[codes], bias
         scale, bias = self._of_groups()
+        if self.mode == "codebook":
+            return scale, exact(mx.array(self.numbers))[codes], bias
         if self.mode == "affine":
             return scale, codes.astype(float), bias
         if self.mode == "symmetric":
@@ -171,12 +192,15 @@ class Weight:
         return scale, bias
 
     def _of_super_blocks(self) -> tuple[Floats, Floats]:
-        """Returns scale and bias of each weight, from records of 20 or 18 bytes."""
+        """Returns scale and bias of each weight, from records of 20, 18 or 10 bytes."""
         stored = np.array(self.native[1])
-        records = stored.reshape(len(stored), -1, words_of_record(self.bits))
-        octets = np.ascontiguousarray(records[..., :8]).view(np.uint8)
-        d = np.ascontiguousarray(records[..., 8:]).view("<f2").astype(float)
-        if self.bits in SIGNED_K_QUANTS:
+        size = words_of_record(self.mode, self.bits)
+        is_signed = self.bits in SIGNED_K_QUANTS or self.mode == "k_codebook"
+        of_groups = size - (1 if is_signed else 2)
+        records = stored.reshape(len(stored), -1, size)
+        octets = np.ascontiguousarray(records[..., :of_groups]).view(np.uint8)
+        d = np.ascontiguousarray(records[..., of_groups:]).view("<f2").astype(float)
+        if is_signed:
             scale = d * octets.view(np.int8)
             bias = 0 * scale
         elif self.bits == 2:  # halves of bytes
@@ -201,7 +225,7 @@ def offset_of(format: Format) -> int:
     The first power of two that no code reaches, 64 for 4 bits; a symmetric code counts
     half its range too much besides.
     """
-    if format.codes == "floating":
+    if format.mode in (*FLOATING, *WITH_CODEBOOK):
         return 0
     first = 64 if format.bits == 4 else 2**format.bits
     is_symmetric = format.codes in ("symmetric", "k_symmetric")
@@ -229,8 +253,8 @@ def any_weight(
         scales = np.where(constant, scales, draw.integers(low, high, shape))
         native = [mx.array(scales.astype(np.uint8))]
         return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
-    if mode == "k_quant":
-        native = [_super_blocks(draw, bits, n, k // 256)]
+    if mode in SUPER_BLOCKS:
+        native = [_super_blocks(draw, mode, bits, n, k // 256)]
         return Weight(mode, bits, group_size, (write_codes(codes, bits), *native))
     step = draw.choice([-1, 1], shape) * draw.uniform(0.5, 1, shape) * 2.0**-bits
     scales = np.where(constant, -1e-7 if mode == "affine" else 0, step)
@@ -246,15 +270,16 @@ def any_weight(
 
 
 def _super_blocks(
-    draw: np.random.Generator, bits: int, n: int, blocks: int
+    draw: np.random.Generator, mode: str, bits: int, n: int, blocks: int
 ) -> mx.array:
     """Makes parameters of super-blocks: factors are normal, subnormal or 0.
 
     Their last bits are drawn too: a scale times a factor is no float16.
     """
-    most = 64 if bits in (4, 5) else 256
-    octets = draw.integers(0, most, (n, blocks, 16)).astype(np.uint8)
-    shape = (n, blocks, words_of_record(bits) - 8)
+    most = 64 if (mode, bits) in (("k_quant", 4), ("k_quant", 5)) else 256
+    count = 8 if mode == "k_codebook" else 16
+    octets = draw.integers(0, most, (n, blocks, count)).astype(np.uint8)
+    shape = (n, blocks, words_of_record(mode, bits) - count // 2)
     sizes = draw.choice([0, 2.0**-24, 2.0**-15, 2.0**-10, 2.0**-9], shape)
     d = (sizes * draw.choice([-1, 1], shape) * draw.uniform(1, 8, shape)).astype("<f2")
     records = np.concatenate([octets.view("<u2"), d.view("<u2")], axis=-1)
@@ -393,7 +418,8 @@ def every_variant() -> Iterator[Variant]:
         stored = set(narrow) & {*format.scale_dtypes}
         scales = sorted(stored) if stored else format.scale_dtypes
         # Small floats have no offset to take off.
-        subtracts = (False,) if format.codes == "floating" else (False, True)
+        plain = (*FLOATING, *WITH_CODEBOOK)
+        subtracts = (False,) if format.mode in plain else (False, True)
         layouts = layouts_of(mode, bits, group_size)
         for layout, scale, subtract in product(layouts, scales, subtracts):
             yield Variant(
@@ -456,12 +482,15 @@ MEANINGS = {
     "zero_point": "scale * (q - zero point)",
     "k_affine": "d * scale * q - dmin * minimum",
     "k_symmetric": "d * scale * (q - 2^(bits - 1))",
+    "codebook": "scale * codebook[q]",
+    "k_codebook": "d * scale * codebook[q]",
     "mxfp4": "scale * E2M1",
     "mxfp8": "scale * E4M3",
     "nvfp4": "scale * E2M1",
 }
 SCALES = {"mxfp4": "E8M0 bytes", "mxfp8": "E8M0 bytes", "nvfp4": "E4M3 bytes"}
 SCALES["k_quant"] = "bytes, and d and dmin in float16"
+SCALES["k_codebook"] = "bytes, and d in float16"
 
 
 def table() -> str:

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import CHANNEL, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
-from support.format_cases import GROUPED, Weight, words_of_record
+from support.format_cases import GROUPED, SUPER_BLOCKS, Weight, words_of_record
 
 SEEDS = st.integers(0, 2**32 - 1)
 FORMAT = ("mode", "bits", "group_size")
 grouped = pytest.mark.parametrize(FORMAT, GROUPED)
 of_groups = pytest.mark.parametrize(
-    FORMAT, [each for each in GROUPED if each[0] != "k_quant"]
+    FORMAT, [each for each in GROUPED if each[0] not in SUPER_BLOCKS]
 )
 """Without super-blocks."""
 
@@ -40,7 +40,7 @@ def any_bits(
         octets = np.where(zero, 0, draw.integers(0, 256, shape)).astype(np.uint8)
         return Weight(mode, bits, group_size, (mx.array(words), mx.array(octets)))
     if format.has_super_blocks:
-        record = draw.integers(0, 2**16, (n, k // 256 * words_of_record(bits)))
+        record = draw.integers(0, 2**16, (n, k // 256 * words_of_record(mode, bits)))
         arrays = mx.array(words), mx.array(record.astype(np.uint16))
         return Weight(mode, bits, group_size, arrays)
     stored = [draw.normal(size=shape), draw.normal(size=shape) * 8]

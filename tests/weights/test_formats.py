@@ -100,17 +100,19 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
     """Returns the same codes with scales and biases that keep every sum exact."""
     draw = np.random.default_rng(seed)
     words, scales, *biases = weight.native
-    if weight.mode == "k_quant":
-        size = format_cases.words_of_record(weight.bits)
+    if weight.mode in format_cases.SUPER_BLOCKS:
+        size = format_cases.words_of_record(weight.mode, weight.bits)
         records = np.array(scales).reshape(len(scales), -1, size)
-        whole = draw.integers(-3, 4, (*records.shape[:2], 16)).astype(np.int8)
-        is_signed = weight.bits in format_cases.SIGNED_K_QUANTS
+        of_groups = 4 if weight.mode == "k_codebook" else 8
+        whole = draw.integers(-3, 4, (*records.shape[:2], 2 * of_groups))
+        whole = whole.astype(np.int8)
+        is_signed = size - of_groups == 1
         octets = whole if is_signed else np.abs(whole)
         if weight.bits == 2:
             octets = octets | octets[..., ::-1] << 4
-        records[..., :8] = octets.view("<u2")
-        d = draw.choice([-2, -1, 1, 2], records[..., 8:].shape).astype("<f2")
-        records[..., 8:] = d.view("<u2")
+        records[..., :of_groups] = octets.view("<u2")
+        d = draw.choice([-2, -1, 1, 2], records[..., of_groups:].shape).astype("<f2")
+        records[..., of_groups:] = d.view("<u2")
         fitting = [mx.array(records.reshape(len(records), -1))]
     elif scales.dtype == mx.uint8:
         one, two = (0x38, 0x40) if weight.group_size == 16 else (127, 128)
@@ -121,7 +123,8 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
             whole = mx.array(draw.integers(-8, 9, each.shape))
             fitting.append(each if weight.mode == "zero_point" else whole)
         fitting = [each.astype(scales.dtype) for each in fitting]
-    return replace(weight, native=(words, *fitting))
+    numbers = tuple(float(i * 5 % 16 - 8) for i in range(16))
+    return replace(weight, native=(words, *fitting), numbers=numbers)
 
 
 @sampled(7)

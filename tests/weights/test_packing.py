@@ -90,10 +90,13 @@ def seen_by_lanes(packed: PackedWeight) -> Integers:
 
 def quantizers_seen_by_lanes(packed: PackedWeight) -> mx.array:
     """Returns [padded n, groups, 1 or 2] as `load_quantizers` reads them."""
-    tiles_n, groups, stored = packed.scales.shape
+    scales = packed.scales
+    if packed.mode == "codebook":  # which precedes them
+        scales = scales[:, 0, 32:].reshape(len(scales), -1, 32)
+    tiles_n, groups, stored = scales.shape
     each = stored // 32
     rows = [
-        packed.scales[tile, :, (4 * row + f) * each : (4 * row + f + 1) * each]
+        scales[tile, :, (4 * row + f) * each : (4 * row + f + 1) * each]
         for tile, f, row in product(range(tiles_n), range(4), range(8))
     ]
     return mx.stack(rows).reshape(32 * tiles_n, groups, each)
@@ -278,12 +281,13 @@ def test_padding_is_minimal() -> None:
 @pytest.mark.parametrize(("mode", "bits"), FORMATS)
 def test_whole_tiles_take_no_byte_more_than_mlxs_layout(mode: str, bits: int) -> None:
     group_size = FORMATS[mode, bits].group_sizes_in("marlin")[0]
-    k = 256 if mode == "k_quant" else 192
+    k = 256 if mode in format_cases.SUPER_BLOCKS else 192
     weight = any_bits(mode, bits, group_size, n=64, k=k)
 
     packed = packed_of(weight)
 
-    assert packed.nbytes == sum(each.nbytes for each in weight.native)
+    codebooks = 2 * 64 if mode in format_cases.WITH_CODEBOOK else 0
+    assert packed.nbytes == codebooks + sum(each.nbytes for each in weight.native)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +337,8 @@ def test_as_mlx_means_the_same_to_stock(mode: str, bits: int, group_size: int) -
         size = stock_group_size(packed)
 
         if size is None:
-            assert (group_size, mode in MLX_MODES[1:]) == (16, False)
+            assert group_size == 16 or mode in format_cases.WITH_CODEBOOK
+            assert mode not in MLX_MODES[1:]
             w = plain(packed, mx.float32)
         else:
             known = mode if mode in MLX_MODES else "affine"

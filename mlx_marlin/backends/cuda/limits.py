@@ -46,6 +46,8 @@ def why_not(problem: Problem) -> str | None:
             f"our CUDA kernels multiply {' and '.join(DTYPES)}, and dtype is "
             f"{problem.dtype}"
         )
+    if problem.format.has_codebook:
+        return "our CUDA kernels read no codebooks, which MLX multiplies decoded"
     if problem.format.has_super_blocks:
         return "our CUDA kernels do not read K-quants, which MLX multiplies"
     if problem.scale_dtype not in (problem.dtype, "uint8"):

@@ -253,8 +253,8 @@ def subtracts(problem: Problem, fragments_m: int, kernel: Kernel | None = None) 
     Tensor operations take half codes with bfloat16 activations. They need no more than
     the 8 significant bits of a bfloat16 then: codes of 8 bits have 9 with their offset.
     """
-    if problem.invariant or problem.format.codes == "floating":
-        return True  # floats have no offset
+    if problem.invariant or not problem.format.has_offset:
+        return True
     if kernel == TENSOR_KERNEL:
         return problem.dtype == "bfloat16" and problem.bits == 8
     if fragments_m == 0:

@@ -288,6 +288,6 @@ def tensor_reason(problem: Problem) -> str | None:
         return "tensor operations have no gated epilogue"
     if problem.dtype == "float32":
         return "tensor operations round float32 operands, expected float16 or bfloat16"
-    if problem.group_size == 16 and problem.format.codes != "floating":
+    if problem.widens:
         return f"no half holds the weights of {problem.mode} in groups of 16"
     return None

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer
+from mlx_marlin.weights import codebooks
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 VERSION = 1
@@ -109,6 +110,10 @@ def read(folder: Folder, layer: str, record: dict[str, Any]) -> PackedLayer:
         **{name: record[name] for name in SIZES},
     )
     PackedLayer(packed).stored().checked()
+    if packed.codebook is not None:
+        tables = codebooks.tables(packed.scales)
+        if not mx.all(tables == packed.codebook):
+            raise ValueError("rows have several codebooks, expected one")
     order = arrays.get("input_order")
     if order is not None and (order.dtype != mx.int32 or order.shape != (packed.k,)):
         raise ValueError(

@@ -230,7 +230,7 @@ def _embedding(
     stored = value.stored() if isinstance(value, PackedLayer) else value
     if stored.input_order is not None:
         raise ValueError("an embedding with act-order, expected columns in order")
-    if stored.mode != "k_quant":
+    if not format_of(stored.mode, stored.bits).has_super_blocks:
         try:
             written = mlx_target(stored)
         except ValueError:
@@ -247,7 +247,11 @@ def _embedding(
 def _largest(stored: StoredWeight) -> float:
     """Returns a bound of the magnitudes of a weight."""
     plain = stored.with_float_scales()
-    largest = mx.abs(plain.scales.astype(mx.float32)).max() * 2.0**stored.bits
+    largest = mx.abs(plain.scales.astype(mx.float32)).max()
+    if plain.codebook is None:
+        largest = largest * 2.0**stored.bits
+    else:
+        largest = largest * mx.abs(plain.codebook).max()
     if plain.mode == "affine" and plain.biases is not None:
         largest = largest + mx.abs(plain.biases.astype(mx.float32)).max()
     return float(cast(float, largest.item()))

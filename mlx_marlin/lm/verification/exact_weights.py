@@ -142,7 +142,10 @@ def _of_integers(weight: StoredWeight) -> tuple[Floats, Floats]:
     """Decodes integers: scale * code + bias, where a zero point is -bias / scale."""
     codes = np.array(codes_of_words(weight.codes, weight.bits)).astype(np.float64)
     scales = as_float64(weight.scales)
-    if weight.mode == "symmetric":
+    if weight.codebook is not None:
+        codes = as_float64(weight.codebook)[codes.astype(int)]
+        biases = np.zeros_like(scales)
+    elif weight.mode == "symmetric":
         biases = -scales * 2.0 ** (weight.bits - 1)
     else:
         assert weight.biases is not None

@@ -165,7 +165,7 @@ def packed_request(
     size = stock_groups(mode, bits, group_size) or GROUPS[0]
     known = mode_of_mlx(mode)
     # Of super-blocks, the result has the dtype of x.
-    given = x[1] if mode == "k_quant" else scale_dtype
+    given = x[1] if scale_dtype == mx.uint16 else scale_dtype
     scales = mx.zeros((experts, n, k // size), given)
     # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
     result = mx.gather_qmm(

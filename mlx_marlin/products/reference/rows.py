@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_marlin.products.reference.weight import decoded
-from mlx_marlin.weights import super_blocks
+from mlx_marlin.weights import codebooks, layout, super_blocks
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import TILE_N, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -24,6 +24,9 @@ def decoded_rows(packed: PackedWeight, rows: mx.array) -> mx.array:
     if rows.size == 0:  # MLX infers no shape of empty arrays
         return mx.zeros((0, k))
     tiles = packed.scales[rows // TILE_N][:, None]
+    if format.has_codebook:
+        _, padded_k = layout.padded(TILE_N, k)
+        tiles = codebooks.scales(tiles, format, padded_k, size)
     if format.has_super_blocks:
         stored = super_blocks.to_rows(tiles, TILE_N, format, size)[None]
     else:
@@ -38,4 +41,5 @@ def decoded_rows(packed: PackedWeight, rows: mx.array) -> mx.array:
         bits=packed.bits,
         mode=packed.mode,
         global_scale=packed.global_scale,
+        codebook=packed.codebook,
     )

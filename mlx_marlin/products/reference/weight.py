@@ -39,8 +39,11 @@ def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
         group_size: Weights that share a scale.
 
     Returns:
-        The size; None for groups of 16 integers, which MLX does not support.
+        The size; None for groups of 16 integers and for codebooks, which MLX does not
+        support.
     """
+    if format_of(mode, bits).has_codebook:
+        return None
     if group_size in format_of(mode, bits).group_sizes:
         return group_size
     return next((size for size in reversed(GROUPS) if group_size % size == 0), None)
@@ -145,6 +148,7 @@ def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
         bits=packed.bits,
         mode=packed.mode,
         global_scale=packed.global_scale,
+        codebook=packed.codebook,
     )
     return settled(values.astype(dtype))[0]
 
@@ -158,6 +162,7 @@ def decoded(
     bits: int,
     mode: str,
     global_scale: mx.array | None = None,
+    codebook: mx.array | None = None,
 ) -> mx.array:
     """Returns the values of codes in MLX's layout, float32 [..., n, k].
 
@@ -169,9 +174,10 @@ def decoded(
         bits: Bits of a code.
         mode: The scheme, as in `PackedWeight`.
         global_scale: As in `PackedWeight`.
+        codebook: As in `PackedWeight`.
     """
-    if mode == "k_quant":
-        format = format_of(mode, bits)
+    format = format_of(mode, bits)
+    if format.has_super_blocks:
         scales, biases = super_blocks.float_parameters(scales, format, group_size)
         mode = "symmetric" if biases is None else "affine"
     if scales.dtype == mx.uint8:
@@ -185,7 +191,11 @@ def decoded(
             global_scale=global_scale,
             dtype=mx.float32,
         )
-    codes = codes_of_words(words, bits).astype(mx.float32)
+    places = codes_of_words(words, bits)
+    if codebook is not None:
+        factors = mx.repeat(scales.astype(mx.float32), group_size, axis=-1)
+        return factors * codebook.astype(mx.float32)[places]
+    codes = places.astype(mx.float32)
     groups = codes.reshape(*scales.shape, group_size)
     wide = scales.astype(mx.float32)[..., None]
     if mode == "symmetric":

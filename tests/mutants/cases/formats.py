@@ -80,6 +80,23 @@ FORMAT_CASES = cases_of(
             ),
             chunk=32,
         ),
+        "gemm, packed codebook, groups of 64": whole_tiles(
+            problem_of(9, 70, 3, 64, "float16", "marlin", mode="codebook"),
+            fragments_m=2,
+            subtract=False,
+        ),
+        "gemv, packed codebook, odd groups of 32": whole_tiles(
+            problem_of(3, 45, 5, 32, "float32", "marlin", mode="codebook")
+        ),
+        "gemv, packed codebook with super-blocks, slices": in_two_slices(
+            whole_tiles(
+                problem_of(3, 45, 24, 32, "float32", "marlin", mode="k_codebook")
+            )
+        ),
+        "the weight as plain numbers, packed codebook": DequantizePlan(
+            problem=problem_of(5, 70, 3, 64, "float32", "marlin", mode="codebook"),
+            chunk=32,
+        ),
         "gemv, packed K-quants of 4 bits": whole_tiles(
             problem_of(3, 45, 24, 32, "float32", "marlin", mode="k_quant", bits=4)
         ),

@@ -37,6 +37,8 @@ ROW_SUBTRACT = {
     "floating": 0,
     "k_affine": 60,
     "k_symmetric": 48,
+    "codebook": 0,
+    "k_codebook": 0,
 }
 """Additional slots of the dot products if the offset is subtracted, by codes."""
 
@@ -101,12 +103,16 @@ _COUNTED: dict[
     ("affine", 5, 16, True): ((385, 385), (411, 411), (204, 92), 118, 172, (57, 28)),
     ("affine", 6, 16, True): ((378, 378), (401, 401), (193, 92), 120, 172, (65, 28)),
     ("affine", 8, 16, True): ((292, 292), (326, 326), (109, 92), 120, 186, (69, 27)),
+    ("codebook", 4, 64, True): ((249, 249), (275, 275), (225, 70), 104, 160, (60, 26)),
+    ("codebook", 4, 32, True): ((274, 274), (318, 318), (244, 74), 84, 128, (47, 20)),
+    ("codebook", 4, 16, True): ((325, 325), (342, 342), (225, 70), 104, 160, (60, 26)),
+    ("k_codebook", 4, 32, True): ((312, 312), (388, 388), (286, 71), 92, 128, (43, 16)),
 }
 # fmt: on
 """By (codes, bits, group size: 16, 32, or 64 for all larger ones, packed): slots of 1
 and of 2 fragments (plain, subtracting), slots of rows (fixed, per row), registers of 1
 and of 2 fragments, registers of rows (fixed, per row). Integers in groups of 16 have
-the dot products of groups of 64 and float32 fragments."""
+the dot products of groups of 64 and float32 fragments, as codebooks have."""
 
 
 @lru_cache
@@ -121,9 +127,11 @@ def loop_cost(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
     """
     codes, packed = format_of(mode, bits).codes, layout == "marlin"
     group = min(group_size, 64)
-    key: tuple[str, int, int, bool] = (codes, bits, group, packed)
-    if key not in _COUNTED:
-        key = ("affine", bits, group, packed)
+    keys = (
+        (kind, bits, group, packed)
+        for kind in (codes, codes.removeprefix("k_"), "affine")
+    )
+    key = next(key for key in keys if key in _COUNTED)
     one, two, rows, least, most, row_registers = _COUNTED[key]
     return LoopCost(
         fragments=(one, two),

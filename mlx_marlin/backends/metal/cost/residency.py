@@ -88,9 +88,8 @@ def _halves_of_loop(problem: Problem, fragments_m: int) -> int:
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     dtype = problem.dtype
     if fragments_m:
-        # The counts of integers in groups of 16 are those of float32 fragments.
-        is_float = problem.group_size == 16 and problem.format.codes != "floating"
-        added = 0 if is_float else FLOAT_HALVES[dtype][fragments_m]
+        # The counts of such formats are those of float32 fragments.
+        added = 0 if problem.widens else FLOAT_HALVES[dtype][fragments_m]
         return counts.registers[fragments_m - 1] + added
     base, per_row = counts.row_registers
     norm = 0

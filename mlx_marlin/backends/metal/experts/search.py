@@ -96,7 +96,7 @@ def _plan(
         subtract=problem.invariant
         or fragments_m > 1
         or problem.dtype != "float16"
-        or problem.format.codes == "floating",
+        or not problem.format.has_offset,
     )
 
 

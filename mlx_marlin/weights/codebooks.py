@@ -1,0 +1,77 @@
+"""Codebooks: tables of 16 float32 numbers, which are stored in front of the scales.
+
+Each 32 packed rows have the codebook of their weight, so that rows may be divided and
+joined without it. It takes 32 elements of the scales' dtype: the bytes of the numbers
+and, if scales are float32, as many zeros.
+"""
+
+import mlx.core as mx
+
+from mlx_marlin.weights.dtypes import dtype_name
+from mlx_marlin.weights.formats import CODEBOOK, DTYPE_BYTES, TILE_N, Format
+
+
+def checked(codebook: mx.array | None, format: Format) -> mx.array | None:
+    """Returns a codebook as float32 [16], exactly; None for formats without one.
+
+    Args:
+        codebook: Floats [16], or None.
+        format: The weight's format.
+
+    Raises:
+        ValueError: If the format has no codebook or needs one, or if it has another
+            shape, another dtype or a number that is not finite.
+    """
+    if (codebook is not None) != format.has_codebook:
+        expected = "takes no codebook" if codebook is not None else "needs a codebook"
+        raise ValueError(f"mode={format.mode!r} {expected}")
+    if codebook is None:
+        return None
+    if codebook.shape != (CODEBOOK,) or dtype_name(codebook.dtype) not in DTYPE_BYTES:
+        raise ValueError(
+            f"codebook must be {CODEBOOK} floats, got {dtype_name(codebook.dtype)} "
+            f"with shape {codebook.shape}"
+        )
+    if not mx.all(mx.isfinite(codebook)):
+        raise ValueError("codebook has a number that is NaN or infinite")
+    return codebook.astype(mx.float32)
+
+
+def prepend(codebook: mx.array, tiles: mx.array) -> mx.array:
+    """Returns scales in the order of packed tiles, with a codebook.
+
+    Args:
+        codebook: float32 [16].
+        tiles: Scales [..., n tiles, records, elements].
+
+    Returns:
+        [..., n tiles, 1, 32 + records * elements].
+    """
+    elements = mx.contiguous(codebook).view(tiles.dtype)
+    elements = mx.pad(elements, (0, TILE_N - elements.size))
+    shape = (*tiles.shape[:-2], 1)
+    of_tiles = mx.broadcast_to(elements, (*shape, TILE_N))
+    return mx.concatenate([of_tiles, tiles.reshape(*shape, -1)], axis=-1)
+
+
+def scales(tiles: mx.array, format: Format, k: int, group_size: int) -> mx.array:
+    """Returns scales without the codebook: the second argument of `prepend`.
+
+    Args:
+        tiles: What `prepend` returns.
+        format: The weight's format.
+        k: Padded columns of the weight.
+        group_size: Weights along k that share a scale.
+    """
+    records, elements = format.records(k, group_size)
+    stored = tiles[..., TILE_N:]
+    return stored.reshape(*tiles.shape[:-2], records, TILE_N * elements)
+
+
+def tables(tiles: mx.array) -> mx.array:
+    """Returns the codebooks of the tiles, float32 [..., n tiles, 16].
+
+    They have no gradient.
+    """
+    elements = mx.contiguous(tiles[..., 0, :TILE_N]).view(mx.float32)
+    return mx.stop_gradient(elements[..., :CODEBOOK])

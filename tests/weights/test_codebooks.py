@@ -1,0 +1,218 @@
+"""Codebooks: NF4 and any other, where lanes read them, and what is refused."""
+
+from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mlx_marlin
+from mlx_marlin.backends import selection
+from mlx_marlin.checkpoints.formats import marlin_folder
+from mlx_marlin.checkpoints.stored_weight import TILES
+from mlx_marlin.layers.experts import MarlinSwitchLinear
+from mlx_marlin.layers.joined import can_join, join, separate
+from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
+from mlx_marlin.planning.problem import problem_of
+from mlx_marlin.products.experts.packed import gather_gated
+from support import format_cases, launches, oracles
+from support.packed_codes import SEEDS, any_bits, assert_same_bits
+
+SIZES = (16, 32, 64, 128, 256)
+NUMBERS = np.array(format_cases.NUMBERS, np.float32)
+
+
+def normal_float() -> np.ndarray:
+    """Returns NF4's numbers, float32 [16], from their definition (QLoRA, section 3).
+
+    They are quantiles of a normal distribution: 8 above zero, zero, and 7 below it,
+    divided by the largest. Its tails are cut off at the mean of two probabilities.
+    """
+    tail = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
+    quantile = NormalDist().inv_cdf
+    above = [quantile(p) for p in np.linspace(tail, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(tail, 0.5, 8)[:-1]]
+    numbers = np.array(sorted([*above, 0, *below]))
+    return (numbers / numbers.max()).astype(np.float32)
+
+
+NF4 = normal_float()
+
+
+def test_nf4_is_the_table_that_tools_print() -> None:
+    known = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453]
+    known += [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0]
+    known += [0.07958029955625534, 0.16093020141124725, 0.24611230194568634]
+    known += [0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
+    known += [0.7229568362236023, 1.0]
+    np.testing.assert_allclose(NF4, known, atol=1e-6)
+
+
+@pytest.mark.skipif(selection.backend() == "stock", reason="no kernels run here")
+@given(
+    n=st.integers(1, 70),
+    groups=st.integers(1, 6),
+    size=st.sampled_from(SIZES),
+    dtype=st.sampled_from(("float16", "bfloat16", "float32")),
+    seed=SEEDS,
+)
+@settings(max_examples=200)
+def test_nf4_is_decoded_bit_for_bit(
+    n: int, groups: int, size: int, dtype: str, seed: int
+) -> None:
+    k = size * groups if size != 16 else 64 * groups
+    weight = any_bits("codebook", 4, size, n=n, k=k, dtype=dtype, seed=seed)
+    codes = format_cases.read_codes(weight.native[0], 4)
+    scales = np.repeat(oracles.exact(weight.native[1]).astype(np.float32), size, 1)
+
+    packed = mlx_marlin.pack(
+        *weight.native, group_size=size, mode="codebook", codebook=mx.array(NF4)
+    )
+
+    expected = scales * NF4[codes]
+    ours = mlx_marlin.dequantize(packed, mx.float32)
+    np.testing.assert_array_equal(np.array(ours), expected)
+    problem = problem_of(
+        1, n, k, mode="codebook", group_size=size, dtype=dtype, layout="marlin"
+    )
+    decode = launches.dequantized(dequantize_plan(problem))
+    w = decode(packed.words, packed.scales, packed.scales)
+    np.testing.assert_array_equal(
+        oracles.exact(w), format_cases.rounded(expected.astype(float), dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "uint16"])
+def test_lanes_see_the_codebook_of_every_32_rows(dtype: str) -> None:
+    """Written from `codebook_entry` alone: 64 bytes in front of the scales."""
+    mode, k = ("k_codebook", 256) if dtype == "uint16" else ("codebook", 96)
+    weight = any_bits(mode, 4, 32, n=70, k=k, dtype=dtype, seed=1)
+
+    packed = mlx_marlin.pack(*weight.native, **weight.options)
+
+    tiles = np.array(packed.scales.view(mx.uint8)).reshape(3, -1)
+    for tile in tiles:
+        np.testing.assert_array_equal(tile[:64].copy().view("<f4"), NUMBERS)
+        assert dtype != "float32" or not tile[64:128].any()
+
+
+@pytest.mark.parametrize("mode", ["codebook", "k_codebook"])
+def test_the_codebook_is_what_was_given(mode: str) -> None:
+    weight = any_bits(mode, 4, 32, n=40, k=512, seed=2)
+    narrow = mx.array(NUMBERS).astype(mx.bfloat16)
+
+    packed = mlx_marlin.pack(*weight.native, **(weight.options | {"codebook": narrow}))
+
+    assert_same_bits(packed.codebook, narrow.astype(mx.float32))
+    for ours, theirs in zip(mlx_marlin.unpack(packed), weight.native, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codebook": None}, "mode='codebook' needs a codebook"),
+        ({"mode": "symmetric"}, "mode='symmetric' takes no codebook"),
+        ({"codebook": mx.zeros(15)}, r"16 floats, got float32 with shape \(15,\)"),
+        ({"codebook": mx.zeros(16, mx.int32)}, "16 floats, got int32"),
+        ({"codebook": mx.full(16, mx.inf)}, "a number that is NaN or infinite"),
+        ({"bits": 3}, "mode='codebook' with bits=3"),
+        ({"biases": mx.zeros((3, 1))}, "takes no biases"),
+    ],
+    ids=str,
+)
+def test_wrong_codebooks_are_refused(change: dict[str, Any], message: str) -> None:
+    options = {"mode": "codebook", "codebook": mx.array(NF4), "group_size": 64} | change
+    with pytest.raises(ValueError, match=message):
+        mlx_marlin.pack(mx.zeros((3, 8), mx.uint32), mx.zeros((3, 1)), **options)
+
+
+def test_a_codebook_must_be_an_array() -> None:
+    with pytest.raises(TypeError, match="codebook"):
+        mlx_marlin.pack(
+            mx.zeros((3, 8), mx.uint32),
+            mx.zeros((3, 1)),
+            mode="codebook",
+            codebook=[0.0] * 16,
+        )
+
+
+@pytest.mark.parametrize("mode", ["codebook", "k_codebook"])
+def test_weights_are_not_quantized_to_codebooks(mode: str) -> None:
+    with pytest.raises(ValueError, match="is for weights that are quantized"):
+        mlx_marlin.quantize(mx.zeros((2, 256)), group_size=32, mode=mode)
+
+
+def test_a_stored_layer_with_several_codebooks_is_refused() -> None:
+    weight = any_bits("codebook", 4, 32, n=64, k=64, seed=3)
+    packed = mlx_marlin.pack(*weight.native, **weight.options)
+    record = {"layout": TILES, "mode": "codebook"}
+    record |= {name: getattr(packed, name) for name in marlin_folder.SIZES}
+    arrays = {"a.words": packed.words, "a.packed_scales": packed.scales}
+    folder = SimpleNamespace(arrays=arrays, read=arrays.__getitem__)
+    read = marlin_folder.read(folder, "a", record)
+    assert_same_bits(read.stored().codebook, mx.array(NUMBERS))
+
+    arrays["a.packed_scales"] = packed.scales + 0
+    arrays["a.packed_scales"][1, 0, 7] = 1
+
+    with pytest.raises(ValueError, match="rows have several codebooks"):
+        marlin_folder.read(folder, "a", record)
+
+
+def layer_of(weight: format_cases.Weight, codebook: np.ndarray) -> MarlinLinear:
+    options = weight.options | {"codebook": mx.array(codebook)}
+    return MarlinLinear.from_packed(mlx_marlin.pack(*weight.native, **options))
+
+
+def test_layers_are_joined_only_if_they_share_a_codebook() -> None:
+    first, second = (
+        format_cases.any_weight("codebook", 4, 32, 40, 96, dtype="float16", seed=seed)
+        for seed in (1, 2)
+    )
+    layers = [layer_of(first, NUMBERS), layer_of(second, NUMBERS)]
+    x = mx.random.normal((3, 96), key=mx.random.key(0)).astype(mx.float16)
+
+    parts = join(layers)
+
+    for part, weight in zip(parts, (first, second), strict=True):
+        exact = oracles.exact(x) @ weight.decoded.T
+        assert oracles.error(part(x), exact) < 1e-3
+    for layer, weight in zip(separate(parts[0].shared), (first, second), strict=True):
+        assert_same_bits(layer.packed.codebook, mx.array(NUMBERS))
+        for ours, theirs in zip(layer.native(), (*weight.native, None), strict=True):
+            assert ours is theirs or mx.array_equal(ours, theirs)
+    assert not can_join([layers[0], layer_of(second, NF4)])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_gate_and_up_of_experts_have_codebooks_of_their_own() -> None:
+    draw = np.random.default_rng(4)
+    packed, decoded = [], []
+    for table in (NUMBERS, NF4):
+        weight = format_cases.any_weight(
+            "codebook", 4, 32, 3 * 40, 96, dtype="float32", seed=int(draw.integers(9))
+        )
+        native = (each.reshape(3, 40, -1) for each in weight.native)
+        options = weight.options | {"codebook": mx.array(table)}
+        packed.append(mlx_marlin.pack(*native, **options))
+        scale, _, _ = weight.parts
+        codes = format_cases.read_codes(weight.native[0], 4)
+        decoded.append((scale * table[codes]).reshape(3, 40, 96))
+    x = mx.random.normal((4, 96), key=mx.random.key(1))
+    indices = mx.array([[0, 2], [1, 1], [2, 0], [0, 1]], mx.uint32)
+
+    y = gather_gated(x, *packed, indices)
+
+    chosen = (w[np.array(indices)] for w in decoded)
+    gate, up = (np.einsum("mk,mcnk->mcn", oracles.exact(x), w) for w in chosen)
+    assert y is not None
+    assert oracles.error(y.squeeze(-2), gate / (1 + np.exp(-gate)) * up) < 1e-5
+    layer = MarlinSwitchLinear.from_packed(packed[1])
+    y = layer(x[:, None, None], indices)
+    assert oracles.error(y.squeeze(-2), up) < 1e-5
