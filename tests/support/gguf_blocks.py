@@ -24,6 +24,8 @@ SIZES = {  # elements, bytes
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "BF16": (1, 2),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
     "NVFP4": (64, 36),
 }
@@ -41,6 +43,8 @@ NUMBERS = {
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
     "BF16": 30,
     "MXFP4": 39,
     "NVFP4": 40,
@@ -56,6 +60,8 @@ CODE_BITS = {
     "Q6_K": 6,
     "Q8_0": 8,
 }
+IQ4_HALF = [1, 13, 25, 38, 53, 69, 89, 113, -10, -22, -35, -49, -65, -83, -104, -127]
+"""What codes of IQ4 stand for: those from 8 on, then those below 8, downwards."""
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
@@ -84,6 +90,8 @@ def draw_block(name: str, random: np.random.Generator) -> Block:
         return Block(codes, halves, scales, offsets)
     if name == "Q3_K":
         return Block(codes, halves, random.integers(-32, 32, 16).tolist())
+    if name == "IQ4_XS":
+        return Block(codes, halves, random.integers(-32, 32, 8).tolist())
     if name == "Q6_K":
         return Block(codes, halves, random.integers(-128, 128, 16).tolist())
     if name == "MXFP4":
@@ -112,6 +120,8 @@ def write_block(name: str, block: Block) -> bytes:
         "Q4_K": _write_k,
         "Q5_K": _write_k,
         "Q6_K": _write_q6_k,
+        "IQ4_NL": _write_legacy,
+        "IQ4_XS": _write_iq4_xs,
         "MXFP4": _write_legacy,
         "NVFP4": _write_nvfp4,
     }
@@ -139,6 +149,10 @@ def block_values(name: str, block: Block) -> list[float]:
             values.append(d * block.scales[index // 16] * (code - 4))
         elif name == "Q6_K":
             values.append(d * block.scales[index // 16] * (code - 32))
+        elif name == "IQ4_NL":
+            values.append(d * _iq4(code))
+        elif name == "IQ4_XS":
+            values.append(d * block.scales[index // 32] * _iq4(code))
         elif name == "MXFP4":
             values.append(2.0 ** (block.scales[0] - 127) * _e2m1(code))
         elif name == "NVFP4":
@@ -157,6 +171,10 @@ def _e2m1(code: int) -> float:
     return -E2M1[code & 7] if code & 8 else E2M1[code]
 
 
+def _iq4(code: int) -> int:
+    return IQ4_HALF[code - 8 if code >= 8 else 15 - code]
+
+
 def _e4m3(byte: int) -> float:
     exponent, fraction = byte >> 3, byte & 7
     if exponent == 0:
@@ -169,7 +187,7 @@ def _halves(block: Block) -> bytes:
 
 
 def _write_legacy(name: str, block: Block) -> bytes:
-    """Writes Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4, which has a byte as its scale."""
+    """Writes Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL and MXFP4, whose scale is a byte."""
     head = _halves(block) + bytes(block.scales)
     if CODE_BITS.get(name) == 5:
         high = sum(code >> 4 << index for index, code in enumerate(block.codes))
@@ -247,6 +265,18 @@ def _write_q6_k(name: str, block: Block) -> bytes:
         high[half * 32 + inside % 32] |= (code >> 4) << 2 * (inside // 32)
     scales = struct.pack("<16b", *block.scales)
     return bytes(low) + bytes(high) + scales + _halves(block)
+
+
+def _write_iq4_xs(name: str, block: Block) -> bytes:
+    low, high = [0] * 4, 0
+    for group, signed in enumerate(block.scales):
+        low[group // 2] |= (signed + 32 & 15) << 4 * (group % 2)
+        high |= (signed + 32 >> 4) << 2 * group
+    codes = bytearray()
+    for start in range(0, 256, 32):
+        group = block.codes[start : start + 32]
+        codes += bytes(group[j] | group[j + 16] << 4 for j in range(16))
+    return _halves(block) + struct.pack("<H", high) + bytes(low) + bytes(codes)
 
 
 def _write_nvfp4(name: str, block: Block) -> bytes:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 CHUNK = 1 << 18
 """Bytes of blocks that are converted at a time: a core's cache holds what they become.
 """
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The codebook of IQ4_NL and IQ4_XS: ggml's `kvalues_iq4nl`."""
 PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Types of single numbers, by NumPy's name; it has no bfloat16."""
 
@@ -36,6 +38,7 @@ class Layout:
         codes: Returns the codes of blocks [b, bytes] in the order of the row.
         parameters: Returns what the blocks store next to their codes, [b, values of a
             block], by the name of the attribute of `StoredWeight`.
+        codebook: What codes stand for, if they are places in a table.
     """
 
     mode: str
@@ -43,6 +46,7 @@ class Layout:
     group_size: int
     codes: "Callable[[Bytes], Bytes]"
     parameters: "Callable[[Bytes], Parameters]"
+    codebook: tuple[int, ...] | None = None
 
 
 def read_plain(data: memoryview, block: BlockType, shape: tuple[int, ...]) -> mx.array:
@@ -92,6 +96,9 @@ def read_blocks(
         group_size=layout.group_size,
         bits=layout.bits,
         mode=layout.mode,
+        codebook=None
+        if layout.codebook is None
+        else mx.array(layout.codebook, mx.float32),
     )
 
 
@@ -167,6 +174,15 @@ def _q3_k_parameters(blocks: "Bytes") -> "Parameters":
     low, high = planes(blocks[:, 96:104], 8, 4), planes(blocks[:, 104:108], 4, 2)
     groups = (low | high << np.uint8(4)) - np.uint8(32)
     return _super_blocks(groups, _halves(blocks, 108, 110))
+
+
+def _iq4_xs_parameters(blocks: "Bytes") -> "Parameters":
+    """Reads scales of 6 bits as signed bytes; the upper two bits precede the lower."""
+    import numpy as np
+
+    low, high = planes(blocks[:, 4:8], 1, 4), planes(blocks[:, 2:4], 1, 2)
+    groups = (low | high << np.uint8(4)) - np.uint8(32)
+    return _super_blocks(groups, _halves(blocks, 0, 2))
 
 
 def _super_blocks(groups: "Bytes", factors: "npt.NDArray[np.float16]") -> "Parameters":
@@ -255,6 +271,10 @@ LAYOUTS = {
             planes(b[:, :128], 64, 4), planes(b[:, 128:192], 32, 2)
         ),
         _q6_k_parameters,
+    ),
+    "IQ4_NL": Layout("codebook", 4, 32, lambda b: planes(b[:, 2:], 16, 4), _scale, IQ4),
+    "IQ4_XS": Layout(
+        "k_codebook", 4, 32, lambda b: planes(b[:, 8:], 16, 4), _iq4_xs_parameters, IQ4
     ),
     "MXFP4": Layout(
         "mxfp4", 4, 32, lambda b: planes(b[:, 1:], 16, 4), _mxfp4_parameters

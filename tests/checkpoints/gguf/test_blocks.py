@@ -46,6 +46,8 @@ def values(weight: StoredWeight) -> np.ndarray:
         table = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
         return _float_scales(weight.mode, scales) * table[codes]
     scales = scales.astype(np.float32)
+    if weight.mode == "codebook":
+        return scales * np.array(weight.codebook)[codes]
     if weight.mode == "symmetric":
         return scales * (codes.astype(np.float32) - (1 << weight.bits - 1))
     return scales * codes.astype(np.float32) + biases.astype(np.float32)
@@ -127,6 +129,8 @@ def test_packing_keeps_codes_and_scales(
 
     assert mx.array_equal(codes, weight.codes)
     assert mx.array_equal(parameters[0], weight.scales)
+    if weight.codebook is not None:
+        assert mx.array_equal(weight.packed().codebook, weight.codebook)
     if weight.biases is not None:
         assert mx.array_equal(parameters[1], weight.biases)
 
@@ -152,6 +156,16 @@ def test_twice_the_scale_of_q1_0_must_be_a_float16() -> None:
 
     with pytest.raises(ValueError, match="a scale of a block is above 32752"):
         read("Q1_0", write_block("Q1_0", block), (1, 128))
+
+
+def test_codes_of_iq4_stand_for_the_numbers_of_the_gguf_package() -> None:
+    random = np.random.default_rng(2)
+    for name, package in (("IQ4_NL", quants.IQ4_NL), ("IQ4_XS", quants.IQ4_XS)):
+        weight = read(
+            name, write_block(name, draw_block(name, random)), (1, SIZES[name][0])
+        )
+        assert weight.codebook.tolist() == [*quants.IQ4_NL.kvalues]
+        assert package.block_size == SIZES[name][0]
 
 
 def test_nvfp4_reads_a_scale_of_seven_f_as_zero() -> None:

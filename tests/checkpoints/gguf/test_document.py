@@ -31,10 +31,11 @@ def test_sizes_and_modes_are_those_of_the_code() -> None:
         assert float(stored) == round(block.nbytes / block.elements, 4), name
         if name not in LAYOUTS:
             continue
-        written = random_tensor("w", name, (32, 256), random)
+        written = random_tensor("w", name, (32, 1024), random)
         weight = read_blocks(memoryview(written.data), block, written.shape)
         wanted = f"{weight.mode}, {weight.bits} bits, group {weight.group_size}"
         assert becomes == wanted, name
-        assert scales.endswith("integers") == (weight.mode == "k_quant"), name
-        ours = weight.packed().nbytes / (32 * 256)
+        in_super_blocks = weight.mode in ("k_quant", "k_codebook")
+        assert scales.endswith("integers") == in_super_blocks, name
+        ours = weight.packed().nbytes / (32 * 1024)
         assert float(packed.split()[0]) == round(ours, 4), name
