@@ -14,9 +14,12 @@ from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.formats import SUPER_BLOCK
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_WEIGHTS = 256
 """Most weights of a problem. A model's own small weights are in the cache too."""
+CODEBOOK = tuple((place - 7.5) * (1 + place / 2**20) for place in range(16))
+"""Numbers that no half holds."""
 TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
 """Largest error of an element, relative to the root mean square of all elements.
 Rounding errors, also of TF32, are less than a third of it. A missing split causes an
@@ -138,15 +141,8 @@ def _decoded(
     """Returns a weight [n, k] as float32."""
     if _is_of_mlx(problem):
         return stock_weight(problem, w, scales, biases).astype(mx.float32)
-    if problem.format.has_super_blocks:
-        packed = pack(
-            w,
-            scales,
-            group_size=problem.group_size,
-            bits=problem.bits,
-            mode=problem.mode,
-        )
-        return dequantize(packed, mx.float32)
+    if problem.format.has_super_blocks or problem.format.has_codebook:
+        return dequantize(_packed(problem, (w, scales)), mx.float32)
     is_symmetric = problem.format.codes == "symmetric"
     zero = 2 ** (problem.bits - 1) if is_symmetric else biases[..., None]
     codes = codes_of_words(w, problem.bits).astype(mx.float32)
@@ -208,8 +204,15 @@ def _of_super_blocks(problem: Problem, seed: int) -> Weight:
 def _in_layout(problem: Problem, native: Weight) -> Weight:
     if problem.layout == "mlx":
         return native
-    stored = native if problem.format.has_second_array else native[:2]
-    packed = pack(
-        *stored, group_size=problem.group_size, bits=problem.bits, mode=problem.mode
-    )
+    packed = _packed(problem, native if problem.format.has_second_array else native[:2])
     return packed.words, packed.scales, packed.scales
+
+
+def _packed(problem: Problem, stored: tuple[mx.array, ...]) -> PackedWeight:
+    return pack(
+        *stored,
+        group_size=problem.group_size,
+        bits=problem.bits,
+        mode=problem.mode,
+        codebook=mx.array(CODEBOOK) if problem.format.has_codebook else None,
+    )

@@ -223,15 +223,17 @@ class Problem:
 
 
 def in_stock_mlx(problem: Problem) -> Problem | None:
-    """Returns the closest product that stock MLX has, or None if it has no such groups.
+    """Returns the closest product that stock MLX has, or None.
 
-    Integers without biases become affine ones of as many bits.
+    Integers without biases become affine ones of as many bits. MLX has no codebooks,
+    and not all group sizes.
 
     Args:
         problem: A product in any format and layout.
     """
     mode = problem.mode if problem.mode in MODE_DEFAULTS else "affine"
-    if problem.group_size not in format_of(mode, problem.bits).group_sizes:
+    sizes = format_of(mode, problem.bits).group_sizes
+    if problem.format.has_codebook or problem.group_size not in sizes:
         return None
     scales = format_of(mode, problem.bits).scale_dtypes
     scale_dtype = problem.scale_dtype

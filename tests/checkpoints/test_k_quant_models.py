@@ -1,4 +1,4 @@
-"""Models of Q2_K to Q6_K tensors compute what the `gguf` package decodes."""
+"""Models of Q2_K to Q6_K and IQ4 tensors compute what the `gguf` package decodes."""
 
 from pathlib import Path
 from typing import Any
@@ -51,19 +51,25 @@ SHAPES = {
     "mlp.down_proj": ("ffn_down", HIDDEN, WIDE),
 }
 BYTES = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+BYTES |= {"IQ4_NL": 18, "IQ4_XS": 136}
 FACTORS = {"Q2_K": 80, "Q3_K": 108, "Q4_K": 0, "Q5_K": 0, "Q6_K": 208}
+FACTORS |= {"IQ4_NL": 0, "IQ4_XS": 0}
 """Where a block has its float16 numbers: one or two."""
+DEVIATIONS = {"Q3_K": 19 * 2.3, "Q6_K": 19 * 74, "IQ4_NL": 70, "IQ4_XS": 19 * 70}
+"""Of random weights divided by d, where they have no minimum."""
 TOKENS = np.array([3, 90, 17, 4, 55])
 
 
 def blocks(random: np.random.Generator, kind: str, n: int, k: int) -> np.ndarray:
     """Returns random blocks whose weights have a standard deviation of about 0.05."""
-    stored = random.integers(0, 256, (n, k // 256, BYTES[kind]), np.uint8)
-    bits, start = int(kind[1]), FACTORS[kind]
-    if kind in ("Q3_K", "Q6_K"):
-        d = np.float16(0.05 / 19 / (74 if kind == "Q6_K" else 2.3))
+    elements = 32 if kind == "IQ4_NL" else 256
+    stored = random.integers(0, 256, (n, k // elements, BYTES[kind]), np.uint8)
+    start = FACTORS[kind]
+    if kind in DEVIATIONS:
+        d = np.float16(0.05 / DEVIATIONS[kind])
         stored[..., start : start + 2] = np.array([d]).view(np.uint8)
     else:
+        bits = int(kind[1])
         d = np.float16(0.05 / (8 if kind == "Q2_K" else 32) / 2**bits)
         middle = np.float16(d * 2 ** (bits - 1))
         pair = np.array([2 * d, 2 * middle], np.float16).view(np.uint8)
@@ -124,8 +130,9 @@ def test_logits_are_those_of_a_float64_evaluation(
     assert oracles.error(logits, expected) < 5e-3
 
 
-def test_verify_checks_the_embedding_and_its_head(tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", "Q6_K")
+@pytest.mark.parametrize("kind", ["Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_verify_checks_the_embedding_and_its_head(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", kind)
 
     model = load_model(open_source(tmp_path / "model.gguf"))
     report = mlx_marlin.verify(model, rows=(2,))

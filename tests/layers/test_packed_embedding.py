@@ -13,6 +13,8 @@ from support.format_cases import GROUPED, Weight
 from support.packed_codes import SEEDS, packed_of
 
 FORMATS = [
+    ("codebook", 4, 64),
+    ("k_codebook", 4, 32),
     ("k_quant", 2, 16),
     ("k_quant", 4, 32),
     ("k_quant", 5, 32),
