@@ -19,8 +19,11 @@ from mlx_marlin.weights.formats import TILE_N
 
 GLOBAL_SCALE = 1235 + 7373 / 8192
 """A float32 that no smaller float holds, and that is far from the nearest bfloat16."""
-CODEBOOK = tuple((3 - i * 7 % 16) * (1 + (2 * i + 1) / 2**20) for i in range(16))
-"""Numbers of both signs, out of order, that no half holds."""
+CODEBOOK = tuple(
+    (-1) ** (place + place // 8) * 2.0 ** (place * 3 % 8 - 4) * (1 + 2**-11 - 2**-20)
+    for place in range(16)
+)
+"""Numbers of both signs, out of order, of which a half would lose 2^-11."""
 E8M0_ONE = 127
 """The E8M0 code of 1 (OCP Microscaling Formats 1.0, section 5.4.1)."""
 E4M3_NAN = 0x7F

@@ -23,7 +23,7 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.bit_streams import codes_of_words
-from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
+from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, MODES
 from support import cuda_on_cpu
 from support.cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION, h200
 from support.format_cases import E2M1, E4M3, E8M0
@@ -161,9 +161,7 @@ def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
 
 
 @needs_emulator
-@pytest.mark.parametrize(
-    "mode", ["affine", "symmetric", "zero_point", "mxfp4", "mxfp8", "nvfp4", "k_quant"]
-)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @sampled(1, 10)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
