@@ -38,7 +38,14 @@ print(peak() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts kilobytes as Linux does")
 @pytest.mark.parametrize(
     ("kind", "tensors", "rows", "bits", "more"),
-    [("Q8_0", 10, 4096, 8.5, 0), ("IQ2_XXS", 2, 8192, 4.5, 200_000_000)],
+    [
+        ("Q8_0", 10, 4096, 8.5, 0),
+        ("Q2_K", 10, 4096, 2.625, 0),
+        ("Q3_K", 10, 4096, 3.4375, 0),
+        ("IQ4_NL", 10, 4096, 4.5, 0),
+        ("IQ4_XS", 10, 4096, 4.25, 0),
+        ("IQ2_XXS", 2, 8192, 4.5, 200_000_000),
+    ],
 )
 def test_tensors_that_were_read_take_no_memory(
     kind: str, tensors: int, rows: int, bits: float, more: int, tmp_path: Path
