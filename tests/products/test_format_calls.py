@@ -306,4 +306,6 @@ def test_modes_that_only_packed_weights_have_are_not_mlxs() -> None:
         "symmetric",
         "zero_point",
         "k_quant",
+        "codebook",
+        "k_codebook",
     }

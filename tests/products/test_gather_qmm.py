@@ -301,7 +301,7 @@ def test_few_rows_of_every_format_are_the_products_that_they_name(
     known = format_of(mode, bits)
     form = mode, bits, max((known.group_sizes or known.packed_group_sizes)[:2])
     dtype = list(LIMITS)[bits % 3]
-    k = 256 if mode == "k_quant" else 192
+    k = 256 if mode in format_cases.SUPER_BLOCKS else 192
     call = Call(form, layout, 4, 41, k, 3, FEW, dtype, bits)
 
     y = call.run()

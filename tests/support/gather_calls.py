@@ -27,6 +27,8 @@ FORMATS = [
     ("nvfp4", 4, 16),
     ("symmetric", 6, 64),
     ("zero_point", 5, 32),
+    ("codebook", 4, 32),
+    ("k_codebook", 4, 32),
     ("k_quant", 2, 16),
     ("k_quant", 4, 32),
     ("k_quant", 6, 16),
