@@ -195,14 +195,15 @@ def to_stock(layer: Any) -> nn.Module:
     packed = getattr(layer, "packed", None)
     if packed is not None and (
         packed.global_scale is not None
+        or packed.mode == "codebook"
         or rounds_biases(packed)
         or isinstance(layer, PackedEmbedding)
     ):
         warn_once(
             "restored with rounding",
             f"restore rounds weights, such as those of {layer}: MLX has neither "
-            f"integer zero points, nor global scales of linear layers, nor embeddings "
-            f"in some formats",
+            f"integer zero points, nor codebooks, nor global scales of linear layers, "
+            f"nor embeddings in some formats",
         )
     stock: nn.Module = layer.to_stock()
     return stock

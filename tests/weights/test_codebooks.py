@@ -1,16 +1,19 @@
 """Codebooks: NF4 and any other, where lanes read them, and what is refused."""
 
+from contextlib import nullcontext
 from statistics import NormalDist
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
+from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.stored_weight import TILES
@@ -188,6 +191,27 @@ def test_layers_are_joined_only_if_they_share_a_codebook() -> None:
         for ours, theirs in zip(layer.native(), (*weight.native, None), strict=True):
             assert ours is theirs or mx.array_equal(ours, theirs)
     assert not can_join([layers[0], layer_of(second, NF4)])
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "warns"),
+    [("codebook", mx.float16, True), ("k_codebook", mx.float32, False)],
+)
+def test_restored_layers_are_decoded_and_say_whether_that_rounds(
+    mode: str, dtype: mx.Dtype, warns: bool
+) -> None:
+    state.reset()  # it warns once
+    weight = format_cases.any_weight(mode, 4, 32, 40, 256, dtype="float16", seed=5)
+    model = nn.Sequential(layer_of(weight, NUMBERS))
+
+    with pytest.warns(RuntimeWarning, match="codebooks") if warns else nullcontext():
+        mlx_marlin.restore(model)
+
+    (layer,) = model.layers
+    assert type(layer) is nn.Linear
+    expected = format_cases.rounded(weight.decoded, str(dtype).split(".")[-1])
+    assert layer.weight.dtype == dtype
+    np.testing.assert_array_equal(oracles.exact(layer.weight), expected)
 
 
 @pytest.mark.usefixtures("kernels")
