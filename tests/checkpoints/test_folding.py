@@ -17,7 +17,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
-from support import gguf_models
+from support import gguf_cases, gguf_models
 from support.choose import Choose
 
 TOKENS = mx.array([[5, 17, 3, 29, 1]])
@@ -35,7 +35,7 @@ def _stock(backend: Choose) -> None:
 def write(path: Path, model_type: str, gathers: str = "_proj") -> Path:
     """Writes a model with GPTQ weights, of which those that match have act-order."""
     alias, model_type = model_type, ALIASES.get(model_type, model_type)
-    case = next(c for c in gguf_models.CASES.values() if c.model_type == model_type)
+    case = next(c for c in gguf_cases.CASES.values() if c.model_type == model_type)
     rng = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {}
     for name, array in tree_flatten(gguf_models.random_model(case).parameters()):

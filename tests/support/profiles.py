@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 Test = Callable[..., None]
+NO_CHECKS = [HealthCheck.too_slow]
+"""Checks of Hypothesis that are off: an example may compile a kernel."""
 
 
 def register() -> None:
@@ -28,7 +30,7 @@ def register() -> None:
             parent=settings.default,
             max_examples=examples,
             deadline=None,
-            suppress_health_check=[HealthCheck.too_slow],
+            suppress_health_check=NO_CHECKS,
         )
     settings.load_profile("quick")
 
@@ -49,7 +51,11 @@ def drawn(
         many: Examples in the others.
         **inputs: The strategy of each argument; others are fixtures and parameters.
     """
-    examples = settings(max_examples=few if profile() == "quick" else many)
+    # A fixture chooses the back end, for instance, which holds for every example.
+    examples = settings(
+        max_examples=few if profile() == "quick" else many,
+        suppress_health_check=[*NO_CHECKS, HealthCheck.function_scoped_fixture],
+    )
     return lambda test: examples(given(**inputs)(test))
 
 

@@ -5,11 +5,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from shutil import copyfile
+from unittest.mock import patch
+
+import numpy as np
 
 from support import foreign_checkpoints as foreign
-from support import quantized_folder
+from support import gguf_cases, quantized_folder
 from support.foreign_models import write_llama
+from support.gguf_decoded import draw_decoded
+from support.gguf_files import Written, write_gguf
+from support.gguf_models import random_model, written_model
+from support.gguf_vocabularies import byte_pairs
 
+SUPER_BLOCK = 256
 VOCABULARY = 1024
 """Tokens of the demo's tokenizer."""
 KERNEL = "y[thread_position_in_grid.x] = T(2) * x[thread_position_in_grid.x];\n"
@@ -58,6 +66,21 @@ def _gguf(file: Path) -> None:
     module.write(quantized_folder.MODEL, file)
 
 
+def _without_kernels(file: Path) -> None:
+    """Writes a small model whose widest weights have a type that needs --requantize."""
+    with patch.object(gguf_cases, "HIDDEN", SUPER_BLOCK):
+        case = gguf_cases.CASES["qwen3"]
+        tensors = [_drawn(each) for each in written_model(case, random_model(case))]
+        write_gguf(file, case.metadata | byte_pairs("qwen2"), tensors)
+
+
+def _drawn(tensor: Written) -> Written:
+    if len(tensor.shape) < 2 or tensor.shape[-1] % SUPER_BLOCK:
+        return tensor
+    octets = draw_decoded("IQ2_XS", tensor.shape, np.random.default_rng(0))
+    return tensor._replace(type="IQ2_XS", data=octets.tobytes())
+
+
 def _foreign(
     file: Path, arrays: Callable[..., object], config: dict[str, object], bits: int
 ) -> None:
@@ -82,6 +105,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "mlx-community/Qwen3-4B-4bit": _quantized,
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": _quantized,
     "Qwen3-8B-Q4_K_M.gguf": _gguf,
+    "Qwen3-8B-IQ2_XS.gguf": _without_kernels,
     "Qwen3-8B-GPTQ-Int4": partial(
         _foreign, arrays=_gptq, config=foreign.gptq_config(4, 2), bits=4
     ),
