@@ -53,20 +53,27 @@ MSL_PACKED(half4, 2) MSL_PACKED(float4, 4) MSL_PACKED(uint2, 4) MSL_PACKED(uint3
 MSL_PACKED(uint4, 4) MSL_PACKED(uchar4, 1) MSL_PACKED(ushort2, 2) MSL_PACKED(ushort4, 2)
 template <bool SCALAR> struct msl_make {
   template <typename T, typename U> MSL_MEMBER static T of(U v) { return (T)(v); }
+  template <typename T, typename A, typename B> MSL_MEMBER static T of(A a, B b) {
+    T result;
+    result.x = a;
+    result.y = b;
+    return result;
+  }
 };
 template <> struct msl_make<false> {
   template <typename T, typename U> MSL_MEMBER static T of(U v) {
     return __builtin_convertvector(v, T);
+  }
+  template <typename T, typename A> MSL_MEMBER static T of(A a, A b) {
+    T result = {a, b};
+    return result;
   }
 };
 template <typename T, typename U> MSL_INLINE T make_as(U v) {
   return msl_make<__is_arithmetic(U)>::template of<T>(v);
 }
 template <typename T, typename A, typename B> MSL_INLINE T make_as(A a, B b) {
-  T result;
-  result.x = a;
-  result.y = b;
-  return result;
+  return msl_make<__is_arithmetic(A)>::template of<T>(a, b);
 }
 template <typename T, typename A> MSL_INLINE T make_as(A a, A b, A c, A d) {
   T result = {a, b, c, d};
@@ -118,7 +125,8 @@ class Counts:
     """Counts of one kernel.
 
     Attributes:
-        registers: 16-bit registers of a thread.
+        registers: 16-bit registers of a thread, as allocated.
+        alive: Those that are alive at once, at most.
         slots: Issue slots of an iteration of each innermost loop, in the text's order;
             an 8x8 product takes `MATRIX_SLOTS`, loads and waits none.
         matrix: 8x8 products of an iteration of each of these loops.
@@ -127,6 +135,7 @@ class Counts:
     """
 
     registers: int
+    alive: int
     slots: tuple[int, ...]
     matrix: tuple[int, ...]
     spills: int
@@ -268,6 +277,7 @@ def _counts(result: Mapping[str, Any]) -> Counts:
     ]
     return Counts(
         registers=kernel["max_reg16"],
+        alive=kernel["demand16"],
         slots=tuple(loop["est_alu_cycles"] for loop in loops),
         matrix=tuple(loop["simd_matrix"] for loop in loops),
         spills=kernel["total"]["stack_store"] + kernel["total"]["stack_load"],

@@ -150,9 +150,9 @@ def _instructions(plan: MetalPlan) -> int | None:
         return None
     cost = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     if fragments_m == 0:
-        fixed, per_row = cost.rows
-        return fixed + per_row * plan.tile.m + plan.subtract * cost.row_subtract
-    return cost.fragments[fragments_m - 1][plan.subtract] + MATRIX_OPS[fragments_m]
+        return cost.of_rows(plan.tile.m, plan.operand, problem.dtype).slots
+    counts = cost.of_fragments(fragments_m, plan.operand, problem.dtype)
+    return counts.slots + MATRIX_OPS[fragments_m]
 
 
 def _covering() -> Iterator[Instance]:

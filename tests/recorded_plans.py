@@ -184,7 +184,7 @@ def number(seconds: float) -> str:
 def values_of(plan: Any) -> Sequence[Any]:
     """Returns a plan's fields in an order of their own, whatever they are called."""
     tile, work = plan.tile, plan.work
-    of_metal = (plan.simdgroups_m, plan.subtract) if hasattr(plan, "subtract") else ()
+    of_metal = (plan.simdgroups_m, plan.operand) if hasattr(plan, "operand") else ()
     return (
         *(plan.kernel, tile.m, tile.n, tile.k),
         *(plan.fragments_m, plan.simdgroups_n, plan.simdgroups_k),

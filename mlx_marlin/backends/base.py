@@ -168,7 +168,7 @@ class Backend(Protocol):
         """Returns what has to be checked before a plan's kernels are."""
         ...
 
-    def alternative(self, plan: Any, device: Any) -> Plan | None:
+    def alternative(self, plan: Any, device: Any) -> Plan | GatherPlan | None:
         """Returns the plan to use if the kernel of a plan fails its check.
 
         None if stock MLX serves the product then.

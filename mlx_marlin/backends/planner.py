@@ -141,18 +141,19 @@ def usable(
     if reason is None:
         return plan
     backend = registry.of_device(device)
-    other = backend.alternative(plan, device) if isinstance(plan, Plan) else None
+    other = None
+    if not isinstance(plan, DequantizePlan):
+        other = backend.alternative(plan, device)
     if other is None:
         return Refusal(reason, "fault")
     predicted = partial(predict, other, device)
-    if hands_over and (
-        is_measured or backend.handover(other.problem, device, predicted)
-    ):
+    problem = other.gather if isinstance(other, GatherPlan) else other.problem
+    if hands_over and (is_measured or backend.handover(problem, device, predicted)):
         return Refusal(reason, "fault")
     return usable(other, device, fault, hands_over=hands_over)
 
 
-def predict(plan: Plan, device: PlanningDevice) -> Prediction:
+def predict(plan: Plan | GatherPlan, device: PlanningDevice) -> Prediction:
     """Returns the time that the cost model predicts for a plan on a device."""
     return registry.of_device(device).predict(plan, device)
 

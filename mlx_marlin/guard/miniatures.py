@@ -97,7 +97,7 @@ def _small_m(plan: Plan) -> int:
         return plan.tile.m
     if plan.problem.norm is not None:
         return min(plan.problem.m, 5)
-    return 2 * plan.tile.m - 3
+    return (plan.row_limit or 2 * plan.tile.m) - 3
 
 
 def _small_n(plan: Plan) -> int:
@@ -109,7 +109,7 @@ def _small_n(plan: Plan) -> int:
         return 2 * (
             plan.tile.n - (problem.columns % TILE_N and TILE_N - RAGGED_COLUMNS)
         )
-    has_ragged_template = plan.kernel in ("gemm_register", "gemm_staged")
+    has_ragged_template = plan.kernel in ("gemv", "gemm_register", "gemm_staged")
     ragged = problem.n % TILE_N != 0 or not has_ragged_template
     first = plan.wide_n + TILE_N if plan.has_wide_tiles else plan.tile.n
     if plan.tile.n == TILE_N:

@@ -1,13 +1,16 @@
 """Plans from fields that a caller gives; the candidates' code knows none of them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from mlx_marlin.planning.work import decompositions as divide
 from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
 from mlx_marlin.planning.work.division import STRATEGIES, Partition, Strategy
 from mlx_marlin.planning.work.tiles import Kernel, Reduction
 from mlx_marlin.planning.work.work import Work
+
+Operand = Literal["offset", "exact", "least_offset", "bfloat", "half_by_float"]
+"""Forms of a code that Metal kernels multiply (docs/design.md)."""
 
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
 """(buffers, loaders) of `gemm_staged` that are listed, tuned and compared."""
@@ -50,7 +53,7 @@ class PlanOverrides(TypedDict, total=False):
     minimum: int
     groups: int
     reduction: Reduction
-    subtract: bool
+    operand: Operand
     buffers: int
     loaders: int
 

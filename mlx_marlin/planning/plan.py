@@ -162,6 +162,11 @@ class Plan(ABC):
         return self.work.strategy in ("data_parallel", "hytis")
 
     @property
+    def row_limit(self) -> int | None:
+        """Most rows of products with the plan's kernel instance, or None."""
+        return None
+
+    @property
     def is_split(self) -> bool:
         """Whether tiles have partial sums that are reduced."""
         return self.reduction != "none"

@@ -7,9 +7,8 @@ threadgroup float scratch[Tiles::SCRATCH];
 threadgroup int pairs[Tiles::TILE_M];
 marlin::gather_register<
     Tiles,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>,
-    DOT_ROWS,
-    RAGGED>(
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND, RAGGED>,
+    DOT_ROWS>(
     x,
     marlin::weights(w, scales, biases),
     marlin::Choices{experts, sources, shape, pairs},

@@ -3,7 +3,7 @@
 // Threadgroup: as for gemm_register.
 typedef marlin::Tiling<8 * FRAGMENTS_M, SIMDGROUPS_M, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
 threadgroup float scratch[Tiles::SCRATCH];
-marlin::gemm_register<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>, RAGGED>(
+marlin::gemm_register<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND, RAGGED>>(
     x,
     marlin::weights(w, scales, biases),
     marlin::read_work(shape, schedule),

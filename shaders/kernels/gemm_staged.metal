@@ -8,10 +8,10 @@ typedef marlin::Staging<
     LOADERS,
     FRAGMENT_BYTES,
     Tiles,
-    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>
+    marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND, RAGGED>>
     Stages;
 threadgroup float scratch[Stages::FLOATS];
-marlin::gemm_staged<Stages, RAGGED>(
+marlin::gemm_staged<Stages>(
     x,
     marlin::weights(w, scales, biases),
     marlin::read_work(shape, schedule),

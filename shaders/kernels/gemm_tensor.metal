@@ -1,7 +1,7 @@
 // Computes out[m, n] = x[m, k] times the transpose of w[n, k] with Metal's tensor operations. If
 // tiles are split, out is the workspace [slots, m, n] of partial sums, or the sums are added
 // atomically.
-// Plan: fragments_m, simdgroups_m, simdgroups_k, subtract (OPERAND), work.
+// Plan: fragments_m, simdgroups_m, simdgroups_k, operand (OPERAND), work.
 // Threadgroup: simdgroups_m x simdgroups_k simdgroups; it computes one range of k tiles.
 typedef marlin::Tiling<marlin::ROUND_ROWS, SIMDGROUPS_M, SIMDGROUPS_K, 1, WHOLE, BATCHED> Tiles;
 typedef marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND> Format;

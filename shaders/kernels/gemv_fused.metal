@@ -3,7 +3,7 @@
 // Plan: as for gemv, and the problem's epilogue. Threadgroup: as for gemv.
 typedef marlin::Tiling<ROWS, 1, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
 threadgroup float scratch[Tiles::SCRATCH];
-marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND, RAGGED>>(
     x,
     marlin::weights(w, scales, biases),
     marlin::read_work(shape, schedule),

@@ -4,7 +4,7 @@
 // for gemv.
 typedef marlin::Tiling<ROWS, 1, SIMDGROUPS_K, TILES_N, WHOLE, BATCHED> Tiles;
 threadgroup float scratch[Tiles::SCRATCH];
-marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND>>(
+marlin::gemv<Tiles, marlin::WeightFormat<MODE, BITS, GROUP, PACKED, OPERAND, RAGGED>>(
     x,
     marlin::weights(w, scales, biases),
     marlin::read_work(shape, schedule),

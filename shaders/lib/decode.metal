@@ -1,6 +1,6 @@
-// Decodes codes to values. The bits of a code are placed in the mantissa of a half with a fixed
-// exponent. The half is then exactly `offset + code`: with this exponent, the lowest bit of the
-// code counts 1.
+// Decodes codes to values. The bits of a code are placed in the mantissa of a half, or a bfloat,
+// with a fixed exponent. That number is then exactly `offset + code`: with this exponent, the
+// lowest bit of the code counts 1. docs/design.md draws the forms of a code.
 
 constant constexpr int AFFINE = 0;      // scale * q + bias
 constant constexpr int SYMMETRIC = 1;   // scale * (q - 2^(BITS - 1))
@@ -15,15 +15,26 @@ constant constexpr int K_CODEBOOK = 7;  // the same, with super-blocks
 constant constexpr int GLOBAL_FLOATING = 8;
 constant constexpr int SUPER_BLOCK = 256;  // values of k
 
-// What lanes multiply. Scale and bias of codes are applied to the sums of a group.
-constant constexpr int OFFSET_CODES = 0;   // ZERO + q; the products begin at -ZERO * sum(x)
-constant constexpr int EXACT_CODES = 1;    // q: more exact, and slower if it is a half
-constant constexpr int HALF_WEIGHTS = 2;   // scale * q, of an E2M1 value and its E4M3 scale
-constant constexpr int FLOAT_WEIGHTS = 3;  // scale * q + bias
+// What lanes multiply. Scale and bias of codes are applied to the sums of a group. Codes with an
+// offset are ZERO + q, and the products begin at -ZERO * sum(x).
+constant constexpr int OFFSET_CODES = 0;   // as halves, with the offset that is cheapest to decode
+constant constexpr int EXACT_CODES = 1;    // q, without an offset
+constant constexpr int LEAST_OFFSET = 2;   // as halves, with the least offset: more exact
+constant constexpr int BFLOAT_CODES = 3;   // with the least offset, as bfloats; x is a bfloat too
+constant constexpr int HALF_BY_FLOAT = 4;  // with the least offset, as halves; x is a float
+constant constexpr int HALF_WEIGHTS = 5;   // scale * q, of an E2M1 value and its E4M3 scale
+constant constexpr int FLOAT_WEIGHTS = 6;  // scale * q + bias
 
 // Storage format of a weight. GROUP is the number of values of k per group; 0 is a whole row.
-// OPERAND is what dot products multiply: codes.
-template <int MODE_, int BITS_, int GROUP_, bool PACKED_, int OPERAND_ = EXACT_CODES>
+// OPERAND is what dot products multiply: codes. RAGGED: the last tile along n may have fewer than
+// 32 rows.
+template <
+    int MODE_,
+    int BITS_,
+    int GROUP_,
+    bool PACKED_,
+    int OPERAND_ = EXACT_CODES,
+    bool RAGGED_ = true>
 struct WeightFormat {
   STATIC bool GLOBAL = MODE_ == GLOBAL_FLOATING;
   STATIC bool SUPER = MODE_ == K_AFFINE || MODE_ == K_SYMMETRIC || MODE_ == K_CODEBOOK;
@@ -35,6 +46,7 @@ struct WeightFormat {
   STATIC int BITS = BITS_;
   STATIC int GROUP = GROUP_;
   STATIC bool PACKED = PACKED_;
+  STATIC bool RAGGED = RAGGED_;
   // Whether a group has a bias, which is multiplied by the sum of its activations.
   STATIC bool BIASED = MODE == AFFINE || MODE == ZERO_POINT;
   STATIC int OPERAND = OPERAND_;
@@ -42,20 +54,35 @@ struct WeightFormat {
   // fragment. The product of an E2M1 value and its E4M3 scale fits in a half, 3 bits times 4
   // bits; integers need a float.
   STATIC int FRAGMENT = GROUP_ != 16 ? OPERAND_ : MODE == FLOATING ? HALF_WEIGHTS : FLOAT_WEIGHTS;
-  // Whether fragments are float whatever x is: a half holds not every number of a codebook.
-  STATIC bool IN_FLOAT = FRAGMENT == FLOAT_WEIGHTS || MODE == CODEBOOK;
+  // Whose types fragments have: a half holds not every number of a codebook.
+  STATIC int TYPES = MODE == CODEBOOK ? FLOAT_WEIGHTS : FRAGMENT;
   // CODES is the number of consecutive codes of a row that a lane has in one step of the main
   // loop. Four lanes share a row of a fragment, and this row must not span two groups.
   STATIC int CODES = GROUP_ == 32 ? 8 : 16;
   STATIC int PAIRS = CODES / 2;
   STATIC int VEC4S = CODES / 8;
   STATIC int STEP = 4 * CODES;
-  // Bit offset of a code in its half. OFFSET is the least power of two above all codes, except
-  // 64 for 4 bits, which saves a shift.
-  STATIC int BIT_OFFSET = BITS_ == 4 ? 4 : 10 - BITS_;
-  STATIC int OFFSET = 1 << (10 - BIT_OFFSET);
+  // Bits of the mantissa in which a code is placed.
+  STATIC int MANTISSA = OPERAND_ == BFLOAT_CODES ? 7 : 10;
+  // First bit of a code in it. OFFSET is the least power of two above all codes, except 64 for
+  // 4 bits, which saves a shift.
+  STATIC int BIT_OFFSET = BITS_ == 4 && OPERAND_ <= EXACT_CODES ? 4 : MANTISSA - BITS_;
+  STATIC int OFFSET = 1 << (MANTISSA - BIT_OFFSET);
   // Excess of the decoded half over the value that is scaled, until it is subtracted.
-  STATIC int ZERO = MODE == FLOATING || MODE == CODEBOOK ? 0 : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
+  STATIC int ZERO = MODE == FLOATING || MODE == CODEBOOK
+                        ? 0
+                        : OFFSET + (MODE == SYMMETRIC ? 1 << (BITS_ - 1) : 0);
+  // Whether the products begin at -ZERO * sum(x).
+  STATIC bool HAS_OFFSET = ZERO != 0 && FRAGMENT != EXACT_CODES && FRAGMENT < HALF_WEIGHTS;
+  // Format of dot products, which multiply floats.
+  typedef WeightFormat<
+      MODE_,
+      BITS_,
+      GROUP_,
+      PACKED_,
+      OPERAND_ == EXACT_CODES ? EXACT_CODES : OFFSET_CODES,
+      RAGGED_>
+      Dots;
   // Factor from the decoded half to the small float, which has another exponent bias.
   STATIC int FACTOR = MODE != FLOATING ? 1 : BITS_ == 4 ? 1 << 14 : 1 << 8;
 };

@@ -6,7 +6,7 @@ template <typename W>
 METAL_FUNC void decode_row(
     thread float* values, thread const uint* words, int f, GroupParams params, float weight_scale) {
   UNROLL for (int t = 0; t < W::PAIRS; ++t) {
-    const float2 codes = decode<W, float, EXACT_CODES>(words, f, t);
+    const float2 codes = decode<W, float, false>(words, f, t);
     const int first = vec4_offset<W>(0, t / 4) + t % 4;
     const int second = vec4_offset<W>(1, t / 4) + t % 4;
     values[first] = fma(params.scale[f], codes.x, params.bias[f]) * weight_scale;

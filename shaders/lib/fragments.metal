@@ -12,10 +12,10 @@ METAL_FUNC simdgroup_matrix<F, 8, 8> make_fragment(F first, F second) {
 // Loads the operands of one step: words, activations, scales and biases. x_vec4[column * VEC4S
 // + h] has four consecutive activations of one of the lane's columns, whose first activation is
 // at starts[column] + k.
-template <int COLUMNS, typename W, typename T, typename S, typename Vec4>
+template <int COLUMNS, typename W, typename F, typename T, typename S>
 METAL_FUNC GroupParams load_step(
     thread uint* words,
-    thread Vec4* x_vec4,
+    thread vec<F, 4>* x_vec4,
     WeightTile<S> tile,
     const device T* x,
     thread const uint* starts,
@@ -24,7 +24,7 @@ METAL_FUNC GroupParams load_step(
   constexpr int VEC4S = W::VEC4S;
   load_words<W>(words, tile, k, lane_index);
   UNROLL for (int i = 0; i < COLUMNS * VEC4S; ++i) {
-    x_vec4[i] = Vec4(load_vec4(x + vec4_offset<W>(0, i % VEC4S), starts[i / VEC4S] + k));
+    x_vec4[i] = load_operand(F(), x + vec4_offset<W>(0, i % VEC4S), starts[i / VEC4S] + k);
   }
   return load_group_params<W>(tile, k);
 }
@@ -55,7 +55,7 @@ make_columns(thread simdgroup_matrix<F, 8, 8>* columns, thread const vec<F, 4>* 
 template <typename W, typename V>
 METAL_FUNC simdgroup_matrix<V, 8, 8>
 row_fragment(thread const uint* words, int f, int step, float scale, float bias) {
-  vec<V, 2> values = decode<W, V, W::FRAGMENT>(words, f, step);
+  vec<V, 2> values = decode<W, V, W::HAS_OFFSET>(words, f, step);
   if (W::FRAGMENT >= HALF_WEIGHTS) {
     const float2 weights = W::BIASED ? fma(float2(values), float2(scale), float2(bias))
                                      : float2(values) * scale;
@@ -65,7 +65,7 @@ row_fragment(thread const uint* words, int f, int step, float scale, float bias)
 }
 
 // Computes products[j] = codes of row fragment f times activations of fragment j.
-template <int FRAGMENTS_M, typename W, typename F, typename Codes>
+template <int FRAGMENTS_M, typename W, typename V, typename F, typename Codes>
 METAL_FUNC void multiply(
     thread simdgroup_matrix<float, 8, 8>* products,
     Codes codes,
@@ -74,14 +74,13 @@ METAL_FUNC void multiply(
     thread const float2* sums,
     float scale,
     float bias) {
-  constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;
   UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
     // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
-    const float2 start = HAS_OFFSET ? -float(W::ZERO) * sums[j] : float2(0.0f);
+    const float2 start = W::HAS_OFFSET ? -float(W::ZERO) * sums[j] : float2(0.0f);
     products[j] = make_fragment<float>(start.x, start.y);
   }
   UNROLL for (int step = 0; step < W::PAIRS; ++step) {
-    simdgroup_matrix<F, 8, 8> rows = row_fragment<W, F>(codes, f, step, scale, bias);
+    simdgroup_matrix<V, 8, 8> rows = row_fragment<W, V>(codes, f, step, scale, bias);
     UNROLL for (int j = 0; j < FRAGMENTS_M; ++j) {
       simdgroup_multiply_accumulate(
           products[j], rows, columns[step * FRAGMENTS_M + j], products[j]);
@@ -113,8 +112,8 @@ write_scratch(threadgroup float* scratch, thread const float2* totals, int corne
 // Adds the products of one step to the totals of four row fragments.
 template <
     int FRAGMENTS,
-    bool RAGGED,
     typename W,
+    typename V,
     typename F,
     typename Codes>
 METAL_FUNC void add_products(
@@ -132,12 +131,12 @@ METAL_FUNC void add_products(
   }
   // One row fragment at a time: this keeps few products in registers.
   UNROLL for (int f = 0; f < 4; ++f) {
-    if (RAGGED && 8 * f >= cols) {
+    if (W::RAGGED && 8 * f >= cols) {
       break;
     }
     simdgroup_matrix<float, 8, 8> products[FRAGMENTS];
     const float scale = params.scale[f];
-    multiply<FRAGMENTS, W, F>(
+    multiply<FRAGMENTS, W, V>(
         products, codes, f, columns, sums, scale, params.bias[f]);
     add_scaled<FRAGMENTS>(
         totals + f * FRAGMENTS,

@@ -5,7 +5,7 @@
 // DOT_ROWS   tiles of up to this many rows (0, 1 or 2) are dot products, as in gemv, with all
 //            simdgroups along k; larger tiles are matrix products, as in gemm_register
 //
-// L, W and RAGGED are those of gemm_register.
+// L and W are those of gemm_register.
 
 // The rows of a tile: indices of the pairs (row of x, expert) that the threadgroup found.
 struct GatheredRows {
@@ -62,7 +62,7 @@ METAL_FUNC uint rows_of_slot(GatheredRows, Work work) {
 // Offsets of the rows of x of a tile.
 template <int ROWS>
 struct RowOffsets {
-  STATIC bool IN_FLOAT = false;
+  STATIC int OPERAND = BFLOAT_CODES;
   uint rows[ROWS];
 };
 
@@ -110,7 +110,7 @@ METAL_FUNC void gather_rows(
     starts.rows[row] = input_row(row_map, row) * work.k;
   }
   float4 totals[ROWS];
-  accumulate_rows<ROWS, W>(totals, x, starts, tile, split, place, simdgroup.lane_index);
+  accumulate_rows<ROWS, typename W::Dots>(totals, x, starts, tile, split, place, simdgroup.lane_index);
   const int corner = simdgroup.index * ROWS * SCRATCH_ROW;
   write_rows<ROWS>(simdgroup.scratch, totals, corner, lane_of(simdgroup.lane_index), starts);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -136,7 +136,6 @@ template <
     typename L,
     typename W,
     int DOT_ROWS,
-    bool RAGGED,
     typename T,
     typename S,
     typename O,
@@ -203,7 +202,7 @@ METAL_FUNC void gather_register(
           x, row_map, tile, out, epilogue, work, split, simdgroup);
     } else {
       if (work.m > place.row) {
-        accumulate<FRAGMENTS_M, RAGGED, W>(
+        accumulate<FRAGMENTS_M, W>(
             totals,
             x,
             row_map,

@@ -1,13 +1,13 @@
 // Weights are loaded from device memory to registers and multiplied there as 8x8 fragments: the
-// main loop has no staging, no barrier and no conversion. Fragments hold W::ZERO + q. Scale and
-// bias are applied once to the sums of a group, in float32.
+// main loop has no staging, no barrier and no conversion. Fragments hold what W::FRAGMENT says.
+// Scale and bias are applied once to the sums of a group, in float32.
 //
-// L       Tiling; a simdgroup has 8 or 16 rows of x, which are one or two column fragments
-// W       WeightFormat
-// RAGGED  the last tile along n may have fewer than four row fragments of w
+// L  Tiling; a simdgroup has 8 or 16 rows of x, which are one or two column fragments; or three,
+//    if each tile has more than 16 rows
+// W  WeightFormat
 
 // Main loop of one simdgroup: its steps of one split, for FRAGMENTS fragments of x.
-template <int FRAGMENTS, bool RAGGED, typename W, typename T, typename S, typename R>
+template <int FRAGMENTS, typename W, typename T, typename S, typename R>
 METAL_FUNC void accumulate(
     thread float2* totals,
     const device T* x,
@@ -19,7 +19,8 @@ METAL_FUNC void accumulate(
     Split split,
     Place place,
     int lane_index) {
-  typedef typename Fragment<T, W::IN_FLOAT>::type F;
+  typedef typename Operands<T, W::TYPES>::Activation F;
+  typedef typename Operands<T, W::TYPES>::Weight V;
   constexpr int VEC4S = W::VEC4S;
   constexpr int COLUMNS = 2 * FRAGMENTS;
   const Lane lane = lane_of(lane_index);
@@ -37,18 +38,18 @@ METAL_FUNC void accumulate(
     vec<F, 4> x_vec4[COLUMNS * VEC4S];
     float2 sums[FRAGMENTS];
     const GroupParams params =
-        load_step<COLUMNS, W>(words, x_vec4, tile, x, starts, k, lane_index);
+        load_step<COLUMNS, W, F>(words, x_vec4, tile, x, starts, k, lane_index);
     if (needs_sums<W>()) {
       sum_activations<FRAGMENTS, VEC4S>(sums, x_vec4);
     }
     simdgroup_matrix<F, 8, 8> columns[4 * VEC4S * FRAGMENTS];
     make_columns<FRAGMENTS, VEC4S, F>(columns, x_vec4);
-    add_products<FRAGMENTS, RAGGED, W, F>(
+    add_products<FRAGMENTS, W, V>(
         totals, words, columns, sums, params, tile.weight_scale, cols);
   }
 }
 
-template <typename L, typename W, bool RAGGED, typename T, typename S, typename O, typename E>
+template <typename L, typename W, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemm_register(
     const device T* x,
     Weights<S> weights,
@@ -77,11 +78,11 @@ METAL_FUNC void gemm_register(
     const int row = split.row + place.row;
     // Fragments entirely past the last row or column are not computed.
     if (work.m - row > 8 * (FRAGMENTS_M - 1)) {
-      accumulate<FRAGMENTS_M, RAGGED, W>(
+      accumulate<FRAGMENTS_M, W>(
           totals, x, row_map, tile, row, cols, work, split, place, simdgroup.lane_index);
       write_scratch<FRAGMENTS_M>(simdgroup.scratch, totals, corner);
     } else if (work.m > row) {
-      accumulate<1, RAGGED, W>(
+      accumulate<1, W>(
           totals, x, row_map, tile, row, cols, work, split, place, simdgroup.lane_index);
       write_scratch<1>(simdgroup.scratch, totals, corner);
     }

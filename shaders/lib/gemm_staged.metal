@@ -2,7 +2,7 @@
 // a threadgroup. The arithmetic is that of gemm_register: staged codes are exact, and scale and
 // bias are applied once per group, in float32.
 //
-// L  Staging; RAGGED is that of gemm_register
+// L  Staging
 
 // A chunk of w in threadgroup memory: fragments [f][step].
 template <typename F>
@@ -18,7 +18,7 @@ METAL_FUNC simdgroup_matrix<V, 8, 8> row_fragment(StagedCodes<V> codes, int f, i
 }
 
 // Adds the products of a stage to the totals of one simdgroup, for FRAGMENTS fragments of x.
-template <int FRAGMENTS, bool RAGGED, typename L, typename F, typename S>
+template <int FRAGMENTS, typename L, typename F, typename S>
 METAL_FUNC void multiply_stage(
     thread float2* totals,
     const threadgroup F* buffers,
@@ -50,11 +50,11 @@ METAL_FUNC void multiply_stage(
   }
   const int nth = place.column * place.k_slices + place.k_slice;
   const StagedCodes<F> codes = {buffer + nth * L::CHUNK};
-  add_products<FRAGMENTS, RAGGED, W, F>(
+  add_products<FRAGMENTS, W, F>(
       totals, codes, columns, sums, params, tile.weight_scale, cols);
 }
 
-template <typename L, bool RAGGED, typename T, typename S, typename O, typename E>
+template <typename L, typename T, typename S, typename O, typename E>
 METAL_FUNC void gemm_staged(
     const device T* x,
     Weights<S> weights,
@@ -63,7 +63,7 @@ METAL_FUNC void gemm_staged(
     E epilogue,
     Simdgroup simdgroup) {
   typedef typename L::W W;
-  typedef typename Fragment<T, W::IN_FLOAT>::type F;
+  typedef typename Operands<T, W::TYPES>::Activation F;
   constexpr int FRAGMENTS_M = L::ROWS / 8;
   constexpr int AHEAD = L::BUFFERS - 1;
 
@@ -107,10 +107,10 @@ METAL_FUNC void gemm_staged(
       const int k = step_of_stage<W>(stage, place.k_slice, split, place);
       // Fragments entirely past the last row or column are not computed.
       if (k < split.k_stop && rows > 8 * (FRAGMENTS_M - 1)) {
-        multiply_stage<FRAGMENTS_M, RAGGED, L>(
+        multiply_stage<FRAGMENTS_M, L>(
             totals, buffers, stage, tile, cols, place, k);
       } else if (k < split.k_stop && rows > 0) {
-        multiply_stage<1, RAGGED, L>(totals, buffers, stage, tile, cols, place, k);
+        multiply_stage<1, L>(totals, buffers, stage, tile, cols, place, k);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }

@@ -71,8 +71,7 @@ METAL_FUNC void multiply_step(
     thread const T* x_elements,
     float4 sums,
     float4 scale) {
-  constexpr bool HAS_OFFSET = W::FRAGMENT == OFFSET_CODES && W::ZERO != 0;
-  if (HAS_OFFSET) {
+  if (W::HAS_OFFSET) {
     UNROLL for (int i = 0; i < TENSOR_RESULTS; ++i) {
       products[i] = -float(W::ZERO) * sums[i % 4];
     }
@@ -82,7 +81,7 @@ METAL_FUNC void multiply_step(
     if (DECODES) {
       tensor_weights<W>(of_operation, words, operation, scale);
     }
-    if (HAS_OFFSET || operation > 0) {
+    if (W::HAS_OFFSET || operation > 0) {
       tensor_multiply<true>(products, of_operation, x_elements + 16 * operation);
     } else {
       tensor_multiply<false>(products, of_operation, x_elements);

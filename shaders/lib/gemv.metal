@@ -1,13 +1,14 @@
 // Dot products for one to five rows of x. Each lane adds its own k values of four rows of w in
 // float32; lanes are combined only at the end of a split. The words, their order and the loads
-// are those of gemm_register.
+// are those of gemm_register. Activations are widened where they are multiplied, because they
+// take fewer registers as they are.
 //
 // L  Tiling; ROWS is the number of rows of x
 // W  WeightFormat
 
 // Offsets of consecutive rows of x.
 struct RowStride {
-  STATIC bool IN_FLOAT = false;  // whether activations must be float
+  STATIC int OPERAND = BFLOAT_CODES;  // activations are kept as its operands
   uint first;
   uint k;
 };
@@ -29,10 +30,10 @@ METAL_FUNC RowStride rows_for(E, RowStride rows) {
 
 // Loads the operands of one step. x_vec4[(row * 2 + b) * VEC4S + h] has activations of fragment
 // column 2 * pair + b.
-template <int ROWS, typename W, typename T, typename S, typename Vec4, typename Rows>
+template <int ROWS, typename W, typename F, typename T, typename S, typename Rows>
 METAL_FUNC GroupParams load_vectors(
     thread uint* words,
-    thread Vec4* x_vec4,
+    thread vec<F, 4>* x_vec4,
     WeightTile<S> tile,
     const device T* x,
     thread Rows& starts,
@@ -43,27 +44,36 @@ METAL_FUNC GroupParams load_vectors(
   const uint start = k + vec4_offset<W>(2 * lane_of(lane_index).pair, 0);
   UNROLL for (int i = 0; i < 2 * ROWS * VEC4S; ++i) {
     const device T* first = x + vec4_offset<W>(i / VEC4S % 2, i % VEC4S);
-    x_vec4[i] = Vec4(load_vec4(first, start_of(starts, i / VEC4S / 2) + start));
+    x_vec4[i] = load_operand(F(), first, start_of(starts, i / VEC4S / 2) + start);
   }
   scale_rows(W(), starts, x_vec4, start);
   return load_group_params<W>(tile, k);
 }
 
-// Adds the lane's codes of row fragment f times its activations to products[row][f].
+// Computes products[row][f], the lane's codes of row fragment f times its activations, and the
+// sums of the activations.
 template <int ROWS, typename W, typename Vec4>
-METAL_FUNC void add_products(
-    thread float4* products, thread const uint* words, thread const Vec4* x_vec4) {
+METAL_FUNC void multiply_rows(
+    thread float4* products,
+    thread float* sums,
+    thread const uint* words,
+    thread const Vec4* x_vec4) {
   constexpr int VEC4S = W::VEC4S;
-  UNROLL for (int step = 0; step < W::PAIRS; ++step) {
-    const int h = step / 4;
-    const int s = step % 4;
-    UNROLL for (int f = 0; f < 4; ++f) {
-      const float2 values = decode<W, float, W::OPERAND>(words, f, step);
-      UNROLL for (int row = 0; row < ROWS; ++row) {
-        thread const Vec4* columns = x_vec4 + 2 * row * VEC4S;
-        products[row][f] = fma(values.x, float(columns[h][s]), products[row][f]);
-        products[row][f] = fma(values.y, float(columns[VEC4S + h][s]), products[row][f]);
-      }
+  UNROLL for (int row = 0; row < ROWS; ++row) {
+    products[row] = float4(0.0f);
+    sums[row] = 0.0f;
+  }
+  UNROLL for (int i = 0; i < 4 * W::PAIRS; ++i) {
+    const int step = i / 4;
+    const int f = i % 4;
+    const float2 values = decode<W, float, W::OPERAND == OFFSET_CODES>(words, f, step);
+    UNROLL for (int row = 0; row < ROWS; ++row) {
+      thread const Vec4* columns = x_vec4 + 2 * row * VEC4S + step / 4;
+      const float first = as_floats(columns[0])[step % 4];
+      const float second = as_floats(columns[VEC4S])[step % 4];
+      products[row][f] = fma(values.x, first, products[row][f]);
+      products[row][f] = fma(values.y, second, products[row][f]);
+      sums[row] += f == 0 ? first + second : 0.0f;
     }
   }
 }
@@ -78,7 +88,7 @@ METAL_FUNC void accumulate_rows(
     Split split,
     Place place,
     int lane_index) {
-  typedef typename Fragment<T, Rows::IN_FLOAT>::type F;
+  typedef typename Operands<T, Rows::OPERAND>::Activation F;
   constexpr bool HAS_OFFSET = W::OPERAND == OFFSET_CODES && W::ZERO != 0;
   constexpr int VEC4S = W::VEC4S;
   UNROLL for (int row = 0; row < ROWS; ++row) {
@@ -88,19 +98,18 @@ METAL_FUNC void accumulate_rows(
     uint words[words_of_step<W>()];
     vec<F, 4> x_vec4[2 * ROWS * VEC4S];
     const GroupParams params =
-        load_vectors<ROWS, W>(words, x_vec4, tile, x, starts, lane_index, k);
+        load_vectors<ROWS, W, F>(words, x_vec4, tile, x, starts, lane_index, k);
     float4 products[ROWS];
+    float sums[ROWS];
+    multiply_rows<ROWS, W>(products, sums, words, x_vec4);
+    const float4 scale = params.scale * tile.weight_scale;
+    // Each code exceeds its value by ZERO.
+    const float4 bias = (W::BIASED ? params.bias : float4(0.0f)) -
+        (HAS_OFFSET ? float(W::ZERO) * scale : float4(0.0f));
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float sum = sum_of_x<2 * VEC4S>(x_vec4 + 2 * row * VEC4S);
-      if (W::BIASED) {
-        totals[row] = fma(params.bias, float4(sum), totals[row]);
+      if (W::BIASED || HAS_OFFSET) {
+        totals[row] = fma(bias, float4(sums[row]), totals[row]);
       }
-      // Each code exceeds its value by ZERO, so the sum starts at -ZERO * sum(x).
-      products[row] = float4(HAS_OFFSET ? -float(W::ZERO) * sum : 0.0f);
-    }
-    add_products<ROWS, W>(products, words, x_vec4);
-    UNROLL for (int row = 0; row < ROWS; ++row) {
-      const float4 scale = params.scale * tile.weight_scale;
       totals[row] = fma(scale, products[row], totals[row]);
     }
   }

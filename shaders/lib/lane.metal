@@ -18,15 +18,31 @@
 // A lane therefore loads four consecutive activations at once. Native words of 4 bits have a
 // different order because their nibbles s and s + 4 are 16 bits apart: see `pair_at`.
 
-// Type of a fragment of activations: half for half, float for all other types. IN_FLOAT: the
-// scaled weight needs a float.
-template <typename T, bool IN_FLOAT = false>
-struct Fragment {
-  typedef float type;
+// Types of the two operands of a product: fragments of activations of type T, and of weights.
+template <typename T, int OPERAND>
+struct Operands {
+  typedef float Activation;
+  typedef float Weight;
+};
+template <int OPERAND>
+struct Operands<half, OPERAND> {
+  typedef half Activation;
+  typedef half Weight;
 };
 template <>
-struct Fragment<half, false> {
-  typedef half type;
+struct Operands<half, FLOAT_WEIGHTS> {
+  typedef float Activation;
+  typedef float Weight;
+};
+template <>
+struct Operands<bfloat, BFLOAT_CODES> {
+  typedef bfloat Activation;
+  typedef bfloat Weight;
+};
+template <>
+struct Operands<bfloat, HALF_BY_FLOAT> {
+  typedef float Activation;
+  typedef half Weight;
 };
 
 struct Lane {
@@ -75,9 +91,8 @@ METAL_FUNC float4 load_vec4(const device float* x, uint offset) {
 }
 
 // A bfloat is the upper half of a float, so a shift widens it on every Apple GPU.
-METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
-  const ushort4 raw = *(const device packed_ushort4*)(x + offset);
-  return as_type<float4>(uint4(raw) << 16);
+METAL_FUNC float4 widened(ushort4 bfloats) {
+  return as_type<float4>(uint4(bfloats) << 16);
 }
 
 METAL_FUNC uchar4 load_vec4(const device uchar* bytes, uint offset) {
@@ -88,15 +103,38 @@ METAL_FUNC ushort4 load_vec4(const device ushort* words, uint offset) {
   return *(const device packed_ushort4*)(words + offset);
 }
 
+METAL_FUNC float4 load_vec4(const device bfloat* x, uint offset) {
+  return widened(load_vec4((const device ushort*)x, offset));
+}
+
 METAL_FUNC ushort2 load_vec2(const device ushort* words, uint offset) {
   return *(const device packed_ushort2*)(words + offset);
 }
 
+// Loads four consecutive activations as what a product takes.
+template <typename F, typename T>
+METAL_FUNC vec<F, 4> load_operand(F, const device T* x, uint offset) {
+  return vec<F, 4>(load_vec4(x, offset));
+}
+
+METAL_FUNC vec<bfloat, 4> load_operand(bfloat, const device bfloat* x, uint offset) {
+  return as_type<vec<bfloat, 4>>(load_vec4((const device ushort*)x, offset));
+}
+
+template <typename Vec4>
+METAL_FUNC float4 as_floats(Vec4 values) {
+  return float4(values);
+}
+
+METAL_FUNC float4 as_floats(vec<bfloat, 4> values) {
+  return widened(as_type<ushort4>(values));
+}
+
 template <int VEC4S, typename Vec4>
 METAL_FUNC float sum_of_x(thread const Vec4* x_vec4) {
-  float4 sum = float4(x_vec4[0]);
+  float4 sum = as_floats(x_vec4[0]);
   UNROLL for (int i = 1; i < VEC4S; ++i) {
-    sum += float4(x_vec4[i]);
+    sum += as_floats(x_vec4[i]);
   }
   return (sum.x + sum.y) + (sum.z + sum.w);
 }

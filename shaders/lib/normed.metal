@@ -22,7 +22,7 @@ METAL_FUNC Normed<E, T> normed(
 // Rows of x that are normalized, and what the lane knows of their norm.
 template <int ROWS, typename T>
 struct NormedRows {
-  STATIC bool IN_FLOAT = true;  // x times weight exceeds a half
+  STATIC int OPERAND = FLOAT_WEIGHTS;  // x times weight exceeds a half
   RowStride rows;
   const device T* weight;
   float4 squares[ROWS];  // sums over the k that the lane has loaded

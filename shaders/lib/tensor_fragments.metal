@@ -62,7 +62,7 @@ METAL_FUNC void
 tensor_weights(thread half* elements, thread const uint* words, int operation, float4 scale) {
   UNROLL for (int f = 0; f < 4; ++f) {
     UNROLL for (int s = 0; s < 4; ++s) {
-      half2 codes = decode<W, half, W::FRAGMENT>(words, f, 4 * operation + s);
+      half2 codes = decode<W, half, W::HAS_OFFSET>(words, f, 4 * operation + s);
       codes = W::FRAGMENT >= HALF_WEIGHTS ? half2(float2(codes) * scale[f]) : codes;
       // Part (n / 16, k / 16) of row f is 2 * (f / 2) + k / 16.
       const int element = 16 * (f / 2) + 4 * (f % 2) + s;

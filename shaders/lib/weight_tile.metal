@@ -23,7 +23,9 @@ struct WeightTile {
   const device uint32_t* words;
   const device S* scales;
   const device S* biases;
-  uint4 first_word;    // native: of the lane's four rows, in units; packed: in x
+  // Packed: in x. Native, in units: of the lane's four rows; or, if the tile has all rows, of the
+  // first one and the distance to the next, which takes one register instead of four.
+  uint4 first_word;
   uint4 first_group;   // in scales and biases, in the same way; y: factors of a super-block
   float weight_scale;  // the weight's own scale, 1 if it has none
   uint entry;          // bits of the lane's number of the codebook
@@ -90,6 +92,12 @@ METAL_FUNC uint codebook_entry(const device S* codebook, uint lane_index) {
   return as_type<uint>(load_vec2(numbers, 2 * lane_index));
 }
 
+// Returns the offsets of rows of this size, as `first_word` has them.
+template <typename W>
+METAL_FUNC uint4 offsets_of_rows(uint4 rows, uint size, uint own) {
+  return W::RAGGED ? rows * size + own : uint4(rows.x * size + own, 8 * size, 0u, 0u);
+}
+
 // The weights of a batch are contiguous.
 template <typename W, typename S>
 METAL_FUNC WeightTile<S> weight_tile(
@@ -122,11 +130,17 @@ METAL_FUNC WeightTile<S> weight_tile(
     // Rows past the end read the last row; their results are never stored.
     const uint4 rows =
         product * work.n + uint4(min(col + lane.row + int4(0, 8, 16, 24), int4(work.n - 1)));
-    tile.first_word =
-        rows * uint(work.k / 8 * W::BITS / UNIT) + uint(Native<W>::BYTES / UNIT * lane.pair);
-    tile.first_group = rows * group_at<W>(work.k) + own;
+    const uint words = work.k / 8 * W::BITS / UNIT;
+    tile.first_word = offsets_of_rows<W>(rows, words, Native<W>::BYTES / UNIT * lane.pair);
+    tile.first_group = offsets_of_rows<W>(rows, group_at<W>(work.k), own);
   }
   return tile;
+}
+
+// Returns the offset of the lane's row in fragment f, of native codes or of their groups.
+template <typename W>
+METAL_FUNC uint of_row(uint4 first, int f) {
+  return W::RAGGED ? first[f] : first.x + f * first.y;
 }
 
 // Loads all codes of the step that begins at k, in the order that `pair_at` reads.
@@ -148,7 +162,7 @@ METAL_FUNC void load_words(thread uint* words, WeightTile<S> tile, uint k, int l
     }
   } else {
   UNROLL for (int f = 0; f < 4; ++f) {
-      const uint offset = tile.first_word[f] + k / 32 * (W::BITS * 4 / Native<W>::UNIT);
+      const uint offset = of_row<W>(tile.first_word, f) + k / 32 * (W::BITS * 4 / Native<W>::UNIT);
       uint row[Native<W>::WORDS];
       load_row<W>(row, tile.words, offset);
       make_windows<W>(words + f * Native<W>::WINDOWS, row);
@@ -242,7 +256,7 @@ METAL_FUNC GroupParams load_group_params(WeightTile<S> tile, uint k) {
     return params;
   }
   UNROLL for (int f = 0; f < 4; ++f) {
-    const uint group = tile.first_group[f] + group_at<W>(k);
+    const uint group = of_row<W>(tile.first_group, f) + group_at<W>(k);
     params.scale[f] = scale_of<W::GROUP>(tile.scales[group]);
     params.bias[f] = W::BIASED ? float(tile.biases[group]) : 0.0f;
   }

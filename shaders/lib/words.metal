@@ -36,7 +36,7 @@ struct Native {
 template <typename W>
 METAL_FUNC constexpr int words_of_step() {
   return (W::PACKED ? Planes<W>::LOW_WORDS + Planes<W>::HIGH_WORDS : 4 * Native<W>::WINDOWS) +
-      (W::MODE == CODEBOOK ? 1 : 0);
+         (W::MODE == CODEBOOK ? 1 : 0);
 }
 
 // Loads up to four consecutive words at once.
@@ -157,6 +157,14 @@ METAL_FUNC uint pair_at(thread const uint* words, int f, int t, int bit_offset) 
   return window_pair<W>(words, t, bit_offset);
 }
 
+// Returns the bits of pair t as two halves, or bfloats, each exactly OFFSET + code.
+template <typename W>
+METAL_FUNC uint pair_with_offset(thread const uint* words, int f, int t) {
+  constexpr int BIAS = W::MANTISSA == 7 ? 127 : 15;  // of the exponent
+  constexpr uint EXPONENT = (BIAS + W::MANTISSA - W::BIT_OFFSET) << W::MANTISSA;
+  return pair_at<W>(words, f, t, W::BIT_OFFSET) | both_halves(EXPONENT);
+}
+
 // Returns pair t as halves, exactly: OFFSET + code, or the value of a small float divided by
 // FACTOR, with sign, exponent and mantissa moved to those of a half. The smallest of these are
 // subnormal halves. A half multiply keeps them, as MLX's own kernels require. A conversion or a
@@ -169,6 +177,5 @@ METAL_FUNC half2 pair_as_halves(thread const uint* words, int f, int t) {
     const uint rest = pair_at<W>(words, f, t, MANTISSA) & both_halves(ones(W::BITS - 1) << MANTISSA);
     return as_type<half2>(sign | rest);
   }
-  constexpr uint EXPONENT = (25 - W::BIT_OFFSET) << 10;
-  return as_type<half2>(pair_at<W>(words, f, t, W::BIT_OFFSET) | both_halves(EXPONENT));
+  return as_type<half2>(pair_with_offset<W>(words, f, t));
 }

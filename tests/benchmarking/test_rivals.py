@@ -46,9 +46,9 @@ def test_the_planner_counts_what_the_emulator_does(
     short = problem_of(m, 256, 1024, bits=bits, dtype=dtype, layout=layout)
     both = [short, replace(short, k=2048)]
     plans = [rival_calls.plan_of(each, DEVICE, **rivals.WHOLE) for each in both]
-    held, subtract = plans[0].fragments_m, plans[0].subtract
+    held, operand = plans[0].fragments_m, plans[0].operand
     found = [*map(rival_calls.ours, both, plans)]
-    loops = [loop_of(each, held, subtract, DEVICE) for each in both]
+    loops = [loop_of(each, held, operand, DEVICE) for each in both]
 
     products = sum(
         count * MATRIX_OPS[fragments]
@@ -69,7 +69,7 @@ def test_the_planner_has_the_slots_of_the_table(m: int, bits: int, layout: str) 
     plan = rival_calls.plan_of(problem, DEVICE, **rivals.WHOLE)
     held, price = plan.fragments_m, rates_of(DEVICE).matrix_slots
 
-    slots = loop_slots(problem, held, plan.subtract, m, DEVICE) * WEIGHTS_PER_TRIP
+    slots = loop_slots(problem, held, plan.operand, m, DEVICE) * WEIGHTS_PER_TRIP
 
     pairs = readers(m, held).items()
     products = sum(count * MATRIX_OPS[fragments] for fragments, count in pairs)
@@ -184,6 +184,7 @@ def kernel_stats(kernel, levels):
     loops = [(700, 32, True), (9, 0, True), (5, 0, False)]
     return [{"kernels": [{
         "max_reg16": 100,
+        "demand16": 97,
         "code_bytes": 4000,
         "total": {"stack_store": 1, "stack_load": 2},
         "loop_bodies": [

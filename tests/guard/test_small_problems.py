@@ -447,7 +447,7 @@ def test_problems_keep_what_decides_their_kernels() -> None:
     small = miniatures(plan)[0]
     assert isinstance(small, Plan)
     assert not small.problem.invariant
-    assert small.subtract == plan.subtract
+    assert small.operand == plan.operand
 
 
 @needs_emulator

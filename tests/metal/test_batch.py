@@ -72,7 +72,7 @@ def test_every_plan_computes_every_product(plan: Plan, seed: int) -> None:
         x,
         native,
         group_size=problem.group_size,
-        offset=0 if plan.subtract else 64,
+        offset=format_cases.offset_of(plan.problem.format, plan.operand),
     )
 
 

@@ -66,7 +66,7 @@ def products(draw: st.DrawFn) -> ExpertProducts:
         simdgroups_m=simdgroups_m,
         simdgroups_k=gather.weights * draw(st.integers(1, min(most, 2))),
         dot_rows=draw(st.integers(0, 2)),
-        subtract=draw(st.booleans()),
+        operand=draw(strategies.operands(problem, "gemm_register")),
     )
     chosen = st.lists(st.integers(0, count - 1), min_size=problem.m)
     return ExpertProducts(

@@ -221,7 +221,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
 
     def planned() -> MetalGatherPlan:
         gather = of_experts(Problem(m=9, n=40, k=64), experts)
-        return MetalGatherPlan(gather=gather, subtract=False, **changed)
+        return MetalGatherPlan(gather=gather, operand="offset", **changed)
 
     with pytest.raises(ValueError, match=words):
         planned()
@@ -241,7 +241,7 @@ def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> Non
         simdgroups_m=1,
         simdgroups_k=2,
         dot_rows=2,
-        subtract=False,
+        operand="offset",
     )
     sources = mx.arange(8, dtype=mx.uint32)
     chosen = mx.array([1, 3, 1, 1, 3, 3, 3, 1], mx.uint32)
@@ -279,7 +279,7 @@ def test_an_expert_of_few_rows_costs_no_matrix_product(
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         dot_rows=dot_rows,
-        subtract=True,
+        operand="exact",
     )
     x = mx.random.normal((6, K)).astype(mx.bfloat16)
     pairs = mx.array(FEW, mx.uint32), mx.arange(6, dtype=mx.uint32)

@@ -68,7 +68,11 @@ def gated_plans(draw: st.DrawFn) -> Plan:
     body = planner.make(problem, device=DEVICE, simdgroups_k=2)
     most = 8 // body.simdgroups_m
     count = 2 * draw(st.integers(1, most // 2))
-    return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
+    return replace(
+        body,
+        simdgroups_k=count,
+        operand=draw(strategies.operands(problem, body.kernel)),
+    )
 
 
 @drawn(5, 24, plan=gated_plans(), seed=st.integers(0, 2**16))

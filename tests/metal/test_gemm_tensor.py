@@ -92,7 +92,7 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
     with traced(seed=2, trace=trace):
         again = format_cases.run(plan, x, weight)
 
-    assert_close(y, x, weight, subtract=plan.subtract, dtype=dtype)
+    assert_close(y, x, weight, operand=plan.operand, dtype=dtype)
     assert mx.array_equal(y, again)
 
 
@@ -123,7 +123,7 @@ def test_ragged_products_are_as_exact_as_promised(
 
     y = format_cases.run(plan, x, weight)
 
-    assert_close(y, x, weight, subtract=plan.subtract, dtype=problem.dtype)
+    assert_close(y, x, weight, operand=plan.operand, dtype=problem.dtype)
 
 
 @sampled(1, 4)
@@ -248,7 +248,7 @@ def test_two_operations_a_simdgroup_give_the_bits_of_one(
     one, two = (format_cases.run(plan, x, weight) for plan in plans)
 
     assert mx.array_equal(one, two)
-    assert_close(two, x, weight, subtract=plans[1].subtract, dtype=dtype)
+    assert_close(two, x, weight, operand=plans[1].operand, dtype=dtype)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504), ("bfloat16", 1e36)])
@@ -280,7 +280,7 @@ def test_activations_of_any_size_are_kept_as_they_are(
     y = format_cases.run(plan, x, weight)
 
     assert mx.isfinite(y).all()
-    assert_close(y, x, weight, subtract=plan.subtract, dtype=dtype)
+    assert_close(y, x, weight, operand=plan.operand, dtype=dtype)
 
 
 def test_a_row_that_is_not_finite_stays_alone() -> None:

@@ -150,6 +150,6 @@ def test_the_cut_of_k_does_not_depend_on_the_rows(
     assert one.work.k_tiles == several.work.k_tiles
     for plan in (one, several):
         assert plan.kernel == "gemm_register"
-        assert plan.subtract
+        assert plan.operand == "exact"
         assert plan.reduction != "atomic"
         assert plan.strategy in ("data_parallel", "split_k")

@@ -12,7 +12,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
-from support import drawn_arrays, launches, oracles, strategies
+from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.drawn_arrays import run, stock
 from support.parts_of_plans import corner
 from support.profiles import drawn, sampled
@@ -34,7 +34,7 @@ def test_every_plan_computes_the_product(case: strategies.Case) -> None:
         x,
         native,
         group_size=plan.problem.group_size,
-        offset=0 if plan.subtract else 64,
+        offset=format_cases.offset_of(plan.problem.format, plan.operand),
     )
 
 
@@ -66,8 +66,33 @@ def test_the_chosen_plan_computes_the_product(
         x,
         native,
         group_size=group_size,
-        offset=0 if plan.subtract else 64,
+        offset=format_cases.offset_of(plan.problem.format, plan.operand),
     )
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("m", [17, 20, 24])
+def test_three_fragments_have_the_bits_of_two(m: int, dtype: str, layout: str) -> None:
+    """The form of codes is the same, and so is each row's order of addition."""
+    problem = Problem(m=m, n=70, k=320, dtype=dtype, scale_dtype=dtype, layout=layout)
+    x, native = drawn_arrays.arrays(problem, seed=m)
+    plans = [
+        planner.make(
+            problem,
+            device=strategies.KNOWN_DEVICES[-1],
+            kernel="gemm_register",
+            fragments_m=fragments_m,
+            simdgroups_k=2,
+            strategy="data_parallel",
+        )
+        for fragments_m in (2, 3)
+    ]
+    assert [plan.tile.m for plan in plans] == [32, 24]
+
+    two, three = (run(plan, x, native) for plan in plans)
+
+    assert mx.array_equal(two, three)
 
 
 @drawn(3, 20, case=strategies.cases(), data=st.data())

@@ -54,7 +54,11 @@ def normed_plans(draw: st.DrawFn) -> Plan:
     body = planner.make(problem, device=DEVICE)
     halves = 1 + gated
     count = halves * draw(st.integers(1, 8 // halves))
-    return replace(body, simdgroups_k=count, subtract=draw(st.booleans()))
+    return replace(
+        body,
+        simdgroups_k=count,
+        operand=draw(strategies.operands(problem, body.kernel)),
+    )
 
 
 @drawn(5, 24, plan=normed_plans(), seed=st.integers(0, 2**16))

@@ -34,7 +34,7 @@ from support.trace_mode import needs_kernels
 pytestmark = needs_kernels
 
 N, K = 40, 384
-BASE = Variant("affine", 4, 64, "mlx", "float16", "float16", 1, False, True)
+BASE = Variant("affine", 4, 64, "mlx", "float16", "float16", 1, "offset", True)
 
 
 def family(mode: str, bits: int, group_size: int, **options: object) -> Variant:
@@ -51,9 +51,9 @@ def family(mode: str, bits: int, group_size: int, **options: object) -> Variant:
 HALVES = [
     family("affine", 4, 64, fragments=0),
     family("affine", 4, 32, layout="marlin", fragments=2),
-    family("affine", 8, 64, subtract=True),
+    family("affine", 8, 64, operand="exact"),
     family("affine", 3, 32, layout="marlin", fragments=0),
-    family("symmetric", 4, 64, layout="marlin", fragments=2, subtract=True),
+    family("symmetric", 4, 64, layout="marlin", fragments=2, operand="exact"),
     family("symmetric", 8, 32, layout="marlin", fragments=0),
     family("zero_point", 4, 64, layout="marlin"),
     family("affine", 4, 16, layout="marlin", fragments=2),
@@ -68,8 +68,8 @@ HALVES = [
 ]
 """The families in float16, where overflow is near."""
 WIDE = [
-    family("affine", 4, 64, dtype="bfloat16", layout="marlin", subtract=True),
-    family("symmetric", 4, 64, dtype="float32", layout="marlin", subtract=True),
+    family("affine", 4, 64, dtype="bfloat16", layout="marlin", operand="exact"),
+    family("symmetric", 4, 64, dtype="float32", layout="marlin", operand="exact"),
     family("zero_point", 4, 64, dtype="bfloat16", layout="marlin", fragments=0),
     family("mxfp4", 4, 32, dtype="bfloat16", fragments=2),
     family("affine", 8, 16, dtype="bfloat16", layout="marlin"),
@@ -132,7 +132,7 @@ def assert_within(
     x64 = oracles.exact(mx.array(x).astype(getattr(mx, variant.dtype)))
     expected = x64 @ weight.decoded.T
     scale, value, bias = map(np.abs, weight.parts)
-    offset = 0 if variant.subtract else format_cases.offset_of(variant.format)
+    offset = format_cases.offset_of(variant.format, variant.operand)
     sums = 16 * 2.0**-24 * (np.abs(x64) @ (scale * (value + offset) + bias).T)
     rounding = oracles.ROUNDING[variant.dtype] * np.abs(expected)
     assert np.isfinite(y).all()

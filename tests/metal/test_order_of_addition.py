@@ -39,7 +39,7 @@ def test_all_strategies_add_in_ascending_k(problem: Problem) -> None:
     3,
     20,
     plan=strategies.runnable_plans(dtypes=st.just("float32"), atomic=False).filter(
-        lambda plan: plan.subtract
+        lambda plan: plan.operand == "exact"
     ),
 )
 def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
@@ -55,7 +55,7 @@ def test_every_plan_adds_in_ascending_k(plan: Plan) -> None:
     20,
     plan=strategies.runnable_plans(
         dtypes=st.just("float32"), atomic=False, batches=strategies.BATCHES
-    ).filter(lambda plan: plan.subtract),
+    ).filter(lambda plan: plan.operand == "exact"),
     seed=st.integers(0, 2**31),
 )
 def test_every_plan_of_a_batch_adds_in_ascending_k(plan: Plan, seed: int) -> None:
@@ -97,7 +97,7 @@ def test_tensor_operations_are_added_in_ascending_k(
     plan = planner.make(
         problem, device=named("Apple M5 Max"), kernel="gemm_tensor", **split
     )
-    plan = replace(plan, subtract=True)
+    plan = replace(plan, operand="exact")
 
     y = run(plan, orders.one_in_each_trip(problem), orders.ones(problem))
 
@@ -108,7 +108,7 @@ def test_tensor_operations_are_added_in_ascending_k(
 def test_gate_and_up_are_added_in_ascending_k(m: int) -> None:
     problem = in_float32(Problem(m=m, n=80, k=23 * 64, epilogue=Epilogue(gated=True)))
     plan = planner.make(problem, strategy="data_parallel", simdgroups_k=6)
-    plan = replace(plan, subtract=True)
+    plan = replace(plan, operand="exact")
     alone = replace(problem, n=40, epilogue=Epilogue())
     half = planner.make(alone, strategy="data_parallel", simdgroups_k=3)
 
@@ -126,7 +126,7 @@ def test_products_of_experts_are_added_in_ascending_k(dot_rows: int) -> None:
         simdgroups_m=1,
         simdgroups_k=4,
         dot_rows=dot_rows,
-        subtract=True,
+        operand="exact",
     )
     weight = [mx.stack([each, each]) for each in orders.ones(problem)]
     chosen = mx.array([1, 0, 1, 1, 1], mx.uint32)

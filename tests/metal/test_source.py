@@ -10,6 +10,7 @@ from hypothesis import given
 from mlx_marlin.backends import arguments, source
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
+from mlx_marlin.backends.metal.operands import OPERANDS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
@@ -36,7 +37,7 @@ def test_the_shaders_lie_in_two_folders() -> None:
     of_products |= {"gemv_normed", "gemv_normed_gated", "gather_fused"}
     assert kernels == of_products | {
         *("dequantize", "gather", "pack", "unpack", "tensor_layout", "tensor_probe"),
-        *("add_norm", "combine", "rotate_heads", "route"),
+        *("add_norm", "combine", "operand_probe", "rotate_heads", "route"),
     }
 
 
@@ -168,11 +169,12 @@ def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
     group_size = plan.problem.group_size
     assert template["GROUP"] == (0 if group_size not in GROUP_SIZES else group_size)
     assert template["PACKED"] == (plan.problem.layout == "marlin")
-    assert template["OPERAND"] == int(plan.subtract)
+    if not plan.has_tensor_operations:
+        assert template["RAGGED"] == (plan.problem.n % 32 != 0)
+    assert template["OPERAND"] == OPERANDS.index(plan.operand)
     if plan.kernel == "gemv":
         assert template["ROWS"] == plan.problem.m
     else:
-        assert template["RAGGED"] == (plan.problem.n % 32 != 0)
         rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
         assert rows == plan.tile.m
     assert template.get("BUFFERS", 0) == plan.buffers
@@ -226,7 +228,16 @@ def numbers_of(text: str) -> dict[str, float]:
     return found
 
 
-OPERANDS = {name.upper(): i for i, name in enumerate(metal_arguments.OPERANDS)}
+IN_SHADERS = (
+    *("OFFSET_CODES", "EXACT_CODES", "LEAST_OFFSET", "BFLOAT_CODES", "HALF_BY_FLOAT"),
+    *("HALF_WEIGHTS", "FLOAT_WEIGHTS"),
+)
+"""The forms of codes, in the order of `OPERANDS`, and what a format alone decides."""
+
+
+def test_forms_of_codes_have_the_names_of_the_shaders() -> None:
+    for form, name in zip(OPERANDS, IN_SHADERS, strict=False):
+        assert form.upper() in name
 
 
 def test_codes_have_the_numbers_of_the_shaders() -> None:
@@ -237,7 +248,9 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
         "GLOBAL_FLOATING": arguments.GLOBAL_FLOATING,
         "SUPER_BLOCK": SUPER_BLOCK,
     }
-    assert numbers_of(text) == codes | others | OPERANDS
+    assert numbers_of(text) == codes | others | {
+        name: i for i, name in enumerate(IN_SHADERS)
+    }
 
 
 def read_by_the_shaders(array: str) -> list[str]:
@@ -300,7 +313,7 @@ def test_numbers_on_both_sides_of_the_border_are_the_same() -> None:
     numbers = numbers_of(metal_source.kernel_source("gemv").header)
 
     others = {name.upper() for name in (*ACTIVATIONS, *CODES, "global_floating")}
-    others |= {*OPERANDS}
+    others |= {*IN_SHADERS}
     assert {name: value for name, value in numbers.items() if name not in others} == {
         "TILE_N": TILE_N,
         "TILE_K": TILE_K,

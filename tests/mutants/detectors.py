@@ -96,7 +96,7 @@ def _allowed(case: Case, x: mx.array, native: tuple[mx.array, ...]) -> oracles.F
     """Four units in the last place of all that is added, and the last rounding."""
     problem, weight = case.plan.problem, case.weight(native)
     known = format_of(problem.mode, problem.bits)
-    offset = 0 if case.planned.subtract else format_cases.offset_of(known)
+    offset = format_cases.offset_of(known, case.planned.operand)
     scale, value, bias = map(np.abs, weight.parts)
     terms = np.abs(oracles.exact(x)) @ (scale * (offset + value) + bias).T
     expected = np.abs(oracles.exact(x) @ weight.decoded.T)
@@ -149,9 +149,11 @@ def _static_check(case: Case) -> Verdict:
 
 
 def _operands(case: Case) -> Verdict:
-    """Activations and weights enter a multiply as one type, the sum is float."""
+    """Weights and activations enter a multiply as the plan says, the sum is float."""
     fragment = "half" if case.plan.problem.dtype == "float16" else "float"
-    wanted = {("float", fragment, fragment, "float")}
+    types = {"bfloat": ("bfloat", "bfloat"), "half_by_float": ("half", "float")}
+    pair = types.get(case.planned.operand, (fragment, fragment))
+    wanted = {("float", *pair, "float")}
     found = set(_operands_of(case))
     return None if found == wanted else f"multiplies {found}, expected {wanted}"
 

@@ -16,6 +16,7 @@ from mlx_marlin.backends.metal.cost.rates import level_seconds
 from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.backends.metal.operands import operand_of
 from mlx_marlin.planning import search
 from mlx_marlin.planning.choice import WIDTH, aligned
 from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
@@ -43,7 +44,8 @@ def test_every_chip_gets_a_plan_for_every_problem(
     assert plan.work.idle == 0
     assert plan.reduction != "atomic"
     few = problem.m <= GEMV_ROWS[problem.dtype]
-    fits = product_registers(problem, 0) <= chip.core.thread_registers
+    operand = operand_of(problem, chip, 0)
+    fits = product_registers(problem, 0, operand) <= chip.core.thread_registers
     assert (plan.kernel == "gemv") == (few and fits)
 
 
@@ -69,9 +71,9 @@ def test_candidates_are_different_plans_of_all_fitting_strategies(
     compared = list(plans_of(problem, chip, default_kernel(problem, chip)))
 
     assert len({*compared}) == len(compared) <= 40
-    fragments_m = compared[0].fragments_m
-    limit = chip.core.thread_registers
-    ranges = ["stripe"] * (product_registers(problem, fragments_m, True) <= limit)
+    first, limit = compared[0], chip.core.thread_registers
+    taken = product_registers(problem, first.fragments_m, first.operand, True)
+    ranges = ["stripe"] * (taken <= limit)
     assert {"data_parallel", *ranges} <= {plan.strategy for plan in compared}
 
 
@@ -185,7 +187,7 @@ def test_rows_choose_the_tile(
     assert plan.kernel == "gemm_register"
     assert plan.tile.m == tile_m
     assert (plan.fragments_m, plan.simdgroups_m) == (fragments_m, simdgroups_m)
-    assert plan.subtract == (fragments_m == 2)
+    assert plan.operand == ("least_offset" if fragments_m == 2 else "offset")
 
 
 @pytest.mark.parametrize("rows", [4, 16, 64])
@@ -251,7 +253,7 @@ def _overrides(draw: st.DrawFn) -> tuple[Problem, PlanOverrides]:
     """Draws a problem and some fields of one of its plans."""
     problem = draw(problems(formats=ANY_FORMAT))
     plan = draw(plans(of=st.just(problem)))
-    fields = draw(st.sets(st.sampled_from(["subtract"])))
+    fields = draw(st.sets(st.sampled_from(["operand"])))
     if draw(st.booleans()):
         fields |= {"kernel", "fragments_m", "simdgroups_m", "simdgroups_k"}
         if draw(st.booleans()):  # counts of tiles make sense for these tiles only
@@ -334,7 +336,7 @@ def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None
             plan = planner.choose(problem, chip)
             assert plan.work.strategy in ("data_parallel", "split_k")
             assert plan.kernel == "gemm_register"
-            assert plan.subtract
+            assert plan.operand == "exact"
             found.add((plan.work.slices, plan.simdgroups_k))
         assert len(found) == 1
 

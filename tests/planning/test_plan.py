@@ -17,7 +17,7 @@ from mlx_marlin.planning.dequantize_plan import (
 )
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan, Tile
-from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import DTYPE_BYTES
@@ -249,7 +249,7 @@ WIDE = replace(data_parallel(3, 2), strategy="hytis", whole=1)
         ({"kernel": "gemm"}, ["kernel='gemm'", "gemm_register"]),
         ({"reduction": "tree"}, ["reduction='tree'", "workspace"]),
         ({"kernel": "gemv"}, ["at most 5 rows", "m=8"]),
-        ({"fragments_m": 3, "tile": Tile(m=24)}, ["fragments_m=3", "(1, 2)"]),
+        ({"fragments_m": 4, "tile": Tile(m=32)}, ["fragments_m=4", "(1, 2)"]),
         ({"tile": Tile(m=16)}, ["tiles of 8 rows", "tile.m=16"]),
         ({"tile": Tile(m=8, n=64)}, ["32 and 64", "got 64 and 64"]),
         ({"tile": Tile(m=8, k=128)}, ["32 and 64", "got 32 and 128"]),
@@ -326,7 +326,7 @@ INVARIANT = Problem(m=8, n=128, k=128, invariant=True)
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"subtract": False}, "subtract=False"),
+        ({"operand": "offset"}, "operand='offset'"),
         (
             {"work": replace(TWO_SLICES, strategy="stripe"), "reduction": "workspace"},
             "strategy='stripe'",
@@ -346,7 +346,7 @@ INVARIANT = Problem(m=8, n=128, k=128, invariant=True)
 def test_an_invariant_plan_is_one_that_every_m_can_have(
     fields: dict[str, Any], words: str
 ) -> None:
-    allowed: dict[str, Any] = {"problem": INVARIANT, "subtract": True}
+    allowed: dict[str, Any] = {"problem": INVARIANT, "operand": "exact"}
     split: dict[str, Any] = {"work": TWO_SLICES, "reduction": "workspace"}
     assert plan_of(8, 128, 128, **allowed).problem.invariant
     assert plan_of(8, 128, 128, **allowed, **split).problem.invariant
@@ -421,3 +421,38 @@ def test_a_decoded_weight_explains_itself_in_a_line() -> None:
     assert DequantizePlan(problem=problem, chunk=2048).explain() == (
         "decoded once to float16 (16.0 MiB in 2 chunks), mx.matmul"
     )
+
+
+@pytest.mark.parametrize(("m", "simdgroups_m"), [(16, 1), (25, 1), (24, 2)])
+def test_three_fragments_have_one_tile_of_17_to_24_rows(
+    m: int, simdgroups_m: int
+) -> None:
+    tile = Tile(m=24 * simdgroups_m)
+    whole = data_parallel(2, 2)
+    allowed: dict[str, Any] = {"fragments_m": 3, "tile": Tile(m=24), "work": whole}
+    assert plan_of(17, 64, 128, **allowed).tile.m == 24
+
+    with pytest.raises(ValueError, match="17 to 24 rows"):
+        plan_of(m, 64, 128, fragments_m=3, simdgroups_m=simdgroups_m, tile=tile)
+
+
+@pytest.mark.parametrize(
+    ("operand", "fields", "words"),
+    [
+        ("wide", {}, "is not one of"),
+        ("least_offset", {"dtype": "bfloat16"}, "is for float16"),
+        ("bfloat", {"dtype": "float16"}, "is for bfloat16"),
+        ("bfloat", {"dtype": "bfloat16", "bits": 8}, "at most 6 bits"),
+        ("half_by_float", {"dtype": "float32"}, "is for bfloat16"),
+        ("half_by_float", {"dtype": "bfloat16", "group_size": 16}, "groups of 32"),
+        ("bfloat", {"dtype": "bfloat16", "mode": "mxfp4"}, "groups of 32"),
+    ],
+)
+def test_forms_of_codes_are_those_of_their_operands(
+    operand: str, fields: dict[str, Any], words: str
+) -> None:
+    form = {"layout": "marlin", "dtype": "float16", **fields}
+    problem = problem_of(8, 64, 128, **form)
+
+    with pytest.raises(ValueError, match=words):
+        plan_of(8, 64, 128, problem=problem, operand=operand)

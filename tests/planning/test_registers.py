@@ -98,17 +98,17 @@ def test_every_plan_of_experts_has_its_registers(chip: str, part: int) -> None:
 @pytest.mark.parametrize(
     ("form", "kernel", "fragments_m", "halves"),
     [
-        ({"m": 1}, "gemv", 0, 86),
-        ({"m": 5}, "gemv", 0, 199),
-        ({"m": 5, "layout": "marlin"}, "gemv", 0, 189),
-        ({"m": 3, "dtype": "bfloat16"}, "gemv", 0, 192),
-        ({"m": 8, "dtype": "bfloat16"}, "gemm_register", 1, 115),
-        ({"m": 16}, "gemm_register", 2, 145),
-        ({"m": 16, "dtype": "bfloat16"}, "gemm_register", 2, 177),
-        ({"m": 16, "dtype": "bfloat16", "bits": 8}, "gemm_register", 2, 189),
-        ({"m": 16, "dtype": "float32", "bits": 8}, "gemm_register", 2, 201),
+        ({"m": 1}, "gemv", 0, 80),
+        ({"m": 5}, "gemv", 0, 180),
+        ({"m": 5, "layout": "marlin"}, "gemv", 0, 176),
+        ({"m": 3, "dtype": "bfloat16"}, "gemv", 0, 154),
+        ({"m": 8, "dtype": "bfloat16"}, "gemm_register", 1, 110),
+        ({"m": 16}, "gemm_register", 2, 130),
+        ({"m": 16, "dtype": "bfloat16"}, "gemm_register", 2, 166),
+        ({"m": 16, "dtype": "bfloat16", "bits": 8}, "gemm_register", 2, 178),
+        ({"m": 16, "dtype": "float32", "bits": 8}, "gemm_register", 2, 190),
         ({"m": 16, "mode": "mxfp4", "layout": "marlin"}, "gemm_register", 2, 104),
-        ({"m": 2, "norm": 1e-5, "layout": "marlin"}, "gemv", 0, 166),
+        ({"m": 2, "norm": 1e-5, "layout": "marlin"}, "gemv", 0, 164),
         ({"m": 2, "norm": 1e-5, "epilogue": GATED, "bits": 8}, "gemv", 0, 200),
     ],
     ids=str,
@@ -116,7 +116,7 @@ def test_every_plan_of_experts_has_its_registers(chip: str, part: int) -> None:
 def test_registers_are_near_the_counts_of_a_compiler(
     form: dict[str, Any], kernel: str, fragments_m: int, halves: int
 ) -> None:
-    """Counted in halves of 16 bits (docs/lab/2026-11-26-measured.md)."""
+    """Counted in halves of 16 bits (docs/lab/2026-11-26-slots.md)."""
     form = {"dtype": "float16", "n": 4096, "k": 4096, **form}
     plan = planner.make(
         problem_of(form.pop("m"), form.pop("n"), form.pop("k"), **form),
@@ -134,7 +134,8 @@ def test_ranges_gates_and_batches_take_more() -> None:
     m1 = Device.named("M1 Max")
 
     def count(strategy: str = "data_parallel", **fields: Any) -> int:
-        problem = problem_of(2, 8192, 4096, layout="marlin", **fields)
+        form: dict[str, Any] = {"n": 8192, "layout": "marlin", **fields}
+        problem = problem_of(2, form.pop("n"), 4096, **form)
         plan = planner.make(
             problem,
             device=m1,
@@ -146,6 +147,7 @@ def test_ranges_gates_and_batches_take_more() -> None:
 
     plain = count()
     assert count("stripe") == plain + 7
+    assert count(layout="mlx", n=8191) == count(layout="mlx") + 6
     assert count(epilogue=GATED) == plain + 1
     assert count(batch=3) == plain + 2
     assert count(norm=1e-5) > count(dtype="bfloat16") > plain
@@ -154,10 +156,10 @@ def test_ranges_gates_and_batches_take_more() -> None:
 @pytest.mark.parametrize(
     ("form", "chosen", "larger"),
     [
-        ({"m": 5}, ("gemm_register", 1), ("gemv", 0)),
-        ({"m": 3, "dtype": "bfloat16"}, ("gemm_register", 1), ("gemv", 0)),
+        ({"m": 5, "bits": 8}, ("gemm_register", 1), ("gemv", 0)),
+        ({"m": 4, "dtype": "bfloat16", "bits": 8}, ("gemm_register", 1), ("gemv", 0)),
         (
-            {"m": 16, "dtype": "bfloat16", "bits": 5},
+            {"m": 16, "dtype": "float32", "bits": 5},
             ("gemm_register", 1),
             ("gemm_register", 2),
         ),
@@ -189,6 +191,19 @@ def test_a_plan_above_the_limit_can_be_made_and_a_tuner_tries_it(
         (each.kernel, each.fragments_m) for each in planner.experiments(problem, m4)
     ]
     assert tried[0] == larger
+
+
+@pytest.mark.parametrize(("m", "tried"), [(16, 0), (17, 1), (24, 1), (25, 0)])
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_only_a_race_tries_three_fragments(layout: str, m: int, tried: int) -> None:
+    problem = problem_of(m, 4096, 4096, layout=layout)
+    m4 = Device.named("M4 Pro")
+    chosen = planner.choose(problem, m4)
+
+    others = [each.fragments_m for each in planner.experiments(problem, m4)]
+
+    assert chosen.fragments_m == 2
+    assert others.count(3) == tried
 
 
 def test_experts_have_fewer_fragments_then_fewer_dot_products() -> None:

@@ -64,7 +64,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
         simdgroups_m=1,
         simdgroups_k=2,
         dot_rows=dot_rows,
-        subtract=True,
+        operand="exact",
     )
     x = mx.random.normal((20, K))
     # Expert 0 has three tiles, of eight rows, eight and one; expert 1 one of three.
@@ -134,10 +134,9 @@ def test_an_invariant_sum_is_cut_alike_for_any_pairs(
     one, several = planned(1), planned(pairs)
 
     assert one.simdgroups_k == several.simdgroups_k
-    assert one.subtract
-    assert several.subtract
-    for fields in ({"subtract": False}, {"dot_rows": 1}):
-        with pytest.raises(ValueError, match="invariant=True needs subtract=True"):
+    assert one.operand == several.operand == "exact"
+    for fields in ({"operand": "offset"}, {"dot_rows": 1}):
+        with pytest.raises(ValueError, match="invariant=True needs operand='exact'"):
             replace(several, **fields)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
-from support import drawn_arrays, oracles
+from support import drawn_arrays, format_cases, oracles
 from support.oracles import Floats, exact
 
 ERROR_FUNCTION = np.vectorize(math.erf, otypes=[float])
@@ -101,9 +101,8 @@ def allowed(
     problem, epilogue = plan.problem, plan.problem.epilogue
     group_size = problem.group_size
     total = oracles.product(x, *native, group_size=group_size)
-    sums = oracles.allowed(
-        x, *native, group_size=group_size, offset=0 if plan.subtract else 64
-    )
+    offset = format_cases.offset_of(problem.format, plan.operand)
+    sums = oracles.allowed(x, *native, group_size=group_size, offset=offset)
     if epilogue.gated:
         off = off_of_gated(total, sums, epilogue.activation)
         result = np.abs(finished(total, finish, epilogue))

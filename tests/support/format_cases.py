@@ -6,7 +6,7 @@ floats are spelled from their definitions.
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
+from mlx_marlin.backends.metal.operands import OPERANDS, operand_reason
 from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
-from mlx_marlin.planning.work.tiles import Tile, k_tile
+from mlx_marlin.planning.work.tiles import Kernel, Tile, k_tile
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, Format
@@ -219,17 +221,31 @@ class Weight:
         return scale * value + bias
 
 
-def offset_of(format: Format) -> int:
-    """Returns what kernels may add to every code and take off the sum again.
+def offset_of(format: Format, operand: Operand = "offset") -> int:
+    """Returns what kernels add to every code and take off the sum again.
 
-    The first power of two that no code reaches, 64 for 4 bits; a symmetric code counts
-    half its range too much besides.
+    The first power of two that no code reaches, or 64 for 4 bits where that is cheaper;
+    a symmetric code counts half its range too much besides.
     """
-    if format.mode in (*FLOATING, *WITH_CODEBOOK):
+    if format.mode in (*FLOATING, *WITH_CODEBOOK) or operand == "exact":
         return 0
-    first = 64 if format.bits == 4 else 2**format.bits
+    is_cheapest = format.bits == 4 and operand == "offset"
+    first = 64 if is_cheapest else 2**format.bits
     is_symmetric = format.codes in ("symmetric", "k_symmetric")
     return first + (2 ** (format.bits - 1) if is_symmetric else 0)
+
+
+def operands_of(problem: Problem, kernel: Kernel) -> list[Operand]:
+    """Returns the forms of codes that a kernel can multiply.
+
+    Small floats and codebooks have no offset, so that all forms are alike.
+    """
+    plain = problem.format.mode in (*FLOATING, *WITH_CODEBOOK)
+    return [
+        each
+        for each in (("exact",) if plain else OPERANDS)
+        if operand_reason(problem, each, kernel) is None
+    ]
 
 
 def any_weight(
@@ -303,7 +319,7 @@ class Variant:
         dtype: Of activations and result.
         scale_dtype: Of scales.
         fragments: 8-row fragments of x; 0 is gemv.
-        subtract: Whether codes lose their offset before they are multiplied.
+        operand: The form in which codes are multiplied.
         split: Whether tiles are split, so that a reduce follows.
     """
 
@@ -314,12 +330,12 @@ class Variant:
     dtype: str
     scale_dtype: str
     fragments: int
-    subtract: bool
+    operand: Operand
     split: bool
 
     def __str__(self) -> str:
         kernel = f"gemm{self.fragments}" if self.fragments else "gemv"
-        flags = "-subtract" * self.subtract + "-split" * self.split
+        flags = f"-{self.operand}" + "-split" * self.split
         return (
             f"{self.mode}{self.bits}-{self.group_size}-{self.layout}-{self.dtype}-"
             f"{self.scale_dtype}-{kernel}{flags}"
@@ -355,8 +371,8 @@ class Variant:
         yield from combinations(values, 2)
         yield self.mode, self.bits, self.layout
         yield self.bits, self.layout, lane
-        yield self.format.codes, self.subtract, self.fragments
-        yield self.bits, self.subtract
+        yield self.format.codes, self.operand, self.fragments
+        yield self.bits, self.operand
 
     def weight(self, n: int, k: int, *, seed: int) -> Weight:
         return any_weight(
@@ -404,7 +420,7 @@ class Variant:
             simdgroups_k=2,
             work=work,
             reduction="workspace" if work.is_split else "none",
-            subtract=self.subtract,
+            operand=self.operand,
         )
 
 
@@ -417,14 +433,15 @@ def every_variant() -> Iterator[Variant]:
         narrow = (dtype, "float16") if dtype == "float32" else (dtype,)
         stored = set(narrow) & {*format.scale_dtypes}
         scales = sorted(stored) if stored else format.scale_dtypes
-        # Small floats have no offset to take off.
-        plain = (*FLOATING, *WITH_CODEBOOK)
-        subtracts = (False,) if format.mode in plain else (False, True)
         layouts = layouts_of(mode, bits, group_size)
-        for layout, scale, subtract in product(layouts, scales, subtracts):
-            yield Variant(
-                mode, bits, group_size, layout, dtype, scale, fragments, subtract, split
+        for layout, scale in product(layouts, scales):
+            first = Variant(
+                mode, bits, group_size, layout, dtype, scale, fragments, "exact", split
             )
+            kernel: Kernel = "gemm_register" if fragments else "gemv"
+            problem = first.problem(1, 32, 1024)
+            for operand in operands_of(problem, kernel):
+                yield replace(first, operand=operand)
 
 
 def covering(

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.products.packing import pack
 from mlx_marlin.products.reference.weight import stock_product
 from mlx_marlin.weights.formats import format_of
@@ -24,7 +25,7 @@ def sum_of_magnitudes(x: mx.array, weight: Weight, offset: int) -> oracles.Float
 
 
 def assert_close(
-    y: mx.array, x: mx.array, weight: Weight, *, subtract: bool, dtype: str
+    y: mx.array, x: mx.array, weight: Weight, *, operand: Operand, dtype: str
 ) -> None:
     """Checks a product as `oracles.assert_close` does, for any format.
 
@@ -32,9 +33,7 @@ def assert_close(
     addition after it may round by as much.
     """
     units = 16 if weight.mode == "mxfp8" else 4
-    offset = (
-        0 if subtract else format_cases.offset_of(format_of(weight.mode, weight.bits))
-    )
+    offset = format_cases.offset_of(format_of(weight.mode, weight.bits), operand)
     expected = oracles.exact(x) @ weight.decoded.T
     sums = units * 2.0**-24 * sum_of_magnitudes(x, weight, offset)
     rounding = oracles.ROUNDING[dtype] * np.abs(expected) + oracles.SMALLEST[dtype]

@@ -25,6 +25,7 @@ from mlx_marlin.backends.metal.limits import (
     MAX_SIMDGROUPS_M,
     NORM_ROWS,
     TENSOR_FRAGMENTS_M,
+    THREE_FRAGMENTS_M,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.source import TENSOR_HEADER
@@ -33,7 +34,7 @@ from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import WIDTHS, data_parallel
-from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
+from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Reduction, Tile, k_tile
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, TILE_N, Format
 from mlx_marlin.weights.formats import WIDTHS as WIDTHS_OF_CODES
@@ -297,20 +298,22 @@ def _bodies(problem: Problem) -> Iterator[Plan]:
     bodies = [(0, 1, rows) for rows in range(1, GEMV_ROWS[problem.dtype] + 1)]
     simdgroups = range(1, MAX_SIMDGROUPS + 1)
     bodies += [(f, s, FRAGMENT * f * s) for f in FRAGMENTS_M for s in simdgroups]
+    bodies.append((THREE_FRAGMENTS_M, 1, FRAGMENT * THREE_FRAGMENTS_M))
     for (fragments_m, simdgroups_m, rows), simdgroups_k in product(bodies, simdgroups):
         if simdgroups_m * simdgroups_k > MAX_SIMDGROUPS:
             continue
         tile = Tile(m=rows, k=k_tile(problem.group_size))
-        for subtract in (False, True):
+        kernel: Kernel = "gemm_register" if fragments_m else "gemv"
+        for operand in format_cases.operands_of(problem, kernel):
             body = MetalPlan(
                 problem=replace(problem, m=rows),
-                kernel="gemm_register" if fragments_m else "gemv",
+                kernel=kernel,
                 tile=tile,
                 fragments_m=fragments_m,
                 simdgroups_m=simdgroups_m,
                 simdgroups_k=simdgroups_k,
                 work=data_parallel(2, problem.k // tile.k),
-                subtract=subtract,
+                operand=operand,
             )
             yield body
             if fragments_m and {simdgroups_m, simdgroups_k} <= {*STAGED_SIMDGROUPS}:
@@ -326,7 +329,9 @@ def _tensor_bodies(problem: Problem) -> Iterator[Plan]:
     for fragments_m, side, count in product(TENSOR_FRAGMENTS_M, sides, counts):
         rows = FRAGMENT * fragments_m * side
         tile = Tile(m=rows, k=k_tile(problem.group_size))
-        for subtract in (False, True) if side * count <= MAX_SIMDGROUPS else ():
+        if side * count > MAX_SIMDGROUPS:
+            continue
+        for operand in format_cases.operands_of(problem, "gemm_tensor"):
             yield MetalPlan(
                 problem=replace(problem, m=rows),
                 kernel="gemm_tensor",
@@ -335,7 +340,7 @@ def _tensor_bodies(problem: Problem) -> Iterator[Plan]:
                 simdgroups_m=side,
                 simdgroups_k=count,
                 work=data_parallel(2, problem.k // tile.k),
-                subtract=subtract,
+                operand=operand,
             )
 
 

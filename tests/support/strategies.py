@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import BUFFERS
-from mlx_marlin.backends.metal.limits import FRAGMENTS_M, GEMV_ROWS, MAX_SIMDGROUPS
+from mlx_marlin.backends.metal.limits import (
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    MAX_SIMDGROUPS,
+    THREE_FRAGMENTS_M,
+)
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.planning.work.decompositions import data_parallel
@@ -24,7 +30,7 @@ from mlx_marlin.planning.work.division import (
     STRATEGIES,
     Strategy,
 )
-from mlx_marlin.planning.work.tiles import FRAGMENT, Reduction, Tile, k_tile
+from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Reduction, Tile, k_tile
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from support import format_cases
@@ -248,11 +254,16 @@ def plans(
             if work.is_split
             else "none"
         ),
-        subtract=draw(st.booleans()),
+        operand=draw(operands(problem, "gemm_register" if fragments_m else "gemv")),
     )
     if not fragments_m or draw(st.integers(0, 2)):
         return plan
     return draw(st.sampled_from([*stagings(plan)] or [plan]))
+
+
+def operands(problem: Problem, kernel: Kernel) -> st.SearchStrategy[Operand]:
+    """Draws a form of codes that a kernel can multiply."""
+    return st.sampled_from(format_cases.operands_of(problem, kernel))
 
 
 def stagings(
@@ -278,6 +289,8 @@ def _widths(along_k: int, n_tiles: int) -> list[int]:
 def _rows(problem: Problem) -> st.SearchStrategy[tuple[int, int]]:
     """Draws (fragments_m, simdgroups_m); no fragments means gemv."""
     matrices = st.tuples(st.sampled_from(FRAGMENTS_M), st.integers(1, MAX_SIMDGROUPS))
+    if -(-problem.m // FRAGMENT) == THREE_FRAGMENTS_M:
+        matrices |= st.just((THREE_FRAGMENTS_M, 1))
     if problem.m > GEMV_ROWS[problem.dtype]:
         return matrices
     return st.just((0, 1)) | matrices
@@ -335,7 +348,7 @@ def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list
         fragments_m=int(rows != problem.m),
         simdgroups_k=4,
         work=data_parallel(problem.batch * m_tiles * n_tiles, -(-problem.k // tile.k)),
-        subtract=True,
+        operand="exact",
     )
     return [
         body,

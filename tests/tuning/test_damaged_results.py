@@ -68,7 +68,7 @@ DECODE_ERRORS: list[tuple[tuple[str, ...], Any]] = [
     (("plan", "kernel"), "gemv2"),
     (("plan", "simdgroups_n"), 0),
     (("plan", "simdgroups_k"), 64),
-    (("plan", "subtract"), 1),
+    (("plan", "operand"), 1),
     (("plan", "tile"), None),
     (("plan", "unknown"), 1),
     (("plan",), []),

@@ -45,7 +45,7 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
 
     y = format_cases.run(plan, x, weight)
 
-    assert_close(y, x, weight, subtract=variant.subtract, dtype=variant.dtype)
+    assert_close(y, x, weight, operand=variant.operand, dtype=variant.dtype)
 
 
 @sampled(7)

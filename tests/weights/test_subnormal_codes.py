@@ -102,7 +102,7 @@ def variant(
     mode: str, bits: int, group_size: int, layout: str, dtype: str, fragments: int
 ) -> Variant:
     return Variant(
-        mode, bits, group_size, layout, dtype, "uint8", fragments, False, False
+        mode, bits, group_size, layout, dtype, "uint8", fragments, "exact", False
     )
 
 
@@ -176,7 +176,7 @@ def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None
         simdgroups_m=1,
         simdgroups_k=2,
         dot_rows=1,
-        subtract=True,
+        operand="exact",
     )
     weight = of_one.weight(2 * N, K, seed=1)
     words, scales = (each.reshape(2, N, -1) for each in weight.native)

@@ -142,7 +142,7 @@ def _check_fixed(kernel: Kernel, overrides: PlanOverrides) -> None:
         if kernel in pipelined.KERNELS
         else {"buffers": 0, "loaders": 0}
     )
-    expected: dict[str, Any] = {"simdgroups_m": 1, "subtract": False, **staging}
+    expected: dict[str, Any] = {"simdgroups_m": 1, "operand": "exact", **staging}
     given = cast(dict[str, Any], overrides)
     for name, value in expected.items():
         if given.get(name, value) != value:

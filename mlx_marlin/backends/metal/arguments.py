@@ -9,6 +9,7 @@ from mlx_marlin.backends.arguments import (
 )
 from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.operands import OPERANDS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.shared_launches import REDUCE_ROWS
 from mlx_marlin.planning.block_plans import NORM_SIDE, AddNormPlan, HeadsPlan
@@ -25,10 +26,6 @@ NO_EPILOGUE: dict[str, TemplateValue] = {
 }
 """Template arguments of an epilogue that does nothing."""
 
-OPERANDS = ("offset_codes", "exact_codes", "half_weights", "float_weights")
-"""What lanes multiply, as numbered in `lib/decode.metal`. A plan chooses between the
-two kinds of codes; which fragments hold weights follows from the format."""
-
 
 def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     """Returns the template arguments of a plan's first kernel."""
@@ -39,11 +36,12 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
         "WHOLE": plan.is_whole,
         **({} if plan.buffers else {"BATCHED": problem.batch > 1}),
         **weight_template(problem),
-        "OPERAND": _operand(plan),
+        "OPERAND": OPERANDS.index(plan.operand),
     }
     fused = {} if plan.is_split else _fused_template(plan)
+    ragged = {"RAGGED": problem.columns % TILE_N != 0}
     if plan.kernel == "gemv":
-        return {"ROWS": plan.tile.m, **shared, **fused}
+        return {"ROWS": plan.tile.m, **shared, **ragged, **fused}
     groups: dict[str, TemplateValue] = {
         "FRAGMENTS_M": plan.fragments_m,
         "SIMDGROUPS_M": plan.simdgroups_m,
@@ -54,14 +52,10 @@ def product_template(plan: MetalPlan) -> dict[str, TemplateValue]:
     return {
         **groups,
         **shared,
-        "RAGGED": problem.columns % TILE_N != 0,
+        **ragged,
         **_staging_template(plan),
         **fused,
     }
-
-
-def _operand(plan: MetalPlan | MetalGatherPlan) -> int:
-    return OPERANDS.index("exact_codes" if plan.subtract else "offset_codes")
 
 
 def _staging_template(plan: MetalPlan) -> dict[str, TemplateValue]:
@@ -101,7 +95,7 @@ def gather_template(plan: MetalGatherPlan) -> dict[str, TemplateValue]:
         "DOT_ROWS": plan.dot_rows,
         "RAGGED": plan.problem.n % TILE_N != 0,
         **weight_template(plan.problem),
-        "OPERAND": _operand(plan),
+        "OPERAND": OPERANDS.index(plan.operand),
         **_expert_template(plan.gather),
     }
 

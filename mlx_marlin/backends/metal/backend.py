@@ -16,6 +16,7 @@ from mlx_marlin.backends.metal.choice import candidates as candidates
 from mlx_marlin.backends.metal.cost.predict import predict as predict
 from mlx_marlin.backends.metal.cost.residency import residency as residency
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.launches import BY_TYPE
 from mlx_marlin.backends.metal.launches import launches as launches
 from mlx_marlin.backends.metal.limits import (
@@ -24,6 +25,7 @@ from mlx_marlin.backends.metal.limits import (
     OPERATION_FRAGMENTS,
     TENSOR_KERNEL,
 )
+from mlx_marlin.backends.metal.operands import PROBED
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
@@ -184,19 +186,34 @@ def system_build() -> str:
 
 
 def probes(plan: Any) -> Sequence[Any]:
-    """Returns the checks of tensor operations, if a plan's kernel has them."""
-    if not (isinstance(plan, MetalPlan) and plan.has_tensor_operations):
-        return ()
-    from mlx_marlin.backends.metal import tensor_probe
+    """Returns the checks of the operations that not every GPU is known to have."""
+    if isinstance(plan, MetalPlan) and plan.has_tensor_operations:
+        from mlx_marlin.backends.metal import tensor_probe
 
-    return tensor_probe.probes(plan)
+        return tensor_probe.probes(plan)
+    if getattr(plan, "operand", None) in PROBED:
+        from mlx_marlin.backends.metal import operand_probe
+
+        return (operand_probe.probe(plan.operand),)
+    return ()
 
 
-def alternative(plan: MetalPlan, device: Device) -> Plan | None:
-    """Returns the best plan with fewer tensor operations a simdgroup, or with none.
+def alternative(
+    plan: MetalPlan | MetalGatherPlan, device: Device
+) -> Plan | GatherPlan | None:
+    """Returns the best plan that depends on fewer operations that a GPU may lack.
 
-    A kernel with two may spill registers, and with one be right.
+    A kernel with two tensor operations a simdgroup may spill registers, and with one be
+    right. Codes of a form that is probed may be exact ones instead.
     """
+    if isinstance(plan, MetalGatherPlan):
+        from mlx_marlin.backends.metal.experts import search as experts
+
+        probed = plan.operand in PROBED
+        return experts.choose_gather(plan.gather, device, "exact") if probed else None
+    if plan.operand in PROBED:
+        given = PlanOverrides(kernel=plan.kernel, operand="exact")
+        return best(plan.problem, device, given)
     if not plan.has_tensor_operations:
         return None
     if plan.fragments_m > OPERATION_FRAGMENTS:

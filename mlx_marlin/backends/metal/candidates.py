@@ -17,7 +17,9 @@ from mlx_marlin.backends.metal.limits import (
     TENSOR_KERNEL,
     THREADGROUP_LIMIT,
 )
+from mlx_marlin.backends.metal.operands import operand_of
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.work import decompositions
 from mlx_marlin.planning.work.decompositions import TileGrid, WideWork, data_parallel
@@ -81,7 +83,8 @@ def works_of(
         return [(body.work, body.simdgroups_n)]
     works = decompositions.works(grid_of(body, device, widest))
     if not body.has_tensor_operations:
-        if has_registers(body.problem, device, body.fragments_m, True):
+        operand = body.operand
+        if has_registers(body.problem, device, body.fragments_m, operand, True):
             return [*works]
         return [pair for pair in works if pair[0].strategy in WHOLE_TILES]
     if body.work.tiles >= device.cores:
@@ -118,7 +121,7 @@ def body_of(
     *,
     fragments_m: int | None = None,
     simdgroups_m: int | None = None,
-    subtract: bool | None = None,
+    operand: Operand | None = None,
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:
@@ -130,7 +133,7 @@ def body_of(
         kernel: The kernel.
         fragments_m: As in `MetalPlan`, as are the others. Default: as many as suit it.
         simdgroups_m: Default: as `fragments_m`.
-        subtract: Default: `subtracts`.
+        operand: Default: `operand_of`.
         buffers: Pipeline stages.
         loaders: Simdgroups that fill stages.
     """
@@ -139,12 +142,12 @@ def body_of(
         fragments_m = (
             _tensor_fragments_m(problem, device, simdgroups_m)
             if kernel == TENSOR_KERNEL
-            else _fragments_m(problem, device, kernel, most)
+            else _fragments_m(problem, device, kernel, most, operand)
         )
     if simdgroups_m is None:
         simdgroups_m = _simdgroups_m(problem, fragments_m, most)
-    if subtract is None:
-        subtract = subtracts(problem, fragments_m, kernel)
+    if operand is None:
+        operand = operand_of(problem, device, fragments_m, kernel)
     rows = problem.m if kernel == "gemv" else FRAGMENT * fragments_m * simdgroups_m
     columns = columns_of_tile(problem)
     tile = Tile(m=rows, n=columns, k=k_tile(problem.group_size))
@@ -158,7 +161,7 @@ def body_of(
         simdgroups_n=columns // TILE_N,
         simdgroups_k=columns // TILE_N,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
-        subtract=subtract,
+        operand=operand,
         buffers=buffers,
         loaders=loaders,
     )
@@ -203,10 +206,24 @@ def default_kernel(problem: Problem, device: Device) -> Kernel:
 
 
 def has_registers(
-    problem: Problem, device: Device, fragments_m: int, has_ranges: bool = False
+    problem: Problem,
+    device: Device,
+    fragments_m: int,
+    operand: Operand | None = None,
+    has_ranges: bool = False,
 ) -> bool:
-    """Returns whether a thread has the registers of `product_registers`."""
-    count = product_registers(problem, fragments_m, has_ranges)
+    """Returns whether a thread has the registers of `product_registers`.
+
+    Args:
+        problem: As there, as are the others.
+        device: The chip to plan for.
+        fragments_m: Row fragments of x; 0 for dot products.
+        operand: Default: `operand_of`.
+        has_ranges: Whether a threadgroup has a range.
+    """
+    if operand is None:
+        operand = operand_of(problem, device, fragments_m)
+    count = product_registers(problem, fragments_m, operand, has_ranges)
     return count <= device.core.thread_registers
 
 
@@ -219,13 +236,20 @@ def most_rows(problem: Problem, buffers: int) -> int:
     return min(THREADGROUP_LIMIT // (buffers * row) - TILE_N, most)
 
 
-def _fragments_m(problem: Problem, device: Device, kernel: Kernel, most: int) -> int:
+def _fragments_m(
+    problem: Problem,
+    device: Device,
+    kernel: Kernel,
+    most: int,
+    operand: Operand | None,
+) -> int:
     """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":
         return 0
     few = problem.m <= ROWS_OF_ONE_FRAGMENT or most < 2 * FRAGMENT
     # Invariant plans may have ranges, whatever the number of rows.
-    return 1 if few or not has_registers(problem, device, 2, problem.invariant) else 2
+    fits = has_registers(problem, device, 2, operand, problem.invariant)
+    return 2 if fits and not few else 1
 
 
 def _tensor_fragments_m(
@@ -241,25 +265,6 @@ def _tensor_fragments_m(
     fits = TENSOR_REGISTERS[two] <= device.core.thread_registers
     suits = FRAGMENT * one < problem.m <= FRAGMENT * two and simdgroups_m in (None, 1)
     return two if suits and fits else one
-
-
-def subtracts(problem: Problem, fragments_m: int, kernel: Kernel | None = None) -> bool:
-    """Returns whether the offset of codes is subtracted first, which is more exact.
-
-    If x is widened to float32, the conversion of codes subtracts it at no cost. In half
-    it costs 9 % with one fragment and 4 % with two (counted). The difference is visible
-    in float32 results.
-
-    Tensor operations take half codes with bfloat16 activations. They need no more than
-    the 8 significant bits of a bfloat16 then: codes of 8 bits have 9 with their offset.
-    """
-    if problem.invariant or not problem.format.has_offset:
-        return True
-    if kernel == TENSOR_KERNEL:
-        return problem.dtype == "bfloat16" and problem.bits == 8
-    if fragments_m == 0:
-        return problem.dtype == "float32"
-    return fragments_m >= 2 or problem.dtype != "float16"
 
 
 def _simdgroups_m(problem: Problem, fragments_m: int, most: int) -> int:

@@ -37,6 +37,7 @@ class Core:
         max_threads: Largest number of resident threads.
         tensor_flops_per_clock: float16 operations per clock of the tensor units, or 0.
         thread_registers: Most 32-bit registers of a thread, by Apple's compiler.
+        has_bfloats: Whether it computes with bfloats; M1 and M2 convert them.
         is_known: False if the first three figures are those of an M2. From M3 on,
             registers, threadgroup memory and caches share one pool, whose size Apple
             does not publish.
@@ -47,6 +48,7 @@ class Core:
     max_threads: int
     tensor_flops_per_clock: int
     thread_registers: int
+    has_bfloats: bool
     is_known: bool
 
 

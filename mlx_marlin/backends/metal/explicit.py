@@ -15,7 +15,7 @@ from mlx_marlin.planning.work.decompositions import WideWork
 from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, step_k
 from mlx_marlin.weights.formats import TILE_N
 
-OF_BODY = ("fragments_m", "simdgroups_m", "subtract", "buffers", "loaders")
+OF_BODY = ("fragments_m", "simdgroups_m", "operand", "buffers", "loaders")
 """Fields that all plans have in common."""
 DEFAULT_BUFFERS = 2
 """Buffers of `gemm_staged` if they fit: the fewest with one barrier per stage."""

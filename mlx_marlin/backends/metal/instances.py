@@ -12,11 +12,7 @@ from itertools import product
 
 from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal import arguments, source
-from mlx_marlin.backends.metal.candidates import (
-    SIMDGROUPS_K,
-    most_rows,
-    subtracts,
-)
+from mlx_marlin.backends.metal.candidates import SIMDGROUPS_K, most_rows
 from mlx_marlin.backends.metal.cost.predict import SIMDGROUPS_TO_FILL
 from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.limits import (
@@ -25,9 +21,11 @@ from mlx_marlin.backends.metal.limits import (
     MAX_SIMDGROUPS_M,
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
+    THREE_FRAGMENTS_M,
 )
+from mlx_marlin.backends.metal.operands import forms
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
-from mlx_marlin.planning.explicit import STAGED
+from mlx_marlin.planning.explicit import STAGED, Operand
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import WIDTHS, data_parallel
 from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Tile, k_tile
@@ -60,6 +58,12 @@ class Variant:
     name: str
     template: tuple[tuple[str, TemplateValue], ...]
 
+    @property
+    def is_experiment(self) -> bool:
+        """Whether the model never chooses a plan with the instance."""
+        three = self.plan.fragments_m == THREE_FRAGMENTS_M
+        return three or self.plan.kernel == "gemm_staged"
+
 
 def variants(
     *,
@@ -78,7 +82,7 @@ def variants(
         group_size: Only groups of this size; 0 is a whole row.
         dtype: Only activations of this dtype.
         layout: Only weights in this layout, "mlx" or "marlin".
-        experiments: Whether those of `gemm_staged` are among them.
+        experiments: Whether those that only a race tries are among them.
     """
     filters = (mode, bits, group_size, dtype, layout)
     for format, x_dtype in product(FORMATS.values(), DTYPE_BYTES):
@@ -88,7 +92,7 @@ def variants(
                 pairs = zip(filters, values, strict=True)
                 if all(filter_ in (None, value) for filter_, value in pairs):
                     for variant in _of_format(format, size, x_dtype, stored):
-                        if experiments or variant.plan.kernel != "gemm_staged":
+                        if experiments or not variant.is_experiment:
                             yield variant
 
 
@@ -130,15 +134,17 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
     for rows, count in product(range(1, GEMV_ROWS[problem.dtype] + 1), SIMDGROUPS_K):
         yield _body(problem, "gemv", 0, 1, count, rows)
     sides = range(1, MAX_SIMDGROUPS_M + 1)
-    groups = [(1, 1), *((2, side) for side in sides)]
-    if product_registers(problem, 2) > FEWEST_REGISTERS:
+    groups = [(1, 1), *((2, side) for side in sides), (THREE_FRAGMENTS_M, 1)]
+    if any(_is_large(problem, form) for form in forms(problem, 2)):
         groups += [(1, side) for side in sides if side > 1]
     for (fragments_m, simdgroups_m), count in product(groups, SIMDGROUPS_K):
         rows = FRAGMENT * fragments_m * simdgroups_m
         shared = fragments_m, simdgroups_m, count, rows
         if simdgroups_m * count <= MAX_SIMDGROUPS:
-            yield _body(problem, "gemm_register", *shared)
-        for buffers, loaders in STAGED if problem.batch == 1 else ():
+            for form in forms(problem, fragments_m):
+                yield _body(problem, "gemm_register", *shared, operand=form)
+        is_staged = problem.batch == 1 and fragments_m != THREE_FRAGMENTS_M
+        for buffers, loaders in STAGED if is_staged else ():
             most = most_rows(problem, buffers)
             # Staging pays only if several simdgroups share decoded weights, unless
             # memory has no room for them.
@@ -148,6 +154,11 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
                 yield from _fitting(problem, shared, buffers, loaders)
     if tensor_reason(problem) is None:
         yield from _tensor_bodies(problem)
+
+
+def _is_large(problem: Problem, operand: Operand) -> bool:
+    """Returns whether some chips have no registers for two fragments."""
+    return product_registers(problem, 2, operand) > FEWEST_REGISTERS
 
 
 def _tensor_bodies(problem: Problem) -> Iterator[MetalPlan]:
@@ -165,8 +176,7 @@ def _fitting(
 ) -> Iterator[MetalPlan]:
     """Yields the plan of a `gemm_staged` threadgroup if its memory fits."""
     with suppress(ValueError):
-        staged = {"buffers": buffers, "loaders": loaders}
-        yield _body(problem, "gemm_staged", *shared, **staged)
+        yield _body(problem, "gemm_staged", *shared, buffers=buffers, loaders=loaders)
 
 
 def _body(
@@ -177,6 +187,7 @@ def _body(
     simdgroups_k: int,
     rows: int,
     *,
+    operand: Operand | None = None,
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:
@@ -189,7 +200,7 @@ def _body(
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         work=data_parallel(2 * problem.batch, problem.k // tile.k),
-        subtract=subtracts(problem, fragments_m, kernel),
+        operand=operand or forms(problem, fragments_m, kernel)[0],
         buffers=buffers,
         loaders=loaders,
     )

@@ -14,7 +14,10 @@ from mlx_marlin.backends.metal.limits import (
     TENSOR_KERNEL,
     TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
+    THREE_FRAGMENTS_M,
 )
+from mlx_marlin.backends.metal.operands import operand_reason
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k
@@ -45,19 +48,23 @@ class MetalPlan(Plan):
 
     Attributes:
         simdgroups_m: Simdgroups side by side along the rows.
-        subtract: Whether the offset of codes is subtracted in the fragment, which is
-            exact and takes a few more issue slots.
+        operand: The form of codes that lanes multiply.
     """
 
     backend: ClassVar[str] = "metal"
 
     simdgroups_m: int = 1
-    subtract: bool = False
+    operand: Operand = "offset"
 
     @property
     def has_tensor_operations(self) -> bool:
         """Whether the first kernel is `gemm_tensor`."""
         return self.kernel == TENSOR_KERNEL
+
+    @property
+    def row_limit(self) -> int | None:  # noqa: D102
+        is_limited = self.kernel == "gemv" or self.fragments_m == THREE_FRAGMENTS_M
+        return self.tile.m if is_limited else None
 
     @property
     def simdgroup_grid(self) -> tuple[int, int, int]:
@@ -114,6 +121,9 @@ class MetalPlan(Plan):
             self._check_gemv()
         else:
             self._check_gemm()
+        reason = operand_reason(self.problem, self.operand, self.kernel)
+        if reason is not None:
+            raise ValueError(f"operand={self.operand!r} {reason}")
         if self.problem.norm is not None:
             self._check_norm()
         if self.problem.epilogue.is_paired:
@@ -172,7 +182,9 @@ class MetalPlan(Plan):
 
     def _check_gemm(self) -> None:
         allowed = TENSOR_FRAGMENTS_M if self.has_tensor_operations else FRAGMENTS_M
-        if self.fragments_m not in allowed:
+        if self.kernel == "gemm_register" and self.fragments_m == THREE_FRAGMENTS_M:
+            self._check_three()
+        elif self.fragments_m not in allowed:
             raise ValueError(
                 f"{self.kernel}: fragments_m={self.fragments_m} is not one of {allowed}"
             )
@@ -181,6 +193,15 @@ class MetalPlan(Plan):
             raise ValueError(
                 f"fragments_m={self.fragments_m} and simdgroups_m={self.simdgroups_m} "
                 f"make tiles of {rows} rows, got tile.m={self.tile.m}"
+            )
+
+    def _check_three(self) -> None:
+        rows = FRAGMENT * THREE_FRAGMENTS_M
+        if self.simdgroups_m != 1 or not rows - FRAGMENT < self.problem.m <= rows:
+            raise ValueError(
+                f"fragments_m={THREE_FRAGMENTS_M} needs simdgroups_m=1 and "
+                f"{rows - FRAGMENT + 1} to {rows} rows, got simdgroups_m="
+                f"{self.simdgroups_m}, m={self.problem.m}"
             )
 
     def _check_threadgroup(self) -> None:
@@ -269,16 +290,16 @@ class MetalPlan(Plan):
     def _check_invariant(self) -> None:
         supported = (
             self.kernel == "gemm_register"
-            and self.subtract
+            and self.operand == "exact"
             and self.reduction != "atomic"
             and self.work.strategy in ("data_parallel", "split_k")
         )
         if not supported:
             raise ValueError(
-                "invariant=True needs gemm_register, subtract=True, and data_parallel "
-                f"or split_k without atomics, got kernel={self.kernel!r}, "
-                f"subtract={self.subtract}, strategy={self.work.strategy!r}, "
-                f"reduction={self.reduction!r}"
+                "invariant=True needs gemm_register, operand='exact', and "
+                "data_parallel or split_k without atomics, got "
+                f"kernel={self.kernel!r}, operand={self.operand!r}, "
+                f"strategy={self.work.strategy!r}, reduction={self.reduction!r}"
             )
 
 

@@ -58,6 +58,7 @@ _GATHER = (*_FILES["gemm_register"], "gemv", "gather")
 _PAIRS = ("sources", "experts", "shape")
 _REDUCE = ("work", "epilogue", "reduce")
 _PROBE = Body(("unused",), (*WEIGHT[:-1], "tensor_fragments", "tensor_probe"))
+_OPERAND_PROBE = (*_FILES["gemm_register"][:-1], "operand_probe")
 _REPACK = Body(("w", "shape"), ("work", "repack"))
 BODIES = {
     **{kernel: Body(_PRODUCT, files) for kernel, files in _FILES.items()},
@@ -87,6 +88,7 @@ BODIES = {
     "add_norm": Body(("x", "y", "weight"), ("work", "add_norm"), ("sum", "out")),
     "pack": _REPACK,
     "unpack": _REPACK,
+    "operand_probe": Body(("unused",), _OPERAND_PROBE),
     "tensor_probe": _PROBE,
     "tensor_layout": _PROBE,
 }

@@ -15,7 +15,7 @@ EPILOGUE_CASES = cases_of(
         "gemv, slices, everything in the reduce": in_ranges(
             problem_of(3, 70, 5, 64, "float32", "mlx", _ALL),
             (0, 1, 1, 3, 4),
-            subtract=True,
+            operand="exact",
         ),
         "gemv, gelu in float32": whole_tiles(
             problem_of(3, 70, 3, 64, "float32", "mlx", Epilogue(activation="gelu"))
@@ -40,7 +40,7 @@ EPILOGUE_CASES = cases_of(
         "gemv, two results, put together by the reduce": in_ranges(
             problem_of(3, 70, 5, 64, "float32", "mlx", Epilogue(parts=(7, 63))),
             (0, 1, 1, 3, 4),
-            subtract=True,
+            operand="exact",
         ),
         "gemv, gate and up of ragged halves": whole_tiles(
             problem_of(2, 90, 5, 64, "float32", "mlx", _GATED), simdgroups_k=4
@@ -53,7 +53,7 @@ EPILOGUE_CASES = cases_of(
         "gemv, three products of nine tiles in slices": in_ranges(
             problem_of(2, 70, 5, 64, "float32", "mlx", batch=3),
             (0, 1, 2, 3, 7),
-            subtract=True,
+            operand="exact",
         ),
         "gemm, packed, three products as streams": streams(
             whole_tiles(

@@ -38,7 +38,7 @@ def _case(
         simdgroups_m=simdgroups_m,
         simdgroups_k=4,
         dot_rows=2,
-        subtract=True,
+        operand="exact",
     )
     return ExpertProducts(plan=plan, chosen=_CHOSEN, seed=3)
 

@@ -15,7 +15,7 @@ FORMAT_CASES = cases_of(
         "gemm, native codes of 5 bits, groups of 64": whole_tiles(
             problem_of(13, 70, 3, 64, "float16", "mlx", bits=5),
             fragments_m=1,
-            subtract=False,
+            operand="offset",
         ),
         "gemv, native codes of 6 bits, odd offsets": Case(
             plan=whole_tiles(problem_of(2, 33, 3, 64, "float32", "mlx", bits=6)),
@@ -83,7 +83,7 @@ FORMAT_CASES = cases_of(
         "gemm, packed codebook, groups of 64": whole_tiles(
             problem_of(9, 70, 3, 64, "float16", "marlin", mode="codebook"),
             fragments_m=2,
-            subtract=False,
+            operand="offset",
         ),
         "gemv, packed codebook, odd groups of 32": whole_tiles(
             problem_of(3, 45, 5, 32, "float32", "marlin", mode="codebook")

@@ -8,6 +8,7 @@ import numpy as np
 import metal_emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
@@ -130,7 +131,7 @@ def _plan(
     simdgroups_m: int,
     simdgroups_k: int,
     dot_rows: int = 0,
-    subtract: bool = True,
+    operand: Operand = "exact",
 ) -> MetalGatherPlan:
     return MetalGatherPlan(
         gather=GatherProblem(problem=problem, experts=3),
@@ -138,7 +139,7 @@ def _plan(
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         dot_rows=dot_rows,
-        subtract=subtract,
+        operand=operand,
     )
 
 

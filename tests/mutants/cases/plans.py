@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
@@ -50,7 +51,7 @@ def whole_tiles(
     fragments_m: int = 0,
     simdgroups_m: int = 1,
     simdgroups_k: int = 2,
-    subtract: bool = True,
+    operand: Operand = "exact",
     kernel: Kernel | None = None,
 ) -> Plan:
     """Returns a plan with one tile a threadgroup.
@@ -70,7 +71,7 @@ def whole_tiles(
         simdgroups_n=columns // TILE_N,
         simdgroups_k=simdgroups_k,
         work=data_parallel(tiles, -(-problem.k // tile.k)),
-        subtract=subtract,
+        operand=operand,
     )
 
 
@@ -79,7 +80,7 @@ def in_ranges(
     division: tuple[int, int, int, int, int],
     *,
     partition: Partition = "balanced",
-    subtract: bool = False,
+    operand: Operand = "offset",
     reduction: Reduction = "workspace",
 ) -> Plan:
     """Returns a plan whose ranges are runs of slices.
@@ -92,7 +93,7 @@ def in_ranges(
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
-        subtract=subtract,
+        operand=operand,
     )
     work = Work(
         strategy="stripe",

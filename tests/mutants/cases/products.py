@@ -21,7 +21,7 @@ PRODUCT_CASES = cases_of(
             problem_of(3, 100, 3, 64, "float32", "marlin"),
             (0, 1, 3, 1, 3),
             partition="ceil",
-            subtract=True,
+            operand="exact",
         ),
         "gemm, packed groups of 128, ragged m, slices": in_ranges(
             _WIDE_GROUPS, (2, 2, 2, 3, 2)
@@ -33,7 +33,7 @@ PRODUCT_CASES = cases_of(
             problem_of(9, 70, 5, 64, "float32", "mlx"),
             (2, 1, 2, 4, 5),
             partition="ceil",
-            subtract=True,
+            operand="exact",
         ),
         "gemm, native groups of 128, ragged m, whole k": in_ranges(
             problem_of(13, 70, 3, 128, "bfloat16", "mlx"), (2, 1, 2, 1, 2)
@@ -58,7 +58,9 @@ PRODUCT_CASES = cases_of(
             problem_of(24, 32, 4, 64, "float16", "marlin"), (2, 2, 1, 1, 1)
         ),
         "gemm, seven groups of 128 for three slices of three simdgroups": in_ranges(
-            problem_of(13, 33, 7, 128, "float32", "mlx"), (2, 1, 3, 3, 6), subtract=True
+            problem_of(13, 33, 7, 128, "float32", "mlx"),
+            (2, 1, 3, 3, 6),
+            operand="exact",
         ),
         # 6 tiles of 9 k tiles; a group would be cut at 5, 10, 16, 21: 10 and 16 snap.
         "gemv, streams in two groups, at least three k tiles each": streams(
@@ -92,8 +94,29 @@ PRODUCT_CASES = cases_of(
         "gemv, atomic sums of slices": in_ranges(
             problem_of(3, 70, 5, 64, "float32", "mlx"),
             (0, 1, 2, 3, 11),
-            subtract=True,
+            operand="exact",
             reduction="atomic",
+        ),
+        "gemm, native, tiles that are all whole": whole_tiles(
+            problem_of(9, 96, 3, 64, "bfloat16", "mlx"), fragments_m=2
+        ),
+        "gemv, native, tiles that are all whole": whole_tiles(
+            problem_of(4, 64, 3, 64, "bfloat16", "mlx")
+        ),
+        "gemm, packed halves with the least offset": whole_tiles(
+            problem_of(13, 70, 3, 64, "float16", "marlin"),
+            fragments_m=2,
+            operand="least_offset",
+        ),
+        "gemm, native bfloats by bfloats": whole_tiles(
+            problem_of(13, 70, 3, 64, "bfloat16", "mlx"),
+            fragments_m=2,
+            operand="bfloat",
+        ),
+        "gemm, packed 8-bit halves by floats": whole_tiles(
+            problem_of(13, 70, 3, 64, "bfloat16", "marlin", bits=8),
+            fragments_m=2,
+            operand="half_by_float",
         ),
         # 40 columns: the last tile has one row fragment of w, and three too many.
         "gemm, a whole tile each, 8 columns in the last one": whole_tiles(

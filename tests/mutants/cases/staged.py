@@ -16,7 +16,7 @@ STAGED_CASES = cases_of(
             in_ranges(
                 problem_of(13, 70, 7, 64, "float32", "mlx"),
                 (1, 2, 2, 3, 4),
-                subtract=True,
+                operand="exact",
             ),
             1,
         ),
@@ -39,7 +39,7 @@ STAGED_CASES = cases_of(
                     fragments_m=2,
                     simdgroups_m=2,
                     simdgroups_k=2,
-                    subtract=False,
+                    operand="offset",
                 ),
                 7,
             ),

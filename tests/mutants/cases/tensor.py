@@ -11,13 +11,13 @@ from mutants.cases.plans import in_ranges, problem_of, whole_tiles
 def tensor(
     problem: Problem, simdgroups_m: int, simdgroups_k: int, fragments_m: int = 2
 ) -> Plan:
-    """Returns a plan of whole tiles, which subtracts if its operands are bfloat."""
+    """Returns a plan of whole tiles, which has exact codes if x is bfloat."""
     return whole_tiles(
         problem,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
-        subtract=problem.dtype == "bfloat16",
+        operand="exact" if problem.dtype == "bfloat16" else "offset",
         kernel="gemm_tensor",
     )
 
@@ -37,12 +37,12 @@ TENSOR_CASES = cases_of(
             in_ranges(
                 problem_of(11, 70, 7, 64, "bfloat16", "marlin", bits=8),
                 (2, 1, 2, 2, 4),
-                subtract=True,
+                operand="exact",
             ),
             kernel="gemm_tensor",
         ),
         "tensor, exact operands, four simdgroups along k": replace(
-            tensor(problem_of(13, 70, 23, 64, "float16", "mlx"), 1, 4), subtract=True
+            tensor(problem_of(13, 70, 23, 64, "float16", "mlx"), 1, 4), operand="exact"
         ),
         "tensor, one row": tensor(problem_of(1, 70, 4, 64, "float16", "mlx"), 1, 2),
     }

@@ -8,17 +8,15 @@ from mlx_marlin.backends.metal.cost.rates import (
     rates_of,
 )
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_K, TILE_N
 
 WEIGHTS_PER_TRIP = TILE_N * TILE_K
 """Weights that a simdgroup decodes in one iteration of the main loop."""
-MATRIX_OPS = {1: 32, 2: 64}
+MATRIX_OPS = {1: 32, 2: 64, 3: 96}
 """8x8 products of an iteration, by fragments_m (counted)."""
-BFLOAT_SLOTS = {0: 15, 1: 26, 2: 26}
-"""Additional slots of an iteration if x is bfloat16, which lanes widen, by fragments_m;
-0 is per row of the dot products (counted: 15 to 22, 8 to 43, 16 to 52)."""
 NORM_SLOTS = 33
 """Additional slots of an iteration for each normalized row (counted)."""
 
@@ -43,20 +41,20 @@ class MainLoop:
 
 @lru_cache(maxsize=1024)
 def loop_of(
-    problem: Problem, fragments_m: int, subtract: bool, device: Device
+    problem: Problem, fragments_m: int, operand: Operand, device: Device
 ) -> MainLoop:
     """Returns the cost of the main loop; cached for all plans of a product.
 
     Args:
         problem: The product.
         fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
-        subtract: Whether the offset of codes is subtracted before the products.
+        operand: The form of codes.
         device: The chip to plan for.
     """
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     weights, rates = padded_weights(problem), rates_of(device)
     slots, x_bytes = _per_iteration(
-        counts, fragments_m, subtract, problem.m, problem.dtype, rates.matrix_slots
+        counts, fragments_m, operand, problem.m, problem.dtype, rates.matrix_slots
     )
     traffic: float = problem.bytes
     if problem.layout == "mlx":
@@ -70,12 +68,12 @@ def loop_of(
 
 
 def loop_slots(
-    problem: Problem, fragments_m: int, subtract: bool, m: int, device: Device
+    problem: Problem, fragments_m: int, operand: Operand, m: int, device: Device
 ) -> float:
-    """Returns the issue slots of the main loop per weight, for m rows of float16."""
+    """Returns the issue slots of the main loop per weight, for m rows."""
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     price = rates_of(device).matrix_slots
-    slots, _ = _per_iteration(counts, fragments_m, subtract, m, "float16", price)
+    slots, _ = _per_iteration(counts, fragments_m, operand, m, problem.dtype, price)
     return slots / WEIGHTS_PER_TRIP
 
 
@@ -96,7 +94,7 @@ def readers(m: int, fragments_m: int) -> dict[int, int]:
 def _per_iteration(
     counts: LoopCost,
     fragments_m: int,
-    subtract: bool,
+    operand: Operand,
     m: int,
     dtype: str,
     matrix_slots: float,
@@ -107,15 +105,11 @@ def _per_iteration(
     row of a dot product, and as much for each fragment of 8 rows.
     """
     element = DTYPE_BYTES[dtype] / 4
-    widened = dtype == "bfloat16"
     if fragments_m == 0:
-        base, per_row = counts.rows
-        slots: float = base + per_row * m + subtract * counts.row_subtract
-        return slots + widened * BFLOAT_SLOTS[0] * m, m * element
+        return counts.of_rows(m, operand, dtype).slots, m * element
     slots = x_bytes = 0.0
     for fragments, count in readers(m, fragments_m).items():
-        other = counts.fragments[fragments - 1][subtract]
-        other += widened * BFLOAT_SLOTS[fragments]
+        other = counts.of_fragments(fragments, operand, dtype).slots
         slots += count * (matrix_slots * MATRIX_OPS[fragments] + other)
         x_bytes += count * fragments * element
     return slots, x_bytes

@@ -32,12 +32,12 @@ SIMDGROUPS_TO_FILL = 8
 (Little's law, 400 ns)."""
 RANGE_SLOTS = 140
 """Slots in which a simdgroup computes its range of the work (counted)."""
-SPLIT_SLOTS = {0: (53, 28), 1: (84, 0), 2: (148, 0), 4: (276, 0)}
+SPLIT_SLOTS = {0: (53, 28), 1: (84, 0), 2: (148, 0), 3: (212, 0), 4: (276, 0)}
 """Slots of a split without its stores: fixed and per row, by fragments_m; 0 is the dot
-product (counted, except 4: two more fragments cost twice what the second does)."""
-WHOLE_SLOTS = {0: (41, 28), 1: (70, 0), 2: (90, 0), 4: (130, 0)}
+product (counted, except 3 and 4: more fragments cost what the second does)."""
+WHOLE_SLOTS = {0: (41, 28), 1: (70, 0), 2: (90, 0), 3: (110, 0), 4: (130, 0)}
 """Slots of range and split together if threadgroups have one whole tile (counted,
-except 4, as above)."""
+except 3 and 4, as above)."""
 INSIDE_SLOTS = 124
 """Slots in which a simdgroup computes the slot index of a split inside a tile
 (counted)."""
@@ -52,7 +52,7 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
     if plan.has_tensor_operations:
         loop = tensor_loop(plan.problem, plan.fragments_m, device)
     else:
-        loop = loop_of(plan.problem, plan.fragments_m, plan.subtract, device)
+        loop = loop_of(plan.problem, plan.fragments_m, plan.operand, device)
     slots, lane_bytes = loop.slots, loop.lane_bytes
     if plan.buffers:
         from mlx_marlin.backends.metal.experiments.staged_cost import (

@@ -2,9 +2,8 @@
 
 The limits of a thread (`Core.thread_registers`) are published for Apple's compiler and
 count 32 bits. Our counts are those of an open compiler for the first Apple generation,
-in halves of 16 bits: the most that are alive at once. So the comparison is assumed
-until Apple's compiler has counted. The formula is at most 13 halves below the counts of
-46 formats (docs/lab/2026-11-26-measured.md).
+in halves of 16 bits: the most that are alive at once, because what it allocates fills
+its own classes. So the comparison is assumed until Apple's compiler has counted.
 """
 
 from mlx_marlin.backends.metal.cost.counts import loop_cost
@@ -13,8 +12,10 @@ from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
 from mlx_marlin.backends.metal.limits import NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.device import Residency
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.weights.formats import TILE_N
 
 TENSOR_REGISTERS = {2: 82, 4: 112}
 """32-bit registers of `gemm_tensor` by fragments_m, by a hand count (docs/m5.md). With
@@ -22,19 +23,15 @@ TENSOR_REGISTERS = {2: 82, 4: 112}
 addresses 10. With 4, when words are no longer needed: decoded weights of a step take
 32, x 8, a group's sums 16, all sums 32, scales and biases 8, sums of x 4, and
 addresses 12."""
-FLOAT_HALVES = {
-    "float16": {0: 0, 1: 0, 2: 0},
-    "bfloat16": {0: 16, 1: 14, 2: 30},
-    "float32": {0: 16, 1: 18, 2: 40},
-}
-"""Additional halves if x is not half, by dtype and fragments_m; 0 is per row of the dot
-products (counted)."""
-NORM_HALVES = {1: 42, 2: 28}
+NORM_HALVES = {1: 44, 2: 34}
 """Additional halves of the dot products with an RMSNorm, whose x is float32, by rows
-(counted: 34 to 48, 20 to 34)."""
-RANGE_HALVES = {0: 14, 1: 18, 2: 18}
+(counted: 34 to 48, 26 to 40)."""
+RANGE_HALVES = {0: 14, 1: 18, 2: 18, 3: 18}
 """Additional halves if a threadgroup has a range instead of one whole tile, by
 fragments_m (counted: 12 to 18)."""
+RAGGED_HALVES = 12
+"""Additional halves if the last tile of a weight in MLX's layout is not full: lanes
+then have the offsets of four rows (counted: 0 to 24)."""
 PAIR_HALVES = 2
 """Additional halves of a gated epilogue, and per row of a batch (counted)."""
 GATHER_HALVES = {"marlin": {1: 32, 2: 48}, "mlx": {1: 44, 2: 60}}
@@ -58,7 +55,8 @@ def registers(plan: MetalPlan | MetalGatherPlan) -> int:
         return _whole(_halves_of_experts(plan))
     if plan.has_tensor_operations:
         return TENSOR_REGISTERS[plan.fragments_m]
-    return product_registers(plan.problem, plan.fragments_m, not plan.is_whole)
+    has_ranges = not plan.is_whole
+    return product_registers(plan.problem, plan.fragments_m, plan.operand, has_ranges)
 
 
 def fits(plan: MetalPlan | MetalGatherPlan, device: Device) -> bool:
@@ -67,40 +65,39 @@ def fits(plan: MetalPlan | MetalGatherPlan, device: Device) -> bool:
 
 
 def product_registers(
-    problem: Problem, fragments_m: int, has_ranges: bool = False
+    problem: Problem, fragments_m: int, operand: Operand, has_ranges: bool = False
 ) -> int:
     """Returns the 32-bit registers of a thread of `gemv` or `gemm_register`.
 
     Args:
         problem: The product.
         fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
+        operand: The form of codes.
         has_ranges: Whether a threadgroup has a range instead of one whole tile.
     """
     rows = 1 if fragments_m else problem.m
-    halves = _halves_of_loop(problem, fragments_m) + RANGE_HALVES[fragments_m] * (
-        has_ranges
-    )
+    halves = _halves_of_loop(problem, fragments_m, operand)
+    halves += has_ranges * RANGE_HALVES[fragments_m]
+    if problem.layout == "mlx" and problem.columns % TILE_N:
+        halves += RAGGED_HALVES
     pairs = problem.epilogue.gated + (problem.batch > 1) * rows
     return _whole(halves + PAIR_HALVES * pairs)
 
 
-def _halves_of_loop(problem: Problem, fragments_m: int) -> int:
+def _halves_of_loop(problem: Problem, fragments_m: int, operand: Operand) -> int:
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     dtype = problem.dtype
     if fragments_m:
-        # The counts of such formats are those of float32 fragments.
-        added = 0 if problem.widens else FLOAT_HALVES[dtype][fragments_m]
-        return counts.registers[fragments_m - 1] + added
-    base, per_row = counts.row_registers
-    norm = 0
-    if problem.norm is not None:
-        norm, dtype = NORM_HALVES[min(problem.m, NORM_ROWS)], "float32"
-    return base + (per_row + FLOAT_HALVES[dtype][0]) * problem.m + norm
+        return counts.of_fragments(fragments_m, operand, dtype).registers
+    if problem.norm is None:
+        return counts.of_rows(problem.m, operand, dtype).registers
+    norm = NORM_HALVES[min(problem.m, NORM_ROWS)]
+    return counts.of_rows(problem.m, "exact", "float32").registers + norm
 
 
 def _halves_of_experts(plan: MetalGatherPlan) -> int:
     fragments_m, gather = plan.fragments_m, plan.gather
-    halves = _halves_of_loop(plan.problem, fragments_m)
+    halves = _halves_of_loop(plan.problem, fragments_m, plan.operand)
     halves += GATHER_HALVES[plan.problem.layout][fragments_m]
     if plan.dot_rows:
         fewer = MAX_DOT_ROWS - plan.dot_rows

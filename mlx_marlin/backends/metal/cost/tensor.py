@@ -43,7 +43,7 @@ def tensor_loop(problem: Problem, fragments_m: int, device: Device) -> MainLoop:
     """
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     weights = padded_weights(problem)
-    (one, _), (two, _) = counts.fragments
+    one, two = (counts.of_fragments(held, "offset", "float16").slots for held in (1, 2))
     operations = -(-problem.m // OPERATION_ROWS)
     decoders = -(-operations // (fragments_m // OPERATION_FRAGMENTS))
     counted = two * decoders + 2 * (two - one) * (operations - decoders)

@@ -75,7 +75,8 @@ def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> Sta
     along_k = TILE_K // FRAGMENT
     rows = TILE_N // FRAGMENT * along_k  # fragments of w in an iteration
     tiles = plan.m_tiles
-    decoded = tiles * (counts.fragments[0][plan.subtract] + rows) + fragments * along_k
+    one = counts.of_fragments(1, plan.operand, problem.dtype).slots
+    decoded = tiles * (one + rows) + fragments * along_k
     read = count * rows + fragments * (along_k + GROUP_SLOTS)
     waits = barriers(1, plan.buffers) - barriers(0, plan.buffers)
     stages = TILE_K / step_k(problem.group_size) / plan.simdgroups_k

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from mlx_marlin.backends.metal.candidates import has_registers
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.cost.predict import predict
 from mlx_marlin.backends.metal.device import Device
@@ -10,6 +11,7 @@ from mlx_marlin.backends.metal.limits import (
     GEMV_ROWS,
     OPERATION_FRAGMENTS,
     TENSOR_KERNEL,
+    THREE_FRAGMENTS_M,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
@@ -25,7 +27,7 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     """Returns further plans for a tuner, as `Backend.experiments`."""
     chosen = best(problem, device)
     limit = EXPERIMENT_CUTOFF * predict(chosen, device).seconds
-    larger, staged = _larger(problem, chosen), _staged(problem, chosen)
+    larger, staged = _larger(problem, chosen, device), _staged(problem, chosen)
     found = (
         best(problem, device, overrides)
         for overrides in (*larger, *_smaller(chosen), *staged)
@@ -33,10 +35,13 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     return [plan for plan in found if predict(plan, device).seconds <= limit]
 
 
-def _larger(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
+def _larger(
+    problem: Problem, chosen: MetalPlan, device: Device
+) -> Iterator[PlanOverrides]:
     """Yields variants with more registers than the model chooses by itself.
 
-    Apple's compiler may need fewer than were counted.
+    Apple's compiler may need fewer than were counted. For 17 to 24 rows one simdgroup
+    has 5 % fewer slots than two, and each has more registers.
     """
     if problem.invariant or chosen.kernel != "gemm_register":
         return
@@ -44,6 +49,9 @@ def _larger(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
         yield PlanOverrides(kernel="gemv")
     elif chosen.fragments_m == 1 and problem.m > FRAGMENT:
         yield PlanOverrides(fragments_m=max(FRAGMENTS_M))
+    three = -(-problem.m // FRAGMENT) == THREE_FRAGMENTS_M
+    if three and has_registers(problem, device, THREE_FRAGMENTS_M):
+        yield PlanOverrides(fragments_m=THREE_FRAGMENTS_M, simdgroups_m=1)
 
 
 def _smaller(chosen: MetalPlan) -> Iterator[PlanOverrides]:

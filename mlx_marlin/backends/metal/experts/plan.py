@@ -17,6 +17,8 @@ from mlx_marlin.backends.metal.limits import (
     MAX_SIMDGROUPS,
     THREADGROUP_LIMIT,
 )
+from mlx_marlin.backends.metal.operands import operand_reason
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
@@ -35,7 +37,7 @@ class MetalGatherPlan(GatherPlan):
         simdgroups_m: Simdgroups side by side along the rows.
         dot_rows: A tile of up to this many rows is computed as dot products, for which
             all simdgroups share k.
-        subtract: Whether the codes' offset is subtracted in the fragment.
+        operand: The form of codes that lanes multiply with matrices.
 
     With a gate, `simdgroups_k` counts those of both weights of an expert.
     """
@@ -44,7 +46,7 @@ class MetalGatherPlan(GatherPlan):
 
     simdgroups_m: int
     dot_rows: int
-    subtract: bool
+    operand: Operand
 
     def check(self) -> None:
         """Checks the fields, one by one and against each other.
@@ -70,11 +72,14 @@ class MetalGatherPlan(GatherPlan):
             raise ValueError(
                 f"dot_rows={self.dot_rows} is not between 0 and {MAX_DOT_ROWS}"
             )
-        if self.problem.invariant and (self.dot_rows or not self.subtract):
+        if self.problem.invariant and (self.dot_rows or self.operand != "exact"):
             raise ValueError(
-                "invariant=True needs subtract=True and dot_rows=0: otherwise the bits "
-                "of a row depend on the number of rows"
+                "invariant=True needs operand='exact' and dot_rows=0: otherwise the "
+                "bits of a row depend on the number of rows"
             )
+        reason = operand_reason(self.problem, self.operand, "gemm_register")
+        if reason is not None:
+            raise ValueError(f"operand={self.operand!r} {reason}")
         if self.threadgroup_bytes > THREADGROUP_LIMIT:
             raise ValueError(
                 f"{self.threadgroup_bytes} bytes of threadgroup memory are more than "

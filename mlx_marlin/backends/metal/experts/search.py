@@ -16,9 +16,11 @@ from mlx_marlin.backends.metal.limits import (
     MAX_SIMDGROUPS,
     MAX_SIMDGROUPS_M,
 )
+from mlx_marlin.backends.metal.operands import dots_of, operand_of
 from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction, tensor_slots
 from mlx_marlin.backends.metal.stock.slots import stock_slots, vector_slots
+from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
@@ -49,7 +51,9 @@ mean."""
 
 
 @lru_cache(maxsize=4096)
-def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
+def choose_gather(
+    gather: GatherProblem, device: Device, operand: Operand | None = None
+) -> MetalGatherPlan:
     """Returns the plan for experts' products; cached.
 
     It is the first whose registers a thread has: with fewer fragments, then with fewer
@@ -58,6 +62,7 @@ def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
     Args:
         gather: The products to compute.
         device: The chip to plan for.
+        operand: The form of codes. Default: `operand_of`.
     """
     problem = gather.problem
     # A tile for twice the mean: experts are chosen unevenly.
@@ -65,13 +70,26 @@ def choose_gather(gather: GatherProblem, device: Device) -> MetalGatherPlan:
     most = 1 if fragments <= 1 else _max_fragments(problem, device)
     # The bits of a row must not depend on how many rows chose its expert.
     dot_rows = 0 if problem.invariant else MAX_DOT_ROWS
-    plans = [_plan(gather, fragments, count, dot_rows) for count in range(most, 0, -1)]
-    plans += [_plan(gather, fragments, 1, rows) for rows in range(dot_rows)[::-1]]
+    shapes = [(count, dot_rows) for count in range(most, 0, -1)]
+    shapes += [(1, rows) for rows in range(dot_rows)[::-1]]
+    plans = [
+        _plan(
+            gather,
+            fragments,
+            *shape,
+            operand or operand_of(problem, device, *shape[:1]),
+        )
+        for shape in shapes
+    ]
     return next((plan for plan in plans if fits(plan, device)), plans[-1])
 
 
 def _plan(
-    gather: GatherProblem, fragments: int, fragments_m: int, dot_rows: int
+    gather: GatherProblem,
+    fragments: int,
+    fragments_m: int,
+    dot_rows: int,
+    operand: Operand,
 ) -> MetalGatherPlan:
     """Returns a plan for experts' products.
 
@@ -80,6 +98,7 @@ def _plan(
         fragments: Row fragments of a tile.
         fragments_m: Row fragments that a simdgroup holds.
         dot_rows: Most rows of a tile that are dot products.
+        operand: The form of codes.
     """
     problem = gather.problem
     simdgroups_m = min(-(-fragments // fragments_m), MAX_SIMDGROUPS_M)
@@ -93,10 +112,7 @@ def _plan(
         simdgroups_m=simdgroups_m,
         simdgroups_k=min(most, MAX_SIMDGROUPS // simdgroups_beside),
         dot_rows=dot_rows,
-        subtract=problem.invariant
-        or fragments_m > 1
-        or problem.dtype != "float16"
-        or not problem.format.has_offset,
+        operand=operand,
     )
 
 
@@ -232,12 +248,14 @@ def _tile_slots(plan: MetalGatherPlan, rows: int, device: Device) -> float:
     problem, simdgroups = plan.problem, plan.threads // SIMD_WIDTH
     weights = TILE_N * problem.k * plan.gather.weights
     fragments_m, readers, simdgroups_k, read = 0, 1, simdgroups, rows
+    operand = dots_of(plan.operand)
     if rows > plan.dot_rows:
+        operand = plan.operand
         fragments_m, simdgroups_k = plan.fragments_m, plan.simdgroups_k
         # A simdgroup that has a row multiplies all of its fragments.
         readers = -(-rows // (FRAGMENT * fragments_m))
         read = readers * FRAGMENT * fragments_m
-    loop = loop_slots(problem, fragments_m, plan.subtract, read, device)
+    loop = loop_slots(problem, fragments_m, operand, read, device)
     loop += readers * EXPERT_SLOTS[problem.layout] / WEIGHTS_PER_TRIP
     once, per_row = WHOLE_SLOTS[fragments_m]
     store, partial = STORE_SLOTS
