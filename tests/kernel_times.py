@@ -15,6 +15,7 @@ from typing import Any
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Refusal
@@ -87,7 +88,11 @@ class Row:
         """The model's time of all products in our kernel."""
         total = 0.0
         for count, problem in self.problems(self.m):
-            plan = planner.make(problem, device=self.device, kernel=self.kernel)
+            # The measured kernels multiply codes without an offset, as floats.
+            form: PlanOverrides = (
+                {"operand": "exact"} if self.kernel == "gemm_register" else {}
+            )
+            plan = planner.make(problem, device=self.device, kernel=self.kernel, **form)
             prediction = planner.predict(plan, self.device)
             chain = self.unit in CHAINS
             total += count * (

@@ -10,6 +10,8 @@ from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.candidates import default_kernel, plans
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
+from mlx_marlin.backends.metal.limits import GEMV_ROWS, THREE_FRAGMENTS_M
+from mlx_marlin.backends.metal.operands import forms
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -37,8 +39,13 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
         )
         for device in map(Device.named, CHIPS):
             yield from plans(problem, device, default_kernel(problem, device))
+            if m <= GEMV_ROWS[dtype]:
+                yield from plans(problem, device, "gemv")
             if m >= 9 and dtype != "float32":
                 yield from plans(problem, device, "gemm_tensor")
+            if m > GEMV_ROWS[dtype]:
+                for overrides in of_a_race(problem):
+                    yield from explicit.plans(problem, device, overrides)
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:
@@ -46,6 +53,20 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
                     kernel="gemm_staged", buffers=buffers, loaders=loaders
                 )
                 yield from explicit.plans(problem, device, overrides)
+
+
+def of_a_race(problem: Problem) -> Iterator[PlanOverrides]:
+    """Yields what replaces a form that the guard refuses, and three fragments."""
+    for form in forms(problem, 1)[1:]:
+        yield PlanOverrides(kernel="gemm_register", operand=form)
+    if -(-problem.m // 8) == THREE_FRAGMENTS_M and problem.dtype != "float32":
+        for form in forms(problem, THREE_FRAGMENTS_M):
+            yield PlanOverrides(
+                kernel="gemm_register",
+                fragments_m=THREE_FRAGMENTS_M,
+                simdgroups_m=1,
+                operand=form,
+            )
 
 
 def instance(plan: Plan) -> tuple[object, ...]:

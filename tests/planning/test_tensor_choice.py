@@ -172,7 +172,7 @@ def test_two_operations_a_simdgroup_have_fewer_slots_and_the_same_products() -> 
         problem = problem_of(m, 17408, 5120, mode=mode, group_size=32)
         one, two = (tensor_loop(problem, count, M5_MAX) for count in (2, 4))
 
-        assert 0.6 < two.slots / one.slots < 0.83
+        assert 0.59 < two.slots / one.slots < 0.83
         assert two.lane_bytes < one.lane_bytes
         assert (two.matrix, two.bytes) == (one.matrix, one.bytes)
     # Up to 16 rows there is one operation, however many a simdgroup could have.

@@ -54,7 +54,7 @@ KERNELS = (
     "marlin_pack",
     "marlin_unpack",
 )
-MOST = 400
+MOST = 450
 """Instances that an ordinary run checks."""
 
 

@@ -134,7 +134,9 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
     for rows, count in product(range(1, GEMV_ROWS[problem.dtype] + 1), SIMDGROUPS_K):
         yield _body(problem, "gemv", 0, 1, count, rows)
     sides = range(1, MAX_SIMDGROUPS_M + 1)
-    groups = [(1, 1), *((2, side) for side in sides), (THREE_FRAGMENTS_M, 1)]
+    groups = [(1, 1), *((2, side) for side in sides)]
+    if problem.dtype != "float32":
+        groups.append((THREE_FRAGMENTS_M, 1))
     if any(_is_large(problem, form) for form in forms(problem, 2)):
         groups += [(1, side) for side in sides if side > 1]
     for (fragments_m, simdgroups_m), count in product(groups, SIMDGROUPS_K):

@@ -22,7 +22,7 @@ from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 
 OPERATION_ROWS = FRAGMENT * OPERATION_FRAGMENTS
 """Rows of x of a tensor operation."""
-FEEDING = 3.3
+FEEDING = 3.4
 """Time of an iteration over that of its counted issue slots. Fitted to four published
 times of similar kernels on an M5 Max (docs/m5.md), not measured with this kernel."""
 

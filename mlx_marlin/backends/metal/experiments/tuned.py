@@ -28,11 +28,10 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     chosen = best(problem, device)
     limit = EXPERIMENT_CUTOFF * predict(chosen, device).seconds
     larger, staged = _larger(problem, chosen, device), _staged(problem, chosen)
-    found = (
-        best(problem, device, overrides)
-        for overrides in (*larger, *_smaller(chosen), *staged)
-    )
-    return [plan for plan in found if predict(plan, device).seconds <= limit]
+    found = (best(problem, device, overrides) for overrides in (*larger, *staged))
+    close = [plan for plan in found if predict(plan, device).seconds <= limit]
+    # What these are for is no part of a prediction, so it leaves none out.
+    return close + [best(problem, device, overrides) for overrides in _smaller(chosen)]
 
 
 def _larger(
@@ -50,7 +49,11 @@ def _larger(
     elif chosen.fragments_m == 1 and problem.m > FRAGMENT:
         yield PlanOverrides(fragments_m=max(FRAGMENTS_M))
     three = -(-problem.m // FRAGMENT) == THREE_FRAGMENTS_M
-    if three and has_registers(problem, device, THREE_FRAGMENTS_M):
+    if (
+        three
+        and problem.dtype != "float32"
+        and has_registers(problem, device, THREE_FRAGMENTS_M)
+    ):
         yield PlanOverrides(fragments_m=THREE_FRAGMENTS_M, simdgroups_m=1)
 
 
