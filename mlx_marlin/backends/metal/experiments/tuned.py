@@ -29,7 +29,9 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     limit = EXPERIMENT_CUTOFF * predict(chosen, device).seconds
     larger, staged = _larger(problem, chosen, device), _staged(problem, chosen)
     found = (best(problem, device, overrides) for overrides in (*larger, *staged))
-    close = [plan for plan in found if predict(plan, device).seconds <= limit]
+    close: list[Plan] = [
+        plan for plan in found if predict(plan, device).seconds <= limit
+    ]
     # What these are for is no part of a prediction, so it leaves none out.
     return close + [best(problem, device, overrides) for overrides in _smaller(chosen)]
 
