@@ -7,9 +7,10 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends.metal import explicit
-from mlx_marlin.backends.metal.candidates import default_kernel, plans
+from mlx_marlin.backends.metal.candidates import plans
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
+from mlx_marlin.backends.metal.kernel_choice import default_kernel
 from mlx_marlin.backends.metal.limits import GEMV_ROWS, THREE_FRAGMENTS_M
 from mlx_marlin.backends.metal.operands import forms
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal.candidates import default_kernel
 from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.cost.rates import level_seconds
 from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.kernel_choice import default_kernel
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.operands import operand_of
 from mlx_marlin.planning import search

@@ -10,13 +10,13 @@ from typing import Any
 
 from mlx_marlin.backends.base import KernelCall
 from mlx_marlin.backends.launch import Launch
-from mlx_marlin.backends.metal.candidates import default_kernel, has_registers
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.choice import candidates as candidates
 from mlx_marlin.backends.metal.cost.predict import predict as predict
 from mlx_marlin.backends.metal.cost.residency import residency as residency
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.kernel_choice import default_kernel, has_registers
 from mlx_marlin.backends.metal.launches import BY_TYPE
 from mlx_marlin.backends.metal.launches import launches as launches
 from mlx_marlin.backends.metal.limits import (

@@ -5,12 +5,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from mlx_marlin.backends.metal.cost.predict import SIMDGROUPS_TO_FILL, predict
-from mlx_marlin.backends.metal.cost.residency import TENSOR_REGISTERS, product_registers
+from mlx_marlin.backends.metal.cost.residency import TENSOR_REGISTERS
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
+from mlx_marlin.backends.metal.kernel_choice import default_kernel, has_registers
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
-    GEMV_ROWS,
     MAX_SIMDGROUPS,
     MAX_SIMDGROUPS_M,
     TENSOR_FRAGMENTS_M,
@@ -190,41 +190,6 @@ def with_work(
         simdgroups_k=simdgroups_k,
         reduction=reduction or ("workspace" if work.is_split else "none"),
     )
-
-
-def default_kernel(problem: Problem, device: Device) -> Kernel:
-    """Returns the kernel with fewer issue slots: dot products for a few rows.
-
-    They are matrices where the rows would take more registers than a thread has, unless
-    there is a norm, which only `gemv` has. `gemm_tensor` is compared with this kernel
-    where there are tensor units.
-    """
-    few = problem.m <= GEMV_ROWS[problem.dtype] and not problem.invariant
-    if few and (problem.norm is not None or has_registers(problem, device, 0)):
-        return "gemv"
-    return "gemm_register"
-
-
-def has_registers(
-    problem: Problem,
-    device: Device,
-    fragments_m: int,
-    operand: Operand | None = None,
-    has_ranges: bool = False,
-) -> bool:
-    """Returns whether a thread has the registers of `product_registers`.
-
-    Args:
-        problem: As there, as are the others.
-        device: The chip to plan for.
-        fragments_m: Row fragments of x; 0 for dot products.
-        operand: Default: `operand_of`.
-        has_ranges: Whether a threadgroup has a range.
-    """
-    if operand is None:
-        operand = operand_of(problem, device, fragments_m)
-    count = product_registers(problem, fragments_m, operand, has_ranges)
-    return count <= device.core.thread_registers
 
 
 def most_rows(problem: Problem, buffers: int) -> int:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from mlx_marlin.backends.metal import explicit
-from mlx_marlin.backends.metal.candidates import default_kernel, plans
+from mlx_marlin.backends.metal.candidates import plans
 from mlx_marlin.backends.metal.cost.predict import predict
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.kernel_choice import default_kernel
 from mlx_marlin.backends.metal.limits import TENSOR_KERNEL
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.tensor_gates import is_candidate

@@ -6,6 +6,7 @@ from typing import Any
 from mlx_marlin.backends.metal import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
+from mlx_marlin.backends.metal.kernel_choice import default_kernel
 from mlx_marlin.backends.metal.limits import KERNELS, TENSOR_KERNEL, THREADGROUP_LIMIT
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning import explicit
@@ -34,7 +35,7 @@ def plans(
     Raises:
         ValueError: If no valid plan has them.
     """
-    kernel = overrides.get("kernel", candidates.default_kernel(problem, device))
+    kernel = overrides.get("kernel", default_kernel(problem, device))
     _check_kernel(kernel, device)
     given: dict[str, Any] = {
         name: value for name, value in overrides.items() if name in OF_BODY

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from mlx_marlin.backends.metal.candidates import has_registers
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.cost.predict import predict
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.kernel_choice import has_registers
 from mlx_marlin.backends.metal.limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
