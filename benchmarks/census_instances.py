@@ -17,11 +17,12 @@ from metal_emulator.dispatch import Dispatch, record
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.launch import Launch, Operand
-from mlx_marlin.backends.metal import source, tensor_probe
+from mlx_marlin.backends.metal import operand_probe, source, tensor_probe
 from mlx_marlin.backends.metal.cost import residency
 from mlx_marlin.backends.metal.cost.counts import loop_cost
 from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS
 from mlx_marlin.backends.metal.launches import launches
+from mlx_marlin.backends.metal.operands import PROBED
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.block_plans import (
@@ -180,10 +181,13 @@ def _blocks() -> Iterator[Instance]:
 
 
 def _probes() -> Iterator[Instance]:
-    """Yields the probes of tensor operations, and one of an operation of 32 rows of x.
+    """Yields the probes of operands and of tensor operations.
 
-    `gemm_tensor` has operations of 16 rows. No layout of one with 32 is published.
+    One more is of an operation of 32 rows of x: `gemm_tensor` has operations of 16
+    rows, and no layout of one with 32 is published.
     """
+    for form in PROBED:
+        yield _of_launch(operand_probe.probe(form).launch, chosen=ARCHITECTURES)
     for dtype in ("float16", "bfloat16"):
         problem = problem_of(16, 4096, 4096, dtype=dtype)
         plan = planner.make(problem, device=named("M5"), kernel="gemm_tensor")

@@ -103,12 +103,17 @@ METAL_FUNC void accumulate_rows(
     float sums[ROWS];
     multiply_rows<ROWS, W>(products, sums, words, x_vec4);
     const float4 scale = params.scale * tile.weight_scale;
-    // Each code exceeds its value by ZERO.
+    // Each code exceeds its value by ZERO, which is taken off with the bias. Scale and bias of a
+    // super-block have too many bits for that: their sum would be rounded.
+    constexpr bool IN_BIAS = HAS_OFFSET && !W::SUPER;
     const float4 bias = (W::BIASED ? params.bias : float4(0.0f)) -
-        (HAS_OFFSET ? float(W::ZERO) * scale : float4(0.0f));
+        (IN_BIAS ? float(W::ZERO) * scale : float4(0.0f));
     UNROLL for (int row = 0; row < ROWS; ++row) {
-      if (W::BIASED || HAS_OFFSET) {
+      if (W::BIASED || IN_BIAS) {
         totals[row] = fma(bias, float4(sums[row]), totals[row]);
+      }
+      if (HAS_OFFSET && W::SUPER) {
+        products[row] = fma(float4(-float(W::ZERO)), float4(sums[row]), products[row]);
       }
       totals[row] = fma(scale, products[row], totals[row]);
     }

@@ -355,6 +355,7 @@ def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     state.reset()
     plans: list[Any] = []
     monkeypatch.setattr(known_answers, "fault_of", plans.append)
+    monkeypatch.setattr(known_answers, "fault_of_probe", lambda _: None)
     return plans
 
 

@@ -175,7 +175,7 @@ def on_a_mac(
         ("M3 Max", 65, None),
         ("M4 Pro", 64, "leaving it takes 1.15"),
         ("M1 Max", 48, None),
-        ("M1 Max", 64, "leaving it takes 1.30"),
+        ("M1 Max", 64, None),
         ("M5", 8, None),
         ("M5", 256, "stock MLX's qmm_t_nax in a chain"),
     ],

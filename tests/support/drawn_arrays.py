@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -41,11 +42,13 @@ def stored(problem: Problem, native: tuple[mx.array, ...]) -> tuple[mx.array, ..
     """Returns a weight, or a batch of them, as kernels take it."""
     if problem.layout == "mlx":
         return native if len(native) == 3 else (*native, native[1])
-    options = {
+    options: dict[str, Any] = {
         "group_size": problem.group_size,
         "bits": problem.bits,
         "mode": problem.mode,
     }
+    if problem.format.has_codebook:
+        options["codebook"] = mx.array(format_cases.NUMBERS)
     if native[0].ndim == 2:
         alone = pack(*native, **options)
         return alone.words, alone.scales, alone.scales

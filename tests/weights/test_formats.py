@@ -83,6 +83,21 @@ def exact_in_float32(weight: Weight) -> Weight:
 @kernels
 @variants
 def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:
+    assert_read_back(variant)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (4, 32), (6, 16)])
+def test_offsets_of_super_blocks_are_taken_off_before_their_bias_is_added(
+    bits: int, group: int, dtype: str
+) -> None:
+    """Their scales and biases have so many bits that a sum of both would be rounded."""
+    assert_read_back(
+        Variant("k_quant", bits, group, "marlin", dtype, "uint16", 0, "offset", False)
+    )
+
+
+def assert_read_back(variant: Variant) -> None:
     n, k = 37, 2 * variant.step
     weight = exact_in_float32(variant.weight(n, k, seed=3))
     expected = format_cases.rounded(weight.decoded, variant.dtype)
