@@ -176,6 +176,7 @@ def on_a_mac(
         ("M4 Pro", 64, "leaving it takes 1.15"),
         ("M1 Max", 48, None),
         ("M1 Max", 64, None),
+        ("M1", 64, "leaving it takes 1.30"),
         ("M5", 8, None),
         ("M5", 256, "stock MLX's qmm_t_nax in a chain"),
     ],
