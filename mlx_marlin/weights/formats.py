@@ -108,7 +108,7 @@ class Format:
     @property
     def has_offset(self) -> bool:
         """Whether kernels may add a number to every code: those of integers may."""
-        return self.codes != "floating" and not self.has_codebook
+        return self.codes not in ("floating", "codebook", "k_codebook")
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-MOST_COLD = 48, 256
+MOST_COLD = 48, 250
 """Files and functions: the first call plans, checks and builds."""
 MOST_WARM = 4, 10
 """The look-up, the question whether MLX differentiates, the launch, its inputs."""

@@ -17,6 +17,10 @@ LARGEST_GROUP = 64
 """Group size whose counts larger groups have."""
 
 
+Counts = Sequence[Sequence[int]]
+"""The fields of a `Count` for each number of rows or fragments, from 1 on."""
+
+
 class Count(NamedTuple):
     """What an iteration takes.
 
@@ -40,8 +44,8 @@ class LoopCost:
         rows: Counts of the dot products for 1 row and more, in the same way.
     """
 
-    fragments: Mapping[str, tuple[Count, ...]]
-    rows: Mapping[str, tuple[Count, ...]]
+    fragments: Mapping[str, Counts]
+    rows: Mapping[str, Counts]
 
     def of_fragments(self, fragments_m: int, operand: Operand, dtype: str) -> Count:
         """Returns the counts of the matrix products.
@@ -67,10 +71,10 @@ class LoopCost:
         return _nth(_of_form(self.rows, operand, dtype), m)
 
 
-def _nth(counts: Sequence[Count], nth: int) -> Count:
+def _nth(counts: Counts, nth: int) -> Count:
     """Returns a count, from 1 on; further ones grow as the last one does."""
     if nth <= len(counts):
-        return counts[nth - 1]
+        return Count(*counts[nth - 1])
     before, last = counts[-2:]
     more = nth - len(counts)
     return Count(*(b + more * (b - a) for a, b in zip(before, last, strict=True)))
@@ -106,32 +110,18 @@ def loop_cost(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
     group = min(group_size, LARGEST_GROUP)
     table = _counted()
     codes = format_of(mode, bits).codes
-    keys = (
-        format_key(kind, bits, group, layout)
-        for kind in (codes, codes.removeprefix("k_"), "affine")
-    )
-    found = next(table[key] for key in keys if key in table)
-    fragments, rows = (
-        {form: tuple(Count(*counts) for counts in each) for form, each in part.items()}
-        for part in (found["fragments"], found["rows"])
-    )
-    return LoopCost(fragments, rows)
+    found = table.get(format_key(codes, bits, group, layout))
+    found = found or table[format_key("affine", bits, group, layout)]
+    return LoopCost(found["fragments"], found["rows"])
 
 
-def _of_form(
-    counts: Mapping[str, tuple[Count, ...]], operand: Operand, dtype: str
-) -> tuple[Count, ...]:
+def _of_form(counts: Mapping[str, Counts], operand: Operand, dtype: str) -> Counts:
     # Except for 4 bits, the cheapest offset is the least one.
-    operands: tuple[Operand, ...] = (operand,)
-    if operand == "least_offset":
-        operands = (operand, "offset")
-    wanted = (
-        *(form_key(each, dtype) for each in operands),
-        form_key("exact", dtype),
-        form_key("offset", dtype),
-        form_key("exact", "float32"),
-    )
-    return next(counts[form] for form in wanted if form in counts)
+    second: Operand = "offset" if operand == "least_offset" else "exact"
+    found = counts.get(form_key(operand, dtype)) or counts.get(form_key(second, dtype))
+    for other in ("exact", "offset"):
+        found = found or counts.get(form_key(other, dtype))
+    return found or counts[form_key("exact", "float32")]
 
 
 @lru_cache(maxsize=1)

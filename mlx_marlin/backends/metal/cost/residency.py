@@ -52,7 +52,7 @@ def registers(plan: MetalPlan | MetalGatherPlan) -> int:
     `gemm_staged` counts as `gemm_register`.
     """
     if isinstance(plan, MetalGatherPlan):
-        return _whole(_halves_of_experts(plan))
+        return -(-_halves_of_experts(plan) // 2)
     if plan.has_tensor_operations:
         return TENSOR_REGISTERS[plan.fragments_m]
     has_ranges = not plan.is_whole
@@ -81,7 +81,7 @@ def product_registers(
     if problem.layout == "mlx" and problem.columns % TILE_N:
         halves += RAGGED_HALVES
     pairs = problem.epilogue.gated + (problem.batch > 1) * rows
-    return _whole(halves + PAIR_HALVES * pairs)
+    return -(-(halves + PAIR_HALVES * pairs) // 2)
 
 
 def _halves_of_loop(problem: Problem, fragments_m: int, operand: Operand) -> int:
@@ -104,10 +104,6 @@ def _halves_of_experts(plan: MetalGatherPlan) -> int:
         halves += max(DOT_HALVES[fragments_m] - DOT_ROW_HALVES * fewer, 0)
     halves += EXPERT_EPILOGUE_HALVES["gate"] * (gather.gate is not None)
     return halves + EXPERT_EPILOGUE_HALVES["bias"] * gather.bias
-
-
-def _whole(halves: int) -> int:
-    return -(-halves // 2)
 
 
 def residency(plan: MetalPlan, device: Device) -> Residency:
