@@ -1,4 +1,4 @@
-"""Wheels of other packages, of which some files are kept in the user's cache.
+"""Other packages, of which some files are kept in the user's cache.
 
 Nothing of them is part of this repository.
 """
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from mlx_marlin import cache
@@ -24,6 +25,23 @@ def files(package: str, version: str, prefix: str, suffix: str, *platform: str) 
         suffix: What they end with.
         platform: Options of pip that choose the wheel, if there are several.
     """
+    options = ("--only-binary=:all:", *platform)
+
+    def fill(folder: Path, target: Path) -> None:
+        wheel = archive(f"{package}=={version}", options, folder, "*.whl")
+        _unpack(wheel, target, prefix, suffix)
+
+    return kept(package, version, fill)
+
+
+def kept(package: str, version: str, fill: Callable[[Path, Path], None]) -> Path:
+    """Returns a folder of the cache, filled if it is missing.
+
+    Args:
+        package: The package whose files it has.
+        version: Its version.
+        fill: Writes the files to its second argument; the first is a temporary folder.
+    """
     folder = cache.folder("peers")
     target = folder / f"{package}-{version}"
     cache.make(folder)
@@ -31,18 +49,17 @@ def files(package: str, version: str, prefix: str, suffix: str, *platform: str) 
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                wheel = _wheel(f"{package}=={version}", platform, Path(temporary))
-                _unpack(wheel, Path(temporary) / "files", prefix, suffix)
+                fill(Path(temporary), Path(temporary) / "files")
                 os.replace(Path(temporary) / "files", target)
     return target
 
 
-def _wheel(wanted: str, platform: tuple[str, ...], folder: Path) -> Path:
+def archive(wanted: str, options: tuple[str, ...], folder: Path, pattern: str) -> Path:
+    """Downloads the archive of a package, such as "a==1.0", and returns its path."""
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-    binary = ("--only-binary=:all:", *platform)
-    subprocess.run((*pip, *binary, wanted, "--dest", str(folder)), check=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    subprocess.run((*pip, *options, wanted, "--dest", str(folder)), check=True)
+    (found,) = folder.glob(pattern)
+    return found
 
 
 def _unpack(wheel: Path, target: Path, prefix: str, suffix: str) -> None:

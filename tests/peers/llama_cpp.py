@@ -5,14 +5,9 @@ and handed to the emulator byte for byte.
 """
 
 import ctypes
-import fcntl
 import functools
-import os
 import re
-import subprocess
-import sys
 import tarfile
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import metal_emulator
-from mlx_marlin import cache
+from peers import downloads
 
 PACKAGE = "llama-cpp-python"
 VERSION = "0.3.16"
@@ -32,25 +27,14 @@ FILES = ("ggml-metal/ggml-metal.metal", "ggml-metal/ggml-metal-impl.h", "ggml-co
 
 def downloaded() -> Path:
     """Returns the folder of the files, filled when the cache has none."""
-    folder = cache.folder("peers")
-    target = folder / f"{PACKAGE}-{VERSION}"
-    cache.make(folder)
-    with (folder / "lock").open("w") as lock:  # the tests' other processes wait here
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as name:
-                _unpack(_archive(Path(name)), Path(name) / "ggml")
-                os.replace(Path(name) / "ggml", target)
-    return target
+    return downloads.kept(PACKAGE, VERSION, _fill)
 
 
-def _archive(folder: Path) -> Path:
+def _fill(folder: Path, target: Path) -> None:
     # pip runs the distribution's build back end to read its metadata; nothing is built.
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-    wanted = (f"--no-binary={PACKAGE}", f"{PACKAGE}=={VERSION}")
-    subprocess.run((*pip, *wanted, "--dest", str(folder)), check=True)
-    (archive,) = folder.glob("*.tar.gz")
-    return archive
+    source = (f"--no-binary={PACKAGE}",)
+    wanted = f"{PACKAGE}=={VERSION}"
+    _unpack(downloads.archive(wanted, source, folder, "*.tar.gz"), target)
 
 
 def _unpack(archive: Path, folder: Path) -> None:
