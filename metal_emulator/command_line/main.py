@@ -33,9 +33,16 @@ def main(argv: list[str] | None = None) -> int:
         return CLOSED_PIPE
     except (ValueError, OSError, ImportError) as error:
         with contextlib.suppress(OSError):
-            reason = " ".join(str(error).split())
-            print(f"{PROGRAM}: error: {reason}", file=sys.stderr, flush=True)
+            message = f"{PROGRAM}: error: {reason_of(error)}"
+            print(message, file=sys.stderr, flush=True)
         return WRONG_INPUT
+
+
+def reason_of(error: Exception) -> str:
+    """Returns an error's message in one line; a file that is missing comes first."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _run(argv: list[str] | None) -> int:

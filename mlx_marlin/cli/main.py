@@ -105,9 +105,15 @@ def main(argv: list[str] | None = None) -> int:
         terminal.print_error("mlx-marlin: error: out of memory")
         return WRONG_INPUT
     except (ValueError, OSError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        terminal.print_error(f"mlx-marlin: error: {reason}")
+        terminal.print_error(f"mlx-marlin: error: {reason_of(error)}")
         return WRONG_INPUT
+
+
+def reason_of(error: Exception) -> str:
+    """Returns an error's message in one line; a file that is missing comes first."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 class _Version(argparse.Action):

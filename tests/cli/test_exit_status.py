@@ -279,3 +279,15 @@ def test_minutes_without_an_end_are_refused(capsys: pytest.CaptureFixture[str]) 
     assert main(["tune", "8x64x64", "--seconds", "inf"]) == 2
 
     assert "--seconds inf, expected 1e-09 to 86400" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", ["render nothing.json -o x.html", "emulate nothing.metal --grid 1"]
+)
+def test_a_missing_file_is_named_first(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mlx-marlin: error: nothing.")
+    assert "Errno" not in error

@@ -120,3 +120,9 @@ def test_a_text_beyond_the_bound_is_refused(
 
     assert main([str(file), *OPTIONS]) == 2
     assert "100000001 bytes, expected at most 100000000" in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nothing.metal"]) == 2
+    error = capsys.readouterr().err
+    assert "error: nothing.metal: No such file" in error
