@@ -1,21 +1,63 @@
-"""A folder of results for commands in the emulator."""
+"""Command lines, and a folder of results for commands in the emulator."""
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlx_marlin import cache
 from mlx_marlin.backends import tuned_results
+from mlx_marlin.cli.main import main
+from mlx_marlin.planning.problem import Problem
+from support import tune_commands
 from support.choose import Choose
+
+Run = Callable[..., str]
+"""Runs a command: the words of a line, and further words such as paths."""
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Returns what runs a command that ends with `status`, and returns its output."""
+
+    def run(line: str, *words: object, status: int = 0) -> str:
+        assert main([*shlex.split(line), *map(str, words)]) == status
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Returns what runs a command that is refused, and returns the line that says so.
+
+    It prints nothing else but which model it loads.
+    """
+
+    def run(line: str, *words: object) -> str:
+        capsys.readouterr()
+        assert main([*shlex.split(line), *map(str, words)]) == 2
+        out, errors = capsys.readouterr()
+        *notes, last = errors.splitlines()
+        assert out == ""
+        assert all(note.startswith("loading ") for note in notes)
+        assert last.startswith("mlx-marlin: error: ")
+        return last
+
+    return run
 
 
 @pytest.fixture
 def kept(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Runs kernels in the emulator and keeps results in a folder of the test."""
-    compiled = cache.folder("emulator")
-    monkeypatch.setattr(
-        cache, "folder", lambda name: {"emulator": compiled}.get(name, tmp_path / name)
-    )
+    monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
     backend("emulator")
     return tmp_path / "tuned"
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """Stands in for the tuner's measuring, and lists what would be measured."""
+    return tune_commands.measured_problems(monkeypatch)

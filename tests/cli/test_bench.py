@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.nn as nn
 import mlx_lm
 import pytest
 
+from cli.conftest import Run
 from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.cli.bench import report
-from mlx_marlin.cli.main import main
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
 from mlx_marlin.measure.rows import (
@@ -27,7 +26,7 @@ from mlx_marlin.measure.rows import (
 from support.benchmark_rows import FACTS, mac_file, measured
 from support.choose import Choose
 from support.marks import needs_emulator
-from support.models import Layers, tiny_llama
+from support.models import tiny_llama
 
 pytestmark = needs_emulator
 
@@ -53,14 +52,13 @@ def marks(said: str) -> list[str]:
 
 
 def test_without_a_gpu_every_time_is_predicted(
-    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kept: Path, tmp_path: Path, printed: Run
 ) -> None:
     json_file, csv_file = tmp_path / "out.json", tmp_path / "out.csv"
-    files = ["--json", str(json_file), "--csv", str(csv_file)]
 
-    assert main(["bench", "8x64x256", "64x256", "--rows", "4", *files]) == 0
+    words = "8x64x256 64x256 --rows 4 --csv"
+    said = printed(f"bench {words}", csv_file, "--json", json_file)
 
-    said = capsys.readouterr().out
     assert marks(said) == ["predicted"] * 6
     assert "Nothing was measured" in said
     result = result_file.read(json_file)
@@ -80,40 +78,38 @@ def test_without_a_gpu_every_time_is_predicted(
 
 
 def test_without_shapes_the_emulator_takes_a_small_one(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, timed: list[Any], printed: Run
 ) -> None:
-    seen = timed_problems(monkeypatch)
+    printed("bench")
 
-    assert main(["bench"]) == 0
-
-    assert {(each.m, each.n, each.k) for each in seen} == {(1, 256, 512), (8, 256, 512)}
+    assert {(each.m, each.n, each.k) for each in timed} == {
+        (1, 256, 512),
+        (8, 256, 512),
+    }
 
 
 def test_on_a_gpu_layers_of_real_models_are_timed(
-    on_metal: None, monkeypatch: pytest.MonkeyPatch
+    on_metal: None, timed: list[Any], printed: Run
 ) -> None:
-    seen = timed_problems(monkeypatch)
+    printed("bench")
 
-    assert main(["bench"]) == 0
-
-    assert {each.m for each in seen} >= {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
-    assert {(each.k, each.n) for each in seen} >= {(4096, 14336), (17408, 5120)}
+    assert {each.m for each in timed} >= {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
+    assert {(each.k, each.n) for each in timed} >= {(4096, 14336), (17408, 5120)}
 
 
 def test_a_shape_has_its_own_rows_unless_others_are_given(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, timed: list[Any], printed: Run
 ) -> None:
-    seen = timed_problems(monkeypatch)
+    printed("bench 3x64x256 96,256")
+    assert [(each.m, each.n) for each in timed] == [(3, 64), (1, 96), (8, 96)]
 
-    main(["bench", "3x64x256", "96,256"])
-    assert [(each.m, each.n) for each in seen] == [(3, 64), (1, 96), (8, 96)]
-
-    seen.clear()
-    main(["bench", "3x64x256", "64x256", "--rows", "2,5", "--mode", "mxfp4"])
-    assert [(each.m, each.mode) for each in seen] == [(2, "mxfp4"), (5, "mxfp4")]
+    timed.clear()
+    printed("bench 3x64x256 64x256 --rows 2,5 --mode mxfp4")
+    assert [(each.m, each.mode) for each in timed] == [(2, "mxfp4"), (5, "mxfp4")]
 
 
-def timed_problems(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands in for measuring, and lists what would be measured."""
     seen: list[Any] = []
 
@@ -126,14 +122,12 @@ def timed_problems(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_on_a_gpu_times_are_measured_by_both_clocks(
-    on_metal: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    on_metal: None, tmp_path: Path, printed: Run
 ) -> None:
     path = tmp_path / "out.json"
-    words = ["4x64x256", "--seconds", "0.01", "--json", str(path)]
 
-    assert main(["bench", *words]) == 0
+    said = printed("bench 4x64x256 --seconds 0.01 --json", path)
 
-    said = capsys.readouterr().out
     assert marks(said) == ["measured"] * 6
     assert "range, ms" in said
     result = result_file.read(path)
@@ -143,7 +137,7 @@ def test_on_a_gpu_times_are_measured_by_both_clocks(
 
 
 def test_an_interrupted_run_keeps_what_it_has(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, tmp_path: Path, printed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, path = products.measure, tmp_path / "out.json"
     problems: list[Any] = []
@@ -156,15 +150,18 @@ def test_an_interrupted_run_keeps_what_it_has(
 
     monkeypatch.setattr(products, "measure", measure)
 
-    assert main(["bench", "4x64x256", "8x64x256", "--json", str(path)]) == 130
+    printed("bench 4x64x256 8x64x256 --json", path, status=130)
 
     assert {row.problem.m for row in result_file.read(path).products} == {4}
 
 
 def test_an_interrupted_generation_keeps_the_streams_before_it(
-    on_metal: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_metal: None,
+    a_model: None,
+    tmp_path: Path,
+    printed: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
     monkeypatch.setattr(generation, "models", lambda *_: {})
     monkeypatch.setattr(generation, "first_tokens", lambda *_: mac_file().first_tokens)
 
@@ -175,7 +172,7 @@ def test_an_interrupted_generation_keeps_the_streams_before_it(
     monkeypatch.setattr(generation, "measure", measure)
     path = tmp_path / "out.json"
 
-    assert main(["bench", "--model", "a/model", "--json", str(path)]) == 130
+    printed("bench --model a/model --json", path, status=130)
 
     kept = result_file.read(path)
     assert kept.generation == mac_file().generation
@@ -183,64 +180,52 @@ def test_an_interrupted_generation_keeps_the_streams_before_it(
 
 
 def test_a_wrong_product_fails_the_command(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
     right = launcher.product
     monkeypatch.setattr(
         launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
-    assert main(["bench", "4x64x256"]) == 1
+    said = printed("bench 4x64x256", status=1)
 
-    said = capsys.readouterr().out
     assert "ours (mlx layout)" in said
     assert "its product is wrong; please report it" in said
 
 
-def test_a_models_speed_is_predicted_without_a_gpu(
-    kept: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives commands a small model."""
     monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+
+
+def test_a_models_speed_is_predicted_without_a_gpu(
+    kept: Path, a_model: None, tmp_path: Path, printed: Run
+) -> None:
     path = tmp_path / "out.json"
-    words = ["--model", "a/model", "--streams", "1,8", "--json", str(path)]
 
-    assert main(["bench", *words]) == 0
+    said = printed("bench --model a/model --streams 1,8 --json", path)
 
-    said = capsys.readouterr().out
     assert marks(said) == ["predicted"] * 4
     assert "of the products of quantized layers" in said
     result = result_file.read(path)
     assert result.products == []
-    assert {(row.model, row.streams) for row in result.generation} == {
-        ("a/model", 1),
-        ("a/model", 8),
-    }
+    found = {(row.model, row.streams) for row in result.generation}
+    assert found == {("a/model", 1), ("a/model", 8)}
 
 
 def test_a_models_speed_is_measured_on_a_gpu(
     on_metal: None,
+    a_model: None,
     tmp_path: Path,
+    printed: Run,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
     monkeypatch.setattr(generation, "models", lambda *_: {STOCK_MODEL: 1, OURS: 2})
-    monkeypatch.setattr(
-        generation,
-        "first_tokens",
-        lambda name, *_: [
-            FirstTokenRow(
-                model=name,
-                arm=OURS,
-                prompt_tokens=9,
-                cold=measured(1200),
-                warm=measured(30),
-            )
-        ],
-    )
+
+    def first_tokens(name: str, *_: Any) -> list[FirstTokenRow]:
+        times = {"cold": measured(1200), "warm": measured(30)}
+        return [FirstTokenRow(model=name, arm=OURS, prompt_tokens=9, **times)]
 
     def measure(
         name: str, arms: dict[str, int], streams: list[int], prompt: int, new: int
@@ -259,13 +244,13 @@ def test_a_models_speed_is_measured_on_a_gpu(
             for arm, speed in arms.items()
         ]
 
+    monkeypatch.setattr(generation, "first_tokens", first_tokens)
     monkeypatch.setattr(generation, "measure", measure)
     csv_file = tmp_path / "out.csv"
-    words = ["--model", "a/model", "--streams", "4", "--csv", str(csv_file)]
+    words = "--model a/model --streams 4 --prompt 9 --new 7"
 
-    assert main(["bench", *words, "--prompt", "9", "--new", "7"]) == 0
+    said = printed(f"bench {words} --csv", csv_file)
 
-    said = capsys.readouterr().out
     assert marks(said) == ["measured"] * 3
     first, stock, ours = (
         line.split() for line in said.splitlines() if "measur" in line
@@ -276,60 +261,6 @@ def test_a_models_speed_is_measured_on_a_gpu(
     rows = [*csv.DictReader(io.StringIO(csv_file.read_text()))]
     kinds = ["prompt", "step"] * 2 + ["first token, cold", "first token, warm"]
     assert [row["kind"] for row in rows] == kinds
-
-
-def test_a_model_without_quantized_layers_is_refused(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = Layers(nn.Linear(8, 8))
-    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (model, None))
-
-    assert main(["bench", "--model", "a/model"]) == 2
-
-    assert "has no quantized linear layer" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a/model"], "'a/model' is not a shape such as 8x4096x11008"),
-        (["0x64x256"], "m=0"),
-        (["4x64x256", "--rows", "0"], "--rows '0'"),
-        (["4x64x256", "--seconds", "0"], "--seconds 0"),
-        (["4x64x256", "--seconds", "nan"], "--seconds nan"),
-        (["4x64x256", "--seconds", "1e9"], "--seconds 1000000000"),
-        (["--model", "x", "--streams", "1,x"], "--streams '1,x'"),
-        (["--model", "x", "--streams", "9999"], "--streams 9999"),
-        (["--model", "x", "--prompt", "0"], "--prompt 0"),
-        (["--model", "x", "--new", "3"], "--new 3"),
-        (["4x64x256", "--json", "/no/such/folder/x"], "/no/such/folder does not exist"),
-        (["4x64x250"], "k=250"),
-        (["4x64x256", "--group-size", "256"], "group_size=256"),
-    ],
-)
-def test_bad_arguments_are_refused_before_any_work(
-    words: list[str],
-    message: str,
-    kept: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(products, "measure", None)
-    monkeypatch.setattr(mlx_lm, "load", None)
-
-    assert main(["bench", *words]) == 2
-
-    assert message in capsys.readouterr().err
-
-
-def test_a_device_that_is_only_planned_for_is_not_measured(
-    on_metal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(devices.ENVIRONMENT, "Apple M1")
-
-    assert main(["bench", "4x64x256"]) == 2
-
-    assert "measures this machine: unset it" in capsys.readouterr().err
 
 
 def test_the_heading_names_what_times_depend_on() -> None:

@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from cli.conftest import Run
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli.main import main
-from mlx_marlin.cli.pictures import (
-    busy_cores,
-    charts,
-    figures,
-    plots,
-    roofline,
-    staircase,
-)
+from mlx_marlin.cli.pictures import busy_cores, figures, plots, roofline, staircase
 from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark
 from mlx_marlin.cli.pictures.staircase import Sample
 from mlx_marlin.cli.pictures.text import schedule
@@ -199,12 +192,11 @@ PLAN = "plan 8 4096 4096 --chip M4"
 
 
 def test_plan_plots_the_staircase_and_each_strategy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, printed: Run
 ) -> None:
     path = tmp_path / "plan.svg"
 
-    assert main([*PLAN.split(), "--plot", str(path)]) == 0
-    assert capsys.readouterr().out.endswith(f"\nsaved {path}\n")
+    assert printed(f"{PLAN} --plot", path).endswith(f"\nsaved {path}\n")
     texts = svg_texts(path)
     assert {"ours (predicted)", "stock MLX (predicted)"} <= {*texts}
     for strategy in ("stripe", "split_k", "data_parallel"):
@@ -214,15 +206,11 @@ def test_plan_plots_the_staircase_and_each_strategy(
     assert all("(predicted)" in text for text in timed)
 
 
-def test_profile_plots_the_roofline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_plots_the_roofline(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "roofline.svg"
-    words = ["profile", "--single-config", "8,4096,4096", "--mode", "affine"]
-    words += ["--compare", "stock", "--chip", "M4 Max", "--plot", str(path)]
+    words = "--single-config 8,4096,4096 --mode affine --compare stock --chip 'M4 Max'"
 
-    assert main(words) == 0
-    assert capsys.readouterr().out.endswith(f"saved {path}\n")
+    assert printed(f"profile {words} --plot", path).endswith(f"saved {path}\n")
     texts = svg_texts(path)
     assert "gemm_register (predicted)" in texts
     assert any(re.fullmatch(r"stock \w+ \(predicted\)", text) for text in texts)
@@ -232,73 +220,41 @@ def test_profile_plots_the_roofline(
 
 @sampled(1)
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_same_chart_gives_the_same_bytes(suffix: str, tmp_path: Path) -> None:
+def test_the_same_chart_gives_the_same_bytes_and_json_stays_alone(
+    suffix: str, tmp_path: Path, printed: Run
+) -> None:
     first, second = tmp_path / f"1.{suffix}", tmp_path / f"2.{suffix}"
     for path in (first, second):
-        assert main([*PLAN.split(), "--json", "--plot", str(path)]) == 0
+        assert json.loads(printed(f"{PLAN} --json --plot", path))["threadgroups"] > 0
 
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes().startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
     assert sorted(tmp_path.iterdir()) == [first, second]
 
 
-@pytest.mark.parametrize("command", [PLAN, "profile --single-config 1,64,128"])
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("a.pdf", "expected a name that ends in .svg or .png"),
-        ("none/a.svg", "/none does not exist, expected a file in an existing folder"),
-    ],
+    "line", [f"{PLAN} --plot", f"{PLAN} --save", "profile --chip M4 --plot"]
 )
-def test_a_file_that_cannot_be_a_picture_is_refused(
-    command: str,
-    name: str,
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([*command.split(), "--plot", str(tmp_path / name)]) == 2
-
-    printed, error = capsys.readouterr()
-    assert printed == ""
-    assert f"--plot {tmp_path / name}: " in error
-    assert words in error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_json_of_a_plan_stays_alone_when_it_is_plotted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*PLAN.split(), "--json", "--plot", str(tmp_path / "a.svg")]) == 0
-    assert json.loads(capsys.readouterr().out)["threadgroups"] > 0
-
-
-@pytest.mark.parametrize("command", [PLAN, "profile --chip M4"])
-def test_without_matplotlib_the_remedy_is_named(
-    command: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
+    line: str, tmp_path: Path, refused: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(times, "predicted", None)  # it would take long
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.style", raising=False)
+    path = tmp_path / "a.svg"
+    path.write_text("kept")
 
-    assert main([*command.split(), "--plot", str(tmp_path / "a.svg")]) == 2
-    assert "--plot draws with matplotlib: pip install" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def chart_of(names: list[str]) -> charts.Chart:
-    """Returns a chart with a series for each name."""
-    samples = [sample(rows, 1.0, name=name) for rows in (1, 8) for name in names]
-    found = staircase.chart("times", samples)
-    assert found is not None
-    return found
+    said = f"{line.split()[-1]} draws with matplotlib: pip install 'mlx-marlin[plot]'"
+    assert said in refused(line, path)
+    assert path.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_no_two_series_look_alike() -> None:
-    found = chart_of([f"arm {index}" for index in range(32)])
+    names = [f"arm {index}" for index in range(32)]
+    samples = [sample(rows, 1.0, name=name) for rows in (1, 8) for name in names]
+    found = staircase.chart("times", samples)
+    assert found is not None
 
     figure = plots.figure([found])
     drawn = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}

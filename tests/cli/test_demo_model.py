@@ -28,13 +28,10 @@ def load() -> tuple[Any, Any]:
     return mlx_lm.load(str(EXAMPLE / "model"))[:2]
 
 
-def test_the_checkpoint_is_at_most_eight_megabytes() -> None:
-    size = sum(path.stat().st_size for path in (EXAMPLE / "model").iterdir())
-
-    assert size <= 8_000_000
-
-
-def test_its_products_are_not_all_powers_of_two_and_hold_whole_groups() -> None:
+def test_it_is_small_and_its_products_are_not_all_powers_of_two_but_whole_groups() -> (
+    None
+):
+    assert sum(path.stat().st_size for path in (EXAMPLE / "model").iterdir()) < 8e6
     weights = dict(load()[0].named_modules())
     shapes = {part.weight.shape for part in weights.values() if "weight" in part}
     products = [shape for shape in shapes if len(shape) == 2]
@@ -44,19 +41,16 @@ def test_its_products_are_not_all_powers_of_two_and_hold_whole_groups() -> None:
     assert any(k & (k - 1) for _, k in products)
 
 
-def test_it_predicts_modules_that_it_was_not_trained_on(tokenizer: Any) -> None:
+def test_it_predicts_modules_that_it_was_not_trained_on_unless_a_layer_is_damaged(
+    tokenizer: Any,
+) -> None:
     model, _ = load()
     text = demo.held_out_tokens(tokenizer)
 
     assert perplexity(model, text) < BOUND
-
-
-def test_the_bound_notices_one_damaged_layer(tokenizer: Any) -> None:
-    model, _ = load()
     layer = model.layers[2].mlp.down_proj
     layer.weight = layer.weight[::-1]
-
-    assert perplexity(model, demo.held_out_tokens(tokenizer)) > BOUND
+    assert perplexity(model, text) > BOUND
 
 
 @given(st.text())

@@ -20,11 +20,18 @@ def test_the_guide_names_every_command_once(capsys: pytest.CaptureFixture[str]) 
     assert sorted(words[0] for words in guided(capsys)) == sorted(COMMANDS)
 
 
-def test_the_help_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_fits_a_terminal_and_lists_every_command_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
 
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    said = capsys.readouterr().out
+    commands, _, _ = said.split("COMMAND\n")[1].partition("\n\n")
+    listed = [line.split(maxsplit=1) for line in commands.splitlines()]
+    assert listed == [[name, text] for name, (_, text) in COMMANDS.items()]
+    assert listed[0][0] == "plan"
+    assert max(map(len, said.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("wish", GUIDE)

@@ -12,15 +12,16 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 
+from cli.conftest import Run
 from mlx_marlin.backends import launcher
 from mlx_marlin.cli import models
 from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.cli.main import main
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.race.model_products import single_products
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import LAYOUTS
 from support.marks import needs_emulator
-from support.tune_commands import measured_problems
 
 pytestmark = needs_emulator
 
@@ -55,55 +56,44 @@ MODES["ours"] = MODES["gptq"]
 
 
 def test_layers_are_measured(
-    kept: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, model: Path, tuned: list[Problem], printed: Run
 ) -> None:
-    seen = measured_problems(monkeypatch)
-    assert main(["tune", str(model), "--rows", "1,8"]) == 0
-    products = {(problem.n, problem.k) for problem in seen}
-    assert products == {
-        (w.shape[0], w.shape[1])
-        for name, w in plain_weights().items()
-        if "_proj" in name
-    }
-    assert {(problem.mode, problem.group_size) for problem in seen} == {
-        MODES[model.name]
-    }
-    assert {problem.layout for problem in seen} == {"marlin"}
-    assert {problem.m for problem in seen} == {1, 8}
+    printed("tune --rows 1,8", model)
 
-
-def plain_weights() -> dict:
-    return dict(mx.load(str(MODEL / "model.safetensors")))
+    weights = mx.load(str(MODEL / "model.safetensors")).items()
+    expected = {w.shape for name, w in weights if "_proj" in name}
+    assert {(each.n, each.k) for each in tuned} == expected
+    assert {(each.mode, each.group_size) for each in tuned} == {MODES[model.name]}
+    assert {each.layout for each in tuned} == {"marlin"}
+    assert {each.m for each in tuned} == {1, 8}
 
 
 def test_kernels_are_checked(
-    kept: Path,
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    kept: Path, model: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
-    found = models.problems(str(model), [1])
-    one = found[:1]  # each takes a second
+    one = models.problems(str(model), [1])[:1]  # each takes a second
     monkeypatch.setattr(models, "problems", lambda name, rows: one)
-    options = ["doctor", "--json", "--check", "--model", str(model), "--rows", "1"]
-    assert main(options) == 0
-    verdicts = json.loads(capsys.readouterr().out)["verdicts"]["kernels"]
+    said = printed(f"doctor --json --check --rows 1 --model {model}")
+    verdicts = json.loads(said)["verdicts"]["kernels"]
     assert verdicts
     assert all(verdict["passed"] for verdict in verdicts)
 
 
-def test_text_is_generated(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the demo read few tokens of the held-out text."""
     fewer = partial(demo.held_out_tokens, windows=1, length=16)
     monkeypatch.setattr(demo, "held_out_tokens", fewer)
-    options = ["demo", "--model", str(model), "--tokens", "4", "--batch", "1"]
-    assert main(options) == 0
-    output = capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few_tokens")
+def test_text_is_generated(model: Path, printed: Run) -> None:
+    output = printed("demo --tokens 4 --batch 1 --model", model)
     assert "1 of 1 texts equal stock MLX's" in output
     assert "4 bits" not in output
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_the_reference_of_the_demo_is_stock_mlx(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,27 +105,24 @@ def test_the_reference_of_the_demo_is_stock_mlx(
         return lambda *arrays: right(*arrays) * 1.5
 
     monkeypatch.setattr(launcher, "product", wrong)
-    fewer = partial(demo.held_out_tokens, windows=1, length=16)
-    monkeypatch.setattr(demo, "held_out_tokens", fewer)
     options = ["demo", "--model", str(model), "--tokens", "2", "--batch", "1"]
     assert main(options) == 1
     assert "is not within" in capsys.readouterr().err
 
 
 def test_groups_that_stock_mlx_lacks_are_not_measured(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: Path, tuned: list[Problem], printed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = measured_problems(monkeypatch)
     net = nn.Module()
     plain = nn.Linear(128, 64)
     net.a = MarlinLinear.from_linear(plain, 16, 4, layout="marlin")
     net.b = MarlinLinear.from_linear(plain, 64, 4, layout="marlin")
     monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (net, None))
-    assert main(["tune", "some/model", "--rows", "1"]) == 0
-    assert [problem.group_size for problem in seen] == [64]
-    said = capsys.readouterr().out
+
+    said = printed("tune some/model --rows 1")
+
+    assert [problem.group_size for problem in tuned] == [64]
     assert "not measured, group_size=16 is not one of" in said
-    assert main(["tune", "1x64x128", "--group-size", "16"]) == 2
 
 
 def test_packed_layers_are_found_without_unpacking(

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
+from cli.conftest import Run
 from mlx_marlin.cli.main import COMMANDS, main
 from support import quantized_folder
 from support.marks import needs_emulator
 
 KERNEL = "y[thread_position_in_grid.x] = 1.0f;"
-PLAN = ["plan", "8x64x128", "--chip", "M3 Max"]
 GIVES_JSON = {
-    "plan": PLAN,
-    "cache": ["cache"],
-    "doctor": ["doctor"],
-    "report": ["report", "model", "--chip", "M3 Max"],
-    "profile": ["profile", "--single-config", "8x64x128", "--chip", "M3 Max"],
-    "verify": ["verify", "model", "--rows", "1"],
-    "bench": ["bench", "1x64x64", "--seconds", "0.01"],
-    "tune": ["tune", "1x64x64"],
-    "emulate": ["emulate", "kernel.metal", "--grid", "4", "--output", "y=4:float32"],
+    "plan": "8x64x128 --chip M3",
+    "cache": "",
+    "doctor": "",
+    "report": "model --chip M3",
+    "profile": "--single-config 8x64x128 --chip M3",
+    "verify": "model --rows 1",
+    "bench": "1x64x64 --seconds 0.01",
+    "tune": "1x64x64",
+    "emulate": "kernel.metal --grid 4 --output y=4:float32",
 }
 """Commands with a result that is no text, and arguments."""
 
@@ -37,21 +37,19 @@ def folder(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_emulator
 @pytest.mark.parametrize("command", GIVES_JSON)
 def test_json_is_printed_alone_or_written_beside_the_text(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    command: str, folder: Path, printed: Run, refused: Run
 ) -> None:
-    words = GIVES_JSON[command]
+    line = f"{command} {GIVES_JSON[command]} --json"
 
-    assert main([*words, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert main([*words, "--json", "result.json"]) == 0
-    text = capsys.readouterr().out
+    alone = json.loads(printed(line))
+    text = printed(f"{line} result.json")
     written = json.loads((folder / "result.json").read_text())
 
-    assert shape_of(written) == shape_of(printed)
+    assert shape_of(written) == shape_of(alone)
     assert text
     assert not text.startswith(("{", "["))
-    assert main([*words, "--json", "none/result.json"]) == 2
-    assert "--json none/result.json: the folder none" in capsys.readouterr().err
+    said = "--json none/result.json: the folder none"
+    assert said in refused(f"{line} none/result.json")
 
 
 def shape_of(value: Any) -> Any:
@@ -75,41 +73,21 @@ def test_the_option_is_the_same_in_all_commands(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["plan", "8", "64", "128", "--json"],
-        ["plan", "8,64,128", "--json", "--bits", "4"],
-        ["plan", "8x64x128", "--json", "-"],
-    ],
+    "words", ["8 64 128 --json", "8,64,128 --json --bits 4", "8x64x128 --json -"]
 )
-def test_old_spellings_of_a_plan_are_accepted(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*words, "--chip", "M3 Max"]) == 0
+def test_old_spellings_of_a_plan_are_accepted(words: str, printed: Run) -> None:
+    problem = json.loads(printed(f"plan {words} --chip M3"))["problem"]
 
-    problem = json.loads(capsys.readouterr().out)["problem"]
     assert [problem[name] for name in "mnk"] == [8, 64, 128]
-
-
-@pytest.mark.parametrize(
-    "words", [["8x64"], ["8", "64"], ["8", "64", "x"], ["8x64x128", "3"], ["1.5x64x64"]]
-)
-def test_what_is_no_shape_is_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == 2
-
-    assert "expected MxNxK such as 8x4096x4096" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("old", ["--export-json", "--json"])
 @pytest.mark.parametrize("shape", ["8,64,128", "8x64x128"])
 def test_old_spellings_of_a_profile_are_accepted(
-    old: str, shape: str, tmp_path: Path
+    old: str, shape: str, tmp_path: Path, printed: Run
 ) -> None:
     path = tmp_path / "old-name"
-    words = ["profile", "--single-config", shape, "--chip", "M3 Max"]
 
-    assert main([*words, old, str(path)]) == 0
+    printed(f"profile --single-config {shape} --chip M3 {old}", path)
 
     assert json.loads(path.read_text())["schema"] == "mlx_marlin.profile"

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,28 +10,23 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from cli.conftest import Run
 from mlx_marlin.cli import models
 from mlx_marlin.cli.main import main
 from support import auto_hook, foreign_models, quantized_folder
 from support import foreign_checkpoints as foreign
 from support.limits import limited
+from support.processes import run_python
 
 POINTER = """version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
 size 12345
 """
 COMMANDS = [
-    ["report", "MODEL"],
-    ["tune", "MODEL"],
-    ["profile", "--model", "MODEL"],
-    ["verify", "MODEL"],
-    ["verify", "MODEL", "--against", "MODEL"],
-    ["convert", "MODEL", "OUT"],
-    ["bench", "--model", "MODEL"],
-    ["demo", "--model", "MODEL"],
-    ["doctor", "--check", "--model", "MODEL"],
-    ["lm", "generate", "--model", "MODEL"],
-    ["lm", "server", "--model=MODEL"],
+    *("report MODEL", "tune MODEL", "profile --model MODEL", "verify MODEL"),
+    *("verify MODEL --against MODEL", "convert MODEL MODEL-out"),
+    *("bench --model MODEL", "demo --model MODEL", "doctor --check --model MODEL"),
+    *("lm generate --model MODEL", "lm server --model=MODEL"),
 ]
 
 
@@ -107,11 +100,11 @@ def with_endless_layers(path: Path) -> str:
     return "config.json: num_hidden_layers is 1000000000, expected at most 1000,"
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", MISSING)
 def test_a_path_without_a_model_is_one_sentence(
     tmp_path: Path,
-    command: list[str],
+    command: str,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -119,7 +112,7 @@ def test_a_path_without_a_model_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     expected = make_missing(tmp_path / "model", kind)
 
-    assert main([each.replace("MODEL", "./model") for each in command]) == 2
+    assert main(command.replace("MODEL", "./model").split()) == 2
 
     error = capsys.readouterr().err
     assert expected in error
@@ -139,16 +132,14 @@ def test_a_path_without_a_model_is_one_sentence(
 )
 @pytest.mark.parametrize("command", [COMMANDS[0], COMMANDS[3], COMMANDS[5]])
 def test_a_model_with_an_endless_file_is_refused(
-    tmp_path: Path, command: list[str], make: Any, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: str, make: Any, refused: Run
 ) -> None:
     path = tmp_path / "model"
     expected = make(path)
-    words = [each.replace("MODEL", str(path)) for each in command]
 
     with limited():
-        assert main([each.replace("OUT", f"{path}-out") for each in words]) == 2
+        error = refused(command.replace("MODEL", str(path)))
 
-    error = capsys.readouterr().err
     assert expected in error
     assert str(path) in error
 
@@ -168,15 +159,15 @@ def test_a_name_of_the_hub_is_announced_and_its_error_is_a_sentence(
     assert second.startswith("mlx-marlin: error: the Hugging Face Hub did not answer")
 
 
-@pytest.mark.parametrize("command", COMMANDS[:5] + COMMANDS[-2:], ids=" ".join)
-def test_mlx_lm_is_not_imported_for_a_missing_model(command: list[str]) -> None:
-    words = [each.replace("MODEL", "./none") for each in command]
+@pytest.mark.parametrize("command", COMMANDS[:5] + COMMANDS[-2:])
+def test_mlx_lm_is_not_imported_for_a_missing_model(command: str) -> None:
+    words = command.replace("MODEL", "./none").split()
     code = (
         "import sys\nfrom mlx_marlin.cli.main import main\n"
         f"assert main({words}) == 2\n"
         "print({'mlx_lm', 'transformers', 'huggingface_hub'} & {*sys.modules})"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ran = run_python(code)
     assert (ran.returncode, ran.stdout) == (0, "set()\n"), ran.stderr
 
 

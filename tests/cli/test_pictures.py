@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections import Counter, defaultdict
 from itertools import repeat
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.conftest import Run
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures import plan_picture
 from mlx_marlin.cli.pictures import text as pictures
 from mlx_marlin.planning.plan import Plan
@@ -230,14 +229,14 @@ def test_few_threadgroups_are_named_one_and_all(threadgroups: set[int]) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_saved_picture_names_every_threadgroup(
-    strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    strategy: str, tmp_path: Path, printed: Run
 ) -> None:
     path = tmp_path / "plan.svg"
     options, threadgroups = STRATEGIES[strategy]
-    words = f"{SEVEN} --strategy {strategy} {options} --save {path}"
 
-    assert main(words.split()) == 0
-    assert capsys.readouterr().out.endswith(f"\nsaved {path}\n")
+    said = printed(f"{SEVEN} --strategy {strategy} {options} --save", path)
+
+    assert said.endswith(f"\nsaved {path}\n")
     texts = svg_texts(path)
     assert sum(strategy in text for text in texts) == 1
     assert sum("(model, not measured)" in text for text in texts) == 2
@@ -245,12 +244,9 @@ def test_a_saved_picture_names_every_threadgroup(
     assert {str(index) for index in shown if index is not None} <= set(texts)
 
 
-def test_a_drawn_wide_tile_spans_two_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drawn_wide_tile_spans_two_columns(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "plan.svg"
-    words = f"{SEVEN} --strategy hytis {STRATEGIES['hytis'][0]} --save {path}"
-    assert main(words.split()) == 0
+    printed(f"{SEVEN} --strategy hytis {STRATEGIES['hytis'][0]} --save", path)
     outlines = re.findall(
         r'd="M (\S+) \S+ \nL (\S+) [^"]*\nz\n"[^>]*fill: none; stroke', path.read_text()
     )
@@ -261,13 +257,12 @@ def test_a_drawn_wide_tile_spans_two_columns(
     assert widths[2:] == pytest.approx([widths[2]] * 3)
 
 
-def test_a_drawn_idle_threadgroup_is_called_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drawn_idle_threadgroup_is_called_so(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "plan.svg"
     stripe = "--strategy stripe --partition ceil --threadgroups 5 --k-parallel 1"
 
-    assert main([*SEVEN.split(), *stripe.split(), "--save", str(path)]) == 0
+    printed(f"{SEVEN} {stripe} --save", path)
+
     assert [text.strip() for text in svg_texts(path)].count("idle") == 1
     assert any("1 idle" in text for text in svg_texts(path))
 
@@ -275,12 +270,12 @@ def test_a_drawn_idle_threadgroup_is_called_so(
 @sampled(1)
 @pytest.mark.parametrize("suffix", ["svg", "png", "PNG"])
 def test_the_same_plan_gives_the_same_bytes_and_replaces_what_was_there(
-    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    suffix: str, tmp_path: Path, printed: Run
 ) -> None:
     first, second = tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}"
     second.write_bytes(b"old")
     for path in (first, second):
-        assert main([*SEVEN.split(), "--all", "--save", str(path)]) == 0
+        assert json.loads(printed(f"{SEVEN} --all --json --save", path))["bytes"] > 0
 
     content = first.read_bytes()
     assert content == second.read_bytes()
@@ -291,65 +286,19 @@ def test_the_same_plan_gives_the_same_bytes_and_replaces_what_was_there(
         assert b"date" not in content
 
 
-def test_a_large_product_is_drawn_elided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_product_is_drawn_elided(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "plan.svg"
-    words = "plan 500 9000 4096 --strategy stream_k --groups 2 --save"
+    printed("plan 500 9000 4096 --strategy stream_k --groups 2 --save", path)
 
-    assert main([*words.split(), str(path)]) == 0
     texts = svg_texts(path)
     assert "..." in texts
     assert "281" in texts  # the last column of tiles
     assert path.stat().st_size < 4 * LARGEST_SVG
 
 
-def test_json_stays_alone_when_a_picture_is_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "plan.svg"
-
-    assert main([*SEVEN.split(), "--json", "--save", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["threadgroups"] > 0
-    assert path.exists()
-
-
-@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.svg.gz"])
-def test_another_suffix_is_refused_and_nothing_written(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status = main([*SEVEN.split(), "--save", str(tmp_path / name)])
-    captured = capsys.readouterr()
-
-    assert (status, captured.out) == (2, "")
-    assert captured.err.count("\n") == 1
-    assert "expected a name that ends in .svg or .png" in captured.err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "matplotlib.style", raising=False)
-    path = tmp_path / "plan.svg"
-    path.write_text("kept")
-    status = main([*SEVEN.split(), "--save", str(path)])
-    captured = capsys.readouterr()
-
-    assert (status, captured.out) == (2, "")
-    assert captured.err.count("\n") == 1
-    assert "pip install 'mlx-marlin[plot]'" in captured.err
-    assert path.read_text() == "kept"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("step", ["write_bytes", "replace"])
 def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(
-    step: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    step: str, tmp_path: Path, refused: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.svg"
     path.write_text("kept")
@@ -361,55 +310,18 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(
 
     monkeypatch.setattr(Path, step, half)
 
-    assert main([*SEVEN.split(), "--save", str(path)]) == 2
-    assert f"--save {path}: cannot be written" in capsys.readouterr().err
+    assert f"--save {path}: cannot be written" in refused(f"{SEVEN} --save", path)
     assert path.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (
-            "none/plan.svg",
-            "/none does not exist, expected a file in an existing folder",
-        ),
-        ("folder.svg", "is a folder, expected a file"),
-    ],
-)
-def test_where_nothing_can_be_saved_nothing_is_planned(
-    name: str,
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "folder.svg").mkdir()
-    path = tmp_path / name
-    planned = []
-    monkeypatch.setattr(planner, "compare", lambda *_, **__: planned.append(1))
-
-    status = main([*SEVEN.split(), "--save", str(path)])
-    captured = capsys.readouterr()
-
-    assert (status, captured.out, planned) == (2, "", [])
-    assert captured.err.startswith(f"mlx-marlin: error: --save {path}: ")
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
-
-
-def test_the_example_shows_its_pictures_which_are_small() -> None:
+def test_the_example_shows_every_strategy_twice_in_small_pictures() -> None:
     readme = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     drawn = [*EXAMPLE.glob("*.svg")]
+    shown = Counter(re.findall(r"^\$ .*--strategy (\w+)", readme, re.MULTILINE))
 
     assert {path.name for path in drawn} == set(re.findall(r"\]\((\S+\.svg)\)", readme))
     assert max(path.stat().st_size for path in drawn) < LARGEST_SVG
-
-
-def test_the_example_shows_every_strategy_twice() -> None:
-    readme = (EXAMPLE / "README.md").read_text(encoding="utf-8")
-    shown = Counter(re.findall(r"^\$ .*--strategy (\w+)", readme, re.MULTILINE))
-
     assert set(shown) == set(STRATEGIES)
     assert min(shown.values()) == 2
     assert "2, 2, 2, 1, 0" in readme

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cli.conftest import Run
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.cli import tables
-from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.render import (
     command,
@@ -53,6 +53,7 @@ TAGS = {
 }
 
 
+Render = Callable[..., Path]
 IMAGE = "data:image/svg+xml;base64,"
 
 
@@ -118,6 +119,19 @@ def page_of(data: dict[str, Any]) -> str:
         source.write_text(json.dumps(data))
         command.run(Namespace(result=source, output=target))
         return target.read_text("utf-8")
+
+
+@pytest.fixture
+def render(tmp_path: Path, printed: Run) -> Render:
+    """Returns what renders a document to a file, and returns it."""
+
+    def run(data: dict[str, Any], target: str, source: str = "a.json") -> Path:
+        path = tmp_path / target
+        (tmp_path / source).write_text(json.dumps(data))
+        assert printed("render", tmp_path / source, "-o", path) == f"saved {path}\n"
+        return path
+
+    return run
 
 
 @pytest.fixture
@@ -192,60 +206,43 @@ def test_lists_and_objects_that_are_something_else_are_refused(
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.usefixtures("_no_charts")
 def test_without_rows_there_is_a_page(name: str) -> None:
-    kept = {
-        key: [] if isinstance(value, list) else value
-        for key, value in DOCUMENTS[name].items()
-    }
-    found = Checker(
-        page_of(kept | ({"source": "predicted"} if name == "result" else {}))
-    )
+    whole = DOCUMENTS[name]
+    kept = {key: [] if isinstance(whole[key], list) else whole[key] for key in whole}
+    predicted = {"source": "predicted"} if name == "result" else {}
+    found = Checker(page_of(kept | predicted))
 
     assert "The document has no times." in found.texts
     assert "table" not in found.seen
 
 
-def with_every_text(value: Any, text: str) -> Any:
-    """Returns a document in which a text replaces all others."""
+def with_every(kind: Any, value: Any, other: object) -> Any:
+    """Returns a document in which a value replaces all others of a kind."""
     if isinstance(value, dict):
         return {
-            key: each if key in ("schema", "version") else with_every_text(each, text)
+            key: each if key in ("schema", "version") else with_every(kind, each, other)
             for key, each in value.items()
         }
     if isinstance(value, list):
-        return [with_every_text(each, text) for each in value]
-    return text if isinstance(value, str) else value
-
-
-def with_every_number(value: Any, other: object) -> Any:
-    """Returns a document in which a value replaces all numbers."""
-    if isinstance(value, dict):
-        return {
-            key: each if key == "version" else with_every_number(each, other)
-            for key, each in value.items()
-        }
-    if isinstance(value, list):
-        return [with_every_number(each, other) for each in value]
-    return other if isinstance(value, int | float) else value
+        return [with_every(kind, each, other) for each in value]
+    return other if isinstance(value, kind) else value
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("number", [math.nan, 10**400, None, "1"])
 def test_what_is_no_number_is_refused(name: str, number: object) -> None:
     with pytest.raises(ValueError, match=r"a\.json"):
-        page_of(with_every_number(DOCUMENTS[name], number))
+        page_of(with_every(int | float, DOCUMENTS[name], number))
 
 
-def test_a_hostile_file_injects_no_markup(tmp_path: Path) -> None:
-    source, target = tmp_path / "<b>x.json", tmp_path / "a.html"
+def test_a_hostile_file_injects_no_markup(render: Render) -> None:
     data = profiles()
     data["device"]["variant"] = HOSTILE
     for row in (*data["profiles"], *data["skipped"]):
-        hostile = with_every_text(row, HOSTILE)
+        hostile = with_every(str, row, HOSTILE)
         row.update({key: hostile[key] for key in ("problem", "kernel")})
-    source.write_text(json.dumps(data))
 
-    assert main(["render", str(source), "-o", str(target)]) == 0
-    text = target.read_text("utf-8")
+    text = render(data, "a.html", "<b>x.json").read_text("utf-8")
+
     found = Checker(text)
     assert any(HOSTILE in text for text in found.texts)
     assert found.seen.count("script") == 1
@@ -270,20 +267,12 @@ def test_text_is_escaped_and_elements_are_not() -> None:
 @pytest.mark.parametrize(
     ("data", "said", "kind"),
     [
-        (result(), "The times on this page are measured.<", "measured"),
-        (
-            result("cost model"),
-            "The times on this page are predicted. Nothing was measured.",
-            "predicted",
-        ),
-        (
-            profiles(),
-            "The times on this page are assumed or measured or predicted.<",
-            "predicted",
-        ),
+        (result(), "measured.<", "measured"),
+        (result("cost model"), "predicted. Nothing was measured.", "predicted"),
+        (profiles(), "assumed or measured or predicted.<", "predicted"),
         (
             {**profiles(), "profiles": profiles()["profiles"][:3]},
-            "The times on this page are assumed or predicted. Nothing was measured.",
+            "assumed or predicted. Nothing was measured.",
             "predicted",
         ),
     ],
@@ -293,7 +282,7 @@ def test_a_notice_tells_what_was_measured(
 ) -> None:
     text = page_of(data)
 
-    assert said in text
+    assert f"The times on this page are {said}" in text
     assert f'<div class="notice {kind}">' in text
 
 
@@ -378,9 +367,8 @@ def read(data: dict[str, Any]) -> result_file.ResultFile:
 def test_rows_name_their_plans() -> None:
     """Two plans of one kernel and arm can be told apart."""
     data = profiles()
-    for row in data["profiles"]:
-        if row["plan"]:
-            assert row["plan"] in page_of(data)
+    text = page_of(data)
+    assert all(row["plan"] in text for row in data["profiles"] if row["plan"])
     data = result()
     plan = planner.choose(Problem(m=8, n=4096, k=4096), devices.named("M3 Max"))
     (row, *_) = (each for each in data["products"] if each["problem"]["m"] == 8)
@@ -421,43 +409,28 @@ def test_without_matplotlib_a_page_says_what_is_missing(
     assert "table" in found.seen
 
 
-def test_the_same_file_gives_the_same_page(tmp_path: Path) -> None:
-    assert page_of(profiles()) == page_of(profiles())
-
-
-def test_the_page_has_no_resources_and_a_policy_that_forbids_them() -> None:
+def test_a_page_is_always_the_same_and_has_a_policy_that_forbids_resources() -> None:
     text = page_of(profiles())
 
+    assert page_of(profiles()) == text
     for word in ("http:", "https:", "url(", "@import", "href=", "style="):
         assert word not in text
     assert "default-src &#x27;none&#x27;" in text or "default-src 'none'" in text
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_charts_of_a_document_are_saved_as_a_picture(
-    name: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, target = tmp_path / "a.json", tmp_path / f"a.{suffix}"
-    source.write_text(json.dumps(DOCUMENTS[name]))
+def test_charts_of_a_document_are_saved_as_a_picture(name: str, render: Render) -> None:
+    mark = {"profile": "gemv (predicted)", "result": "ours, mlx layout (measured)"}
 
-    assert main(["render", str(source), "-o", str(target)]) == 0
-    assert capsys.readouterr().out == f"saved {target}\n"
-    if suffix == "svg":
-        mark = {"profile": "gemv (predicted)", "result": "ours, mlx layout (measured)"}
-        assert mark[name] in svg_texts(target)
-    else:
-        assert target.read_bytes().startswith(b"\x89PNG")
+    assert mark[name] in svg_texts(render(DOCUMENTS[name], "a.svg"))
+    assert render(DOCUMENTS[name], "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_of_hostile_texts_has_them_as_text(tmp_path: Path) -> None:
+def test_a_picture_of_hostile_texts_has_them_as_text(render: Render) -> None:
     data = profiles()
     data["device"]["variant"] = "$x^{" + HOSTILE
-    source, target = tmp_path / "a.json", tmp_path / "a.svg"
-    source.write_text(json.dumps(data))
 
-    assert main(["render", str(source), "-o", str(target)]) == 0
-    assert any("$x^{</script>" in text for text in svg_texts(target))
+    assert any("$x^{</script>" in text for text in svg_texts(render(data, "a.svg")))
 
 
 @pytest.mark.parametrize(
@@ -486,62 +459,26 @@ def test_a_picture_of_hostile_texts_has_them_as_text(tmp_path: Path) -> None:
     ],
 )
 def test_other_files_are_refused(
-    content: str | bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | bytes, said: str, tmp_path: Path, refused: Run
 ) -> None:
     source = tmp_path / "a.json"
     source.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    assert main(["render", str(source), "-o", str(tmp_path / "a.html")]) == 2
-    printed, error = capsys.readouterr()
-    assert (printed, error.count("\n")) == ("", 1)
-    assert said in error
+    assert said in refused("render", source, "-o", tmp_path / "a.html")
     assert [*tmp_path.iterdir()] == [source]
 
 
-def test_a_document_without_charts_is_no_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_document_without_charts_is_no_picture_and_a_large_file_no_document(
+    tmp_path: Path, refused: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "a.json"
     kept = {"products": [], "generation": [], "first_tokens": [], "source": "predicted"}
     source.write_text(json.dumps({**result(), **kept}))
 
-    assert main(["render", str(source), "-o", str(tmp_path / "a.svg")]) == 2
-    assert "no chart can be drawn of it" in capsys.readouterr().err
-
-
-def test_a_large_file_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    said = refused("render", source, "-o", tmp_path / "a.svg")
+    assert "no chart can be drawn of it" in said
     monkeypatch.setattr(result_file, "MOST_BYTES", 100)
-    source = tmp_path / "a.json"
-    source.write_text(json.dumps(result()))
-
-    assert main(["render", str(source), "-o", str(tmp_path / "a.html")]) == 2
-    assert "expected at most 100" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "said"),
-    [
-        ("none.json", "a.html", "No such file"),
-        ("a.json", "a.pdf", "expected a name that ends in .html, .svg or .png"),
-        ("a.json", "none/a.html", "does not exist, expected a file in an existing"),
-        ("a.json", "b.html", "is a folder, expected a file"),
-    ],
-)
-def test_wrong_paths_are_named(
-    source: str,
-    target: str,
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(result(most=1)))
-    (tmp_path / "b.html").mkdir()
-
-    status = main(["render", str(tmp_path / source), "-o", str(tmp_path / target)])
-    assert status == 2
-    assert said in capsys.readouterr().err
+    assert "expected at most 100" in refused("render", source, "-o", tmp_path / "a.svg")
 
 
 def test_a_page_is_rendered_with_the_standard_library_alone(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
+from cli.conftest import Run
 from mlx_marlin.backends import devices, planner, result_files, tuned_results
 from mlx_marlin.cli import models
-from mlx_marlin.cli.main import main
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.products import eligibility
 from support.choose import Choose
@@ -120,47 +120,19 @@ def loaded(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
 
 
 def test_the_command_prints_the_report_and_writes_json(
-    loaded: list[tuple[str, bool]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    loaded: list[tuple[str, bool]], tmp_path: Path, printed: Run
 ) -> None:
     file = tmp_path / "report.json"
 
-    words = ["report", "a/model", "--rows", "1,8", "--chip", "M3 Max"]
-    assert main([*words, "--json", str(file)]) == 0
+    said = printed("report a/model --rows 1,8 --chip 'M3 Max' --json", file)
 
     expected = mlx_marlin.report(tiny_llama(), (1, 8), chip="M3 Max")
-    assert capsys.readouterr().out == f"{expected}\n"
+    assert said == f"{expected}\n"
     assert json.loads(file.read_text("utf-8")) == json.loads(
         json.dumps(expected.document())
     )
     assert loaded == [("a/model", True)]
-
-
-def test_the_default_is_this_process_and_three_rows(
-    loaded: list[tuple[str, bool]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", "a/model"]) == 0
-
-    printed = capsys.readouterr().out
-    assert printed == f"{mlx_marlin.report(tiny_llama())}\n"
-    assert printed.startswith("in this process, with the back end emulator (device: ")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rows", "1,x"], "--rows '1,x', expected numbers"),
-        (["--rows", "0"], "--rows '0', expected numbers"),
-        (["--chip", "M77"], "device 'M77' is not one of"),
-        (["--json", "/none/report.json"], "expected a file in an existing folder"),
-    ],
-)
-def test_wrong_arguments_fail_before_a_model_is_loaded(
-    loaded: list[tuple[str, bool]],
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
-) -> None:
-    assert main(["report", "a/model", *words]) == 2
-
-    assert message in capsys.readouterr().err
-    assert not loaded
+    # The default is this process and three rows.
+    said = printed("report a/model")
+    assert said == f"{mlx_marlin.report(tiny_llama())}\n"
+    assert said.startswith("in this process, with the back end emulator (device: ")

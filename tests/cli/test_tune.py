@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
+from cli.conftest import Run
 from mlx_marlin import guard, state
 from mlx_marlin.backends import (
     devices,
@@ -53,18 +54,17 @@ def without_dates(kept: Path) -> Any:
 
 
 def test_a_shape_is_tuned_kept_and_used(
-    kept: Path, longest_first: None, capsys: pytest.CaptureFixture[str]
+    kept: Path, longest_first: None, printed: Run
 ) -> None:
     x, native = activations(4, 256, **HALF), weight(64, 256, **HALF)
     before = mlx_marlin.quantized_matmul(x, *native)
 
-    assert main(["tune", "4x64x256"]) == 0
+    assert "us (emulator counters)" in printed("tune 4x64x256")
 
     (result,) = results(kept).values()
     assert result.plan.problem == PROBLEM
     assert result.plan != planner.choose(PROBLEM, devices.current())
     assert result.clock == "emulator counters"
-    assert "us (emulator counters)" in capsys.readouterr().out
     after = mlx_marlin.quantized_matmul(x, *native)
     assert launcher.plans_built() == [result.plan]
     assert mx.allclose(before, after, atol=1e-2).item()
@@ -121,20 +121,8 @@ def test_a_file_has_the_times_of_one_run_each_with_its_plan(
     assert not written.notes
 
 
-@pytest.mark.parametrize("words", [["--clear"], ["4x64x256", "--dry-run"]])
-def test_a_file_without_times_is_refused(
-    kept: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["tune", *words, "--json"]) == 2
-
-    assert "--json writes times of products" in capsys.readouterr().err
-
-
 def test_noise_is_not_called_a_failure(
-    kept: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run, tmp_path: Path
 ) -> None:
     steady = clocks.emulator_counters
 
@@ -148,10 +136,9 @@ def test_noise_is_not_called_a_failure(
     monkeypatch.setattr(clocks, "emulator_counters", noisy)
     path = tmp_path / "run.json"
 
-    assert main(["tune", "4x64x256", "--json", str(path)]) == 0
+    said = printed("tune 4x64x256 --json", path)
 
     assert results(kept) == {}
-    said = capsys.readouterr().out
     assert "1 of 1 problems: too noisy: nothing was kept, measure again" in said
     assert "failed" not in said
     (note,) = result_file.read(path).notes
@@ -162,7 +149,7 @@ def test_a_wrong_plan_is_told_and_not_kept(
     kept: Path,
     longest_first: None,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: Run,
     tmp_path: Path,
 ) -> None:
     right = launcher.product
@@ -174,11 +161,11 @@ def test_a_wrong_plan_is_told_and_not_kept(
     monkeypatch.setattr(launcher, "product", product)
 
     path = tmp_path / "run.json"
-    assert main(["tune", "4x64x256", "--json", str(path)]) == 1
+    said = printed("tune 4x64x256 --json", path, status=1)
 
     (result,) = results(kept).values()
     assert not result.plan.is_split
-    assert "WRONG product, never used" in capsys.readouterr().out
+    assert "WRONG product, never used" in said
     written = result_file.read(path)
     assert result.plan in [row.plan for row in written.products]
     assert all(": WRONG product" in note for note in written.notes)
@@ -187,24 +174,23 @@ def test_a_wrong_plan_is_told_and_not_kept(
 
 
 def test_without_a_right_plan_nothing_is_kept(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
     right = launcher.product
     monkeypatch.setattr(
         launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
-    assert main(["tune", "4x64x256"]) == 1
+    said = printed("tune 4x64x256", status=1)
 
     assert results(kept) == {}
-    printed = capsys.readouterr().out
-    assert "all our plans of 1 of 1 problems failed" in printed
-    assert "nothing was kept" in printed
-    assert "kept in" not in printed
+    assert "all our plans of 1 of 1 problems failed" in said
+    assert "nothing was kept" in said
+    assert "kept in" not in said
 
 
 def test_plans_that_were_wrong_are_not_served_either(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
     right = launcher.product
@@ -217,17 +203,16 @@ def test_plans_that_were_wrong_are_not_served_either(
     monkeypatch.setattr(launcher, "product", product)
 
     with pytest.warns(RuntimeWarning, match="wrong in tuning"):
-        assert main(["tune", "4x64x256"]) == 1
+        assert "stock MLX serves them" in printed("tune 4x64x256", status=1)
 
-    assert "stock MLX serves them" in capsys.readouterr().out
     x, w = mx.ones((4, 256), mx.float16), mx.quantize(mx.ones((64, 256), mx.float16))
     with pytest.warns(RuntimeWarning, match="wrong in tuning"):
         assert "wrong in tuning" in str(mlx_marlin.why_not(x, *w))
 
     # All of them are known now, so none is measured again.
     with pytest.warns(RuntimeWarning, match="wrong in tuning"):
-        assert main(["tune", "4x64x256"]) == 1
-    assert "a kernel failed its check, never used" in capsys.readouterr().out
+        said = printed("tune 4x64x256", status=1)
+    assert "a kernel failed its check, never used" in said
 
 
 @sampled(1)
@@ -250,17 +235,16 @@ def test_a_format_of_floats_is_tuned_kept_and_used(
 
 
 def test_clearing_removes_what_was_kept(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
     main(["tune", "4x64x256"])
     assert results(kept)
 
     # Whatever chip is named.
     monkeypatch.setenv(devices.ENVIRONMENT, "H200")
-    assert main(["tune", "--clear"]) == 0
+    assert f"files removed from {kept}: 1" in printed("tune --clear")
     monkeypatch.delenv(devices.ENVIRONMENT)
 
-    assert f"files removed from {kept}: 1" in capsys.readouterr().out
     assert results(kept) == {}
 
 
@@ -273,7 +257,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     kept: Path,
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: Run,
 ) -> None:
     here = devices.named(chip)
     backend(on)
@@ -287,8 +271,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
 
     monkeypatch.setattr(timing, "NOISE", 1e9)  # this machine is no quiet GPU
     monkeypatch.setattr(choice, "WIDTH", 1000)  # names of plans stay in one line
-    words = ["tune", "4x64x256", "--seconds", "0.1", "--layout", "mlx"]
-    assert main(words) == 0
+    said = printed("tune 4x64x256 --seconds 0.1 --layout mlx")
 
     (result,) = result_files.read(
         kept, tuned_results.machine(here, on)
@@ -296,7 +279,6 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     assert result.clock == "wall time"
     arms = tuner.arms(PROBLEM, here, times_stock=True)
     assert {*result.medians_us} == {*map(tuner.name, arms)}
-    said = capsys.readouterr().out
     assert "+- half the interquartile range" in said
     assert all(tuner.name(arm) in said for arm in arms)
     assert str(kept) in said

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from cli.conftest import Run
+from mlx_marlin import MarlinLinear
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.choice import WIDTH
 from support import foreign_checkpoints as foreign
@@ -42,10 +44,10 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model(source: Path, tmp_path: Path) -> Path:
+def model(source: Path, tmp_path: Path, printed: Run) -> Path:
     """The source in MLX's layout, whose biases are rounded."""
     path = tmp_path / "model"
-    assert main(["convert", str(source), str(path), "--layout", "mlx"]) == 0
+    printed("convert --layout mlx", source, path)
     return path
 
 
@@ -53,7 +55,6 @@ def test_a_conversion_passes(
     source: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 3)
-    capsys.readouterr()
 
     options = ["--against", str(source), "--text", str(tmp_path / "text.txt")]
     command = ["verify", str(model), *options, "--rows", "1,4", "--seed", "7"]
@@ -77,18 +78,14 @@ def test_a_conversion_passes(
     assert report["perplexity"]["tokens"] == 62
 
 
-def test_one_wrong_code_fails(
-    source: Path, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_wrong_code_fails(source: Path, model: Path, printed: Run) -> None:
     arrays = load_file(model / "model.safetensors")
     name = "model.layers.0.self_attn.v_proj"
     arrays[f"{name}.weight"][5, 3] ^= np.uint32(1 << 8)
     save_file(arrays, model / "model.safetensors", {"format": "mlx"})
-    capsys.readouterr()
 
-    assert main(["verify", str(model), "--against", str(source), "--apply"]) == 1
+    out = printed("verify --apply", model, "--against", source, status=1)
 
-    out = capsys.readouterr().out
     assert f"{name}: weights: 1 codes or scales are not the source's" in out
     assert "first at matrix 0, row 5, column 26" in out
     assert f"{name}: stays on stock MLX from now on" in out
@@ -97,55 +94,14 @@ def test_one_wrong_code_fails(
 
 
 def test_numbers_that_json_lacks_are_null(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, printed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlx_marlin import MarlinLinear
-
     own = MarlinLinear.__call__
     monkeypatch.setattr(
         MarlinLinear, "__call__", lambda layer, x: own(layer, x) * float("nan")
     )
-    file = tmp_path / "report.json"
-    command = ["verify", str(model), "--rows", "1", "--json", str(file)]
 
-    assert main(command) == 1
+    written = printed("verify --rows 1 --json - ", model, status=1)
 
-    errors = json.loads(file.read_text(), parse_constant=pytest.fail)
+    errors = json.loads(written, parse_constant=pytest.fail)
     assert errors["layers"][0]["products"][0]["errors"]["relative"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--rows", "0"], "--rows '0', expected numbers such as 1,2,4,8"),
-        (["--rows", "5000"], "rows=[5000], expected integers from 1 to 4096"),
-        (["--seed", "-1"], "seed=-1, expected an integer from 0"),
-        (["--text", "none.txt"], "none.txt"),
-        (["--against", "none"], "none: no such folder"),
-        (
-            ["--json", "none/report.json"],
-            "--json none/report.json: the folder none does not",
-        ),
-    ],
-)
-def test_wrong_options_are_refused(
-    model: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    assert main(["verify", str(model), *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_text_has_to_be_utf_8(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_bytes(b"\xff")
-    assert main(["verify", str(model), "--text", str(tmp_path / "text.txt")]) == 2
-    assert "text.txt: byte 0 is not UTF-8" in capsys.readouterr().err
-
-
-def test_a_gguf_file_has_no_place_for_the_decision(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert main(["verify", str(tmp_path / "model.gguf"), "--apply"]) == 2
-    assert "model.gguf is a GGUF file" in capsys.readouterr().err

@@ -128,10 +128,10 @@ class Browser:
         """Types a text into the element that has the focus."""
         self.call("Input.insertText", text=text)
 
-    def photograph(self, path: Path) -> None:
-        """Saves the whole page as PNG."""
+    def photograph(self) -> bytes:
+        """Returns a picture of the whole page as PNG."""
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(b64decode(picture["data"]))
+        return b64decode(picture["data"])
 
     def complaints(self) -> list[str]:
         """Returns errors and messages of the page, and what it wanted to load."""
