@@ -9,34 +9,6 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import devices
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
 
-M4_MAX = Roofline(tflops=16.0, bandwidth_gbs=546)
-DECODE = Point(flops=33_554_432, bytes=6_569_984, seconds=42e-6)
-"""1 row of 4096→4096, 3 bits, a float16 scale for 128 weights: 2*4096*4096 operations;
-6,291,456 bytes of codes, 262,144 of scales, 8,192 of x and as many of the result."""
-PREFILL = Point(flops=17_179_869_184, bytes=14_942_208, seconds=850e-6)
-"""512 rows of the same weight."""
-
-
-def test_the_example_of_one_row() -> None:
-    assert round(DECODE.tflops, 2) == 0.80
-    assert round(DECODE.bandwidth_gbs) == 156
-    assert round(100 * M4_MAX.memory_utilization(DECODE), 1) == 28.6
-    assert M4_MAX.attained(DECODE) == pytest.approx(M4_MAX.memory_utilization(DECODE))
-    assert DECODE.intensity < M4_MAX.ridge
-    assert M4_MAX.bottleneck(DECODE) == "LATENCY"
-    assert M4_MAX.roofs_exceeded(DECODE) == ()
-
-
-def test_the_example_of_512_rows() -> None:
-    assert round(PREFILL.tflops, 1) == 20.2
-    assert round(PREFILL.bandwidth_gbs, 1) == 17.6
-    assert round(100 * M4_MAX.memory_utilization(PREFILL), 1) == 3.2
-    assert M4_MAX.attained(PREFILL) == M4_MAX.compute_utilization(PREFILL)
-    assert M4_MAX.roofs_exceeded(PREFILL) == ("compute",)
-    # With the peak that was once taken for this chip's, it was 60.2 % of it.
-    doubled = Roofline(tflops=33.6, bandwidth_gbs=546)
-    assert round(100 * doubled.attained(PREFILL), 1) == 60.2
-
 
 @pytest.mark.parametrize(
     ("chip", "tflops", "ridge"),

@@ -38,6 +38,7 @@ class SimulatedMac:
         range: Interquartile range of all times, relative to the median.
         raced: The rows of each measurement, with the layouts.
         passes: The rows of each forward pass, and whether our kernels ran.
+        interrupted_after: How many measurements an interrupt follows, if any.
     """
 
     ours: Callable[[str, int], float] = lambda layout, m: 10.0
@@ -47,6 +48,7 @@ class SimulatedMac:
     raced: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     passes: list[tuple[int, bool]] = field(default_factory=list)
     error: BaseException | None = None
+    interrupted_after: int | None = None
     seconds_each: float = 0.0
     now: float = 0.0
 
@@ -64,6 +66,8 @@ class SimulatedMac:
     ) -> dict[Entry, Spread]:
         if self.error is not None:
             raise self.error
+        if len(self.raced) == self.interrupted_after:
+            raise KeyboardInterrupt
         self.now += self.seconds_each
         m = inputs.problem.m
         self.raced.append((m, tuple(each.layout for each in products if each.plan)))

@@ -1,17 +1,17 @@
 """Who serves a model's products after the race, whatever the clocks say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import result_files, selection, tuned_results
+from mlx_marlin.backends import devices, result_files, selection, tuned_results
 from mlx_marlin.lm.race import (
     at_load,
     conditions,
@@ -24,6 +24,7 @@ from mlx_marlin.lm.warn_once import forget
 from mlx_marlin.planning.measurement import STOCK
 from race.conftest import M3_MAX, SimulatedMac
 from support.models import Layers, arrays, tiny_llama, types
+from support.profiles import drawn
 
 EVERY_ROW = range(1, 70)
 
@@ -53,30 +54,31 @@ def one_layer(mac: SimulatedMac, **options: Any) -> Any:
     return model.layers[0]
 
 
-def test_ours_loses_everywhere_and_serves_nothing(mac: SimulatedMac) -> None:
-    mac.ours = lambda layout, m: 11.0
-
-    reasons = served(one_layer(mac))
-
-    assert [m for m, _ in mac.raced] == [*ROWS]
-    assert all(reasons[m] is not None for m in range(2, 65))
-    assert "measured here" in str(reasons[6])
+def results_of(model: nn.Module, m: int) -> Iterator[tuned_results.Measured | None]:
+    """Yields what was measured of each product of a model with a number of rows."""
+    for product in at_load.products_of(model, at_load.Target.of(None)):
+        problem = product.problem(m, "mlx")
+        assert problem is not None
+        yield tuned_results.find(problem, M3_MAX, selection.backend())
 
 
-def test_ours_wins_everywhere_and_serves_all(mac: SimulatedMac) -> None:
-    mac.ours = lambda layout, m: 9.0
-
-    reasons = served(one_layer(mac))
-
-    assert [m for m, _ in mac.raced] == [*ROWS]
-    assert all(reasons[m] is None for m in range(2, 65))
-
-
-@pytest.mark.parametrize("us", [10.0, 9.71])
-def test_a_draw_is_stocks(mac: SimulatedMac, us: float) -> None:
+@pytest.mark.parametrize(
+    ("us", "is_ours"), [(11.0, False), (10.0, False), (9.71, False), (9.0, True)]
+)
+def test_who_wins_everywhere_serves_all(
+    mac: SimulatedMac, us: float, is_ours: bool
+) -> None:
     mac.ours = lambda layout, m: us
 
-    assert all(reason for reason in served(one_layer(mac), ROWS).values())
+    reasons = served(one_layer(mac))
+
+    assert [m for m, _ in mac.raced] == [*ROWS]
+    assert {reasons[m] is None for m in range(2, 65)} == {is_ours}
+    assert is_ours or "measured here" in str(reasons[6])
+    machine = tuned_results.machine(M3_MAX, "metal")
+    stored = result_files.read(result_files.folder(), machine).results.values()
+    times = [(each.us, each.medians_us[STOCK]) for each in stored]
+    assert times == [(us, 10.0)] * len(ROWS)
 
 
 def test_rows_between_are_raced_only_where_neighbours_disagree(
@@ -113,17 +115,12 @@ def test_a_win_that_loses_live_is_off_at_those_rows(
     model = mac.optimize(tiny_llama(), layout="mlx")
 
     assert "slower with our kernels at 3, 8 rows" in capfd.readouterr().err
-    target = M3_MAX, selection.backend()
-    products = at_load.products_of(model, at_load.Target.of(None))
-    for product in products:
-        for m in range(1, 17):
-            problem = product.problem(m, "mlx")
-            assert problem is not None
-            found = tuned_results.find(problem, *target)
+    for m in range(1, 17):
+        for found in results_of(model, m):
             if m in (3, 8):
                 assert found is not None
                 assert "whole model" in str(found.reason)
-            elif 2 <= m <= 16 and m not in (6, 7, 9, 10, 11, 12, 13, 14, 15):
+            elif m in (2, 4, 5, 16):
                 assert found is not None
                 assert found.reason is None
     turns = [ours for m, ours in mac.passes if m == 3]
@@ -140,11 +137,8 @@ def test_rows_that_stock_serves_already_are_not_told_slower(
 
     assert mac.passes
     assert "slower with our kernels" not in capfd.readouterr().err
-    for product in at_load.products_of(tiny_llama(), at_load.Target.of(None)):
-        for m in range(1, 17):
-            problem = product.problem(m, "mlx")
-            assert problem is not None
-            found = tuned_results.find(problem, M3_MAX, selection.backend())
+    for m in range(1, 17):
+        for found in results_of(tiny_llama(), m):
             assert found is None or "whole model" not in str(found.reason)
 
 
@@ -193,23 +187,15 @@ def test_forward_passes_have_the_same_cache_before_them(
 
 
 def test_an_interrupt_leaves_a_working_model_with_what_is_known(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+    mac: SimulatedMac,
 ) -> None:
-    mac.ours = lambda layout, m: 9.0
-    whole = mac.measure
-
-    def interrupted(*arguments: Any) -> Any:
-        if len(mac.raced) == 3:
-            raise KeyboardInterrupt
-        return whole(*arguments)
-
-    monkeypatch.setattr(mac, "measure", interrupted)
+    mac.ours, mac.interrupted_after = (lambda layout, m: 9.0), 3
     first = one_layer(mac)
 
     reasons = served(first, ROWS)
     assert [m for m in ROWS if reasons[m] is None] == [*ROWS[:3]]
     assert "not measured yet" in str(served(first, [9])[9])
-    monkeypatch.setattr(mac, "measure", whole)
+    mac.interrupted_after = None
     reasons = served(one_layer(mac), ROWS)
     assert [m for m, _ in mac.raced] == [*ROWS[3:]]
     assert set(reasons.values()) == {None}
@@ -321,31 +307,40 @@ def test_a_lazy_model_is_not_read(mac: SimulatedMac, tmp_path: Any) -> None:
     assert not mac.passes
 
 
-@pytest.mark.parametrize(
-    "hinder",
-    [
-        lambda patch: patch.setenv("MLX_MARLIN_TUNED", "0"),
-        lambda patch: patch.setenv("MLX_MARLIN_DEVICE", "M1"),
-        lambda patch: patch.setenv("MLX_MARLIN_BACKEND", "metal"),
-        lambda patch: patch.setenv("MLX_MARLIN_BACKEND", "emulator"),
-    ],
-)
-def test_what_is_never_raced(
-    mac: SimulatedMac,
-    monkeypatch: pytest.MonkeyPatch,
-    hinder: Callable[[pytest.MonkeyPatch], None],
-) -> None:
-    hinder(monkeypatch)
+NO_RACE: dict[str, Callable[[pytest.MonkeyPatch, Any], object]] = {
+    "results are off": lambda patch, _: patch.setenv("MLX_MARLIN_TUNED", "0"),
+    "another device": lambda patch, _: patch.setenv("MLX_MARLIN_DEVICE", "M1"),
+    "forced": lambda patch, _: patch.setenv("MLX_MARLIN_BACKEND", "metal"),
+    "emulated": lambda patch, _: patch.setenv("MLX_MARLIN_BACKEND", "emulator"),
+    "virtual": lambda patch, _: patch.setattr(
+        devices, "current", lambda *_: replace(M3_MAX, name="Apple Paravirtual device")
+    ),
+    "on a CPU": lambda patch, _: patch.setattr(
+        mx, "default_device", lambda: mx.Device(mx.cpu)
+    ),
+    "in a pipeline": lambda _, model: setattr(model.model, "pipeline_size", 2),
+    "in shards": lambda patch, _: patch.setattr(
+        conditions, "is_sharded", lambda layer: True
+    ),
+}
 
-    mac.optimize(tiny_llama())
+
+@pytest.mark.parametrize("why", NO_RACE)
+def test_what_is_never_raced(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    model = tiny_llama()
+    NO_RACE[why](monkeypatch, model)
+
+    mac.optimize(model)
 
     assert not mac.raced
     assert not mac.passes
 
 
-def test_options_that_do_not_race(mac: SimulatedMac) -> None:
-    mac.optimize(tiny_llama(), measure=False)
-    mac.optimize(tiny_llama(), dry_run=True)
+@pytest.mark.parametrize("options", [{"measure": False}, {"dry_run": True}])
+def test_options_that_do_not_race(mac: SimulatedMac, options: dict[str, bool]) -> None:
+    mac.optimize(tiny_llama(), **options)
 
     assert not mac.raced
     assert not mac.passes
@@ -358,48 +353,6 @@ def test_invariant_products_are_not_raced_but_the_model_is_timed(
 
     assert not mac.raced
     assert {m for m, _ in mac.passes} == {*forward_race.ROWS}
-
-
-def test_a_virtual_device_is_not_raced(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dataclasses import replace
-
-    from mlx_marlin.backends import devices
-
-    virtual = replace(M3_MAX, name="Apple Paravirtual device")
-    monkeypatch.setattr(devices, "current", lambda *_: virtual)
-
-    mac.optimize(tiny_llama())
-
-    assert not mac.raced
-
-
-@pytest.mark.parametrize("kind", ["pipeline", "shards"])
-def test_a_model_on_several_machines_is_not_raced(
-    mac: SimulatedMac, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_llama()
-    if kind == "pipeline":
-        model.model.pipeline_size = 2
-    else:
-        monkeypatch.setattr(conditions, "is_sharded", lambda layer: True)
-
-    mac.optimize(model)
-
-    assert not mac.raced
-    assert not mac.passes
-
-
-def test_nothing_is_timed_on_a_cpu(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
-
-    mac.optimize(tiny_llama())
-
-    assert not mac.raced
-    assert not mac.passes
 
 
 @pytest.mark.parametrize(
@@ -455,13 +408,12 @@ def test_packed_weights_that_lose_live_are_given_back(mac: SimulatedMac) -> None
     assert not mac.passes
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    ours=st.lists(st.floats(1.0, 20.0), min_size=64, max_size=64),
-    stock=st.lists(st.floats(1.0, 20.0), min_size=64, max_size=64),
-)
+TIMES = st.lists(st.floats(1.0, 20.0), min_size=64, max_size=64)
+
+
+@drawn(10, 30, ours=TIMES, stock=TIMES)
 def test_no_product_is_served_by_a_plan_that_was_slower(
-    mac: SimulatedMac, tmp_path_factory: Any, ours: list[float], stock: list[float]
+    mac: SimulatedMac, ours: list[float], stock: list[float]
 ) -> None:
     result_files.clear(result_files.folder())
     mac.ours = lambda layout, m: ours[m - 1]
@@ -481,15 +433,3 @@ def test_no_product_is_served_by_a_plan_that_was_slower(
             assert (reason is None) == all(
                 times[r][0] <= 0.97 * times[r][1] for r in around
             )
-
-
-def test_results_have_both_times(mac: SimulatedMac) -> None:
-    mac.ours = lambda layout, m: 9.0
-    one_layer(mac)
-
-    machine = tuned_results.machine(M3_MAX, "metal")
-    stored = result_files.read(result_files.folder(), machine)
-
-    assert len(stored.results) == len(ROWS)
-    for result in stored.results.values():
-        assert (result.us, result.medians_us[STOCK]) == (9.0, 10.0)

@@ -7,32 +7,26 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import result_files, tuned_results
+from mlx_marlin.backends import result_files
 from mlx_marlin.lm import optimize as optimizing
 from mlx_marlin.lm.drafts.pass_cost import cost_of
 from mlx_marlin.lm.race import at_load, forward_race
 from mlx_marlin.lm.race.product_race import ROWS
 from mlx_marlin.lm.warn_once import forget
-from race.conftest import M3_MAX, SimulatedMac
-from race.test_race import layer, one_layer, served
+from race.conftest import SimulatedMac
+from race.test_race import layer, one_layer, results_of, served
 from support.models import Layers, tiny_llama
 
 
-def test_restored_layers_have_other_seconds(mac: SimulatedMac) -> None:
+@pytest.mark.parametrize("how", ["restored", "converted again"])
+def test_layers_that_change_have_other_seconds(mac: SimulatedMac, how: str) -> None:
     model = mac.optimize(tiny_llama(), layout="mlx")
     assert cost_of(model).source == "measured"
 
-    mlx_marlin.restore(model)
-
-    assert cost_of(model).source == "predicted"
-
-
-def test_a_second_call_that_times_nothing_forgets_the_seconds(
-    mac: SimulatedMac,
-) -> None:
-    model = mac.optimize(tiny_llama(), layout="mlx")
-
-    mac.optimize(model, layout="marlin", measure=False)
+    if how == "restored":
+        mlx_marlin.restore(model)
+    else:
+        mac.optimize(model, layout="marlin", measure=False)
 
     assert cost_of(model).source == "predicted"
 
@@ -163,18 +157,9 @@ def test_a_report_and_a_dry_run_have_the_layout_that_won(
     assert ("marlin" in planned.split("layers")[0]) == (converted.layout == "marlin")
 
 
-def test_an_interrupt_leaves_finished_products_as_they_are(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mac.ours = lambda layout, m: 9.0
-    whole = mac.measure
+def test_an_interrupt_leaves_finished_products_as_they_are(mac: SimulatedMac) -> None:
+    mac.ours, mac.interrupted_after = (lambda layout, m: 9.0), len(ROWS) + 1
 
-    def interrupted(*arguments: Any) -> Any:
-        if len(mac.raced) == len(ROWS) + 1:
-            raise KeyboardInterrupt
-        return whole(*arguments)
-
-    monkeypatch.setattr(mac, "measure", interrupted)
     model = mac.optimize(Layers(layer(), layer(2048)), layout="mlx")
 
     finished, left = (served(each, [2, 3, 8]) for each in model.layers)
@@ -191,11 +176,7 @@ def test_stock_serves_where_the_model_was_slower_if_only_packed_weights_raced(
 
     model = mac.optimize(tiny_llama(tied=False))
 
-    products = at_load.products_of(model, at_load.Target.of(None))
-    problems = [each.problem(5, "mlx") for each in products]
     assert {layouts for _, layouts in mac.raced} == {("marlin",)}
-    for problem in problems:
-        assert problem is not None
-        found = tuned_results.find(problem, M3_MAX, "metal")
+    for found in results_of(model, 5):
         assert found is not None
         assert "whole model" in str(found.reason)

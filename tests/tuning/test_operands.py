@@ -59,19 +59,18 @@ def test_chains_of_our_operands_stay_finite(dtype: str, layout: str) -> None:
     assert not mx.array_equal(laid_out[0][0], laid_out[1][0])
 
 
+@pytest.mark.parametrize("m", [1, 12])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@sampled(6)
 def test_operands_and_products_of_every_dtype_and_layout_are_right(
-    kernels: None,
+    kernels: None, dtype: str, layout: str, m: int
 ) -> None:
-    for dtype in DTYPE_BYTES:
-        for layout in LAYOUTS:
-            for m in (1, 12):
-                problem = Problem(
-                    m=m, n=40, k=256, dtype=dtype, scale_dtype=dtype, layout=layout
-                )
-                given = operands.operands(problem, 1)
-                product = launcher.product(planner.choose(problem, DEFAULT))
+    problem = problem_of(m, 40, 256, dtype=dtype, layout=layout)
+    given = operands.operands(problem, 1)
+    product = launcher.product(planner.choose(problem, DEFAULT))
 
-                assert operands.is_right(product, given), (dtype, layout, m)
+    assert operands.is_right(product, given)
 
 
 @sampled(4)
