@@ -22,6 +22,7 @@ from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import LAYOUTS
 from support.marks import needs_emulator
+from support.profiles import sampled
 
 pytestmark = needs_emulator
 
@@ -86,6 +87,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "held_out_tokens", fewer)
 
 
+@sampled(2)
 @pytest.mark.usefixtures("few_tokens")
 def test_text_is_generated(model: Path, printed: Run) -> None:
     output = printed("demo --tokens 4 --batch 1 --model", model)
@@ -93,6 +95,7 @@ def test_text_is_generated(model: Path, printed: Run) -> None:
     assert "4 bits" not in output
 
 
+@sampled(1)
 @pytest.mark.usefixtures("few_tokens")
 def test_the_reference_of_the_demo_is_stock_mlx(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -17,6 +17,7 @@ from support import auto_hook, foreign_models, quantized_folder
 from support import foreign_checkpoints as foreign
 from support.limits import limited
 from support.processes import run_python
+from support.profiles import sampled
 
 POINTER = """version https://git-lfs.github.com/spec/v1
 oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
@@ -198,6 +199,7 @@ def of_gptq(path: Path) -> None:
         shutil.copyfile(quantized_folder.MODEL / name, path / name)
 
 
+@sampled(11)
 @pytest.mark.parametrize("key", [*foreign_models.CONFIG, "rope_theta", "rope_scaling"])
 @pytest.mark.parametrize("write", [of_mlx, of_gptq])
 def test_every_value_of_a_config_is_loaded_or_refused(

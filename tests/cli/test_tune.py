@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from support.choose import Choose
 from support.marks import needs_emulator
 from support.processes import run_python
 from support.profiles import sampled
+from support.results import measured
 from support.tune_commands import PROBLEM, results
 
 pytestmark = needs_emulator
@@ -103,12 +105,15 @@ def test_counters_give_the_same_file_every_time(kept: Path) -> None:
 
 
 def test_a_file_has_the_times_of_one_run_each_with_its_plan(
-    kept: Path, tmp_path: Path
+    kept: Path, tmp_path: Path, printed: Run
 ) -> None:
-    main(["tune", "8x96x512"])  # on the same day
+    machine = tuned_results.machine(devices.current(), "emulator")
+    today = date.today().isoformat()
+    other = replace(measured(replace(PROBLEM, m=8)), date=today)
+    result_files.write(kept, machine, [other])
     path = tmp_path / "run.json"
 
-    assert main(["tune", "4x64x256", "--json", str(path)]) == 0
+    printed("tune 4x64x256 --json", path)
 
     written = result_file.read(path)
     arms = tuner.arms(PROBLEM, devices.current(), times_stock=False)

@@ -1,7 +1,8 @@
 """A drafter whose drafts are wrong where a test says, and plain decoding."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,10 +13,22 @@ from mlx_marlin.lm.drafts.decoder import Decoder, Picker
 from mlx_marlin.lm.drafts.drafters import Drafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
+from support.architectures import ARCHITECTURES
 
+PROMPT = [5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 3]
+COUNT = 40
+"""Tokens of a text after the prompt."""
 FLAT = {1: 1.0, 16: 1.01}
 TIE = 1e-4
 """Difference of two logits in float32 that rounding may reverse."""
+
+
+class Text(NamedTuple):
+    """A model and the text that it gives, with the log probabilities."""
+
+    model: Any
+    tokens: list[int]
+    logprobs: list[mx.array]
 
 
 class ScriptedDrafter(Drafter):
@@ -69,20 +82,36 @@ def plain(
     return [int(token) for token, _ in found], [logprobs for _, logprobs in found]
 
 
+@lru_cache
+def text_of(name: str) -> Text:
+    """Returns a model of an architecture, and what it says after `PROMPT`."""
+    architecture = ARCHITECTURES[name]
+    model = architecture.model(*architecture.formats[0])
+    return Text(model, *plain(model, PROMPT, COUNT))
+
+
 def decoder(
     model: nn.Module,
     drafter: Drafter,
     *,
     cache: list[Any] | None = None,
-    cost: PassCost | None = None,
+    passes: Passes | None = None,
     **picker: Any,
 ) -> Decoder:
     cache = make_prompt_cache(model) if cache is None else cache
-    cost = PassCost(FLAT, "test") if cost is None else cost
+    passes = Passes(model, cache) if passes is None else passes
+    cost = PassCost(FLAT, "test")
     given = {"sampler": None, "processors": (), **picker}
-    return Decoder(
-        Passes(model, cache), drafter, cost, Picker(**given), generation_stream
-    )
+    return Decoder(passes, drafter, cost, Picker(**given), generation_stream)
+
+
+def same_state(model: nn.Module, cache: list[Any], text: list[int]) -> bool:
+    """Returns whether a cache goes on as one that was fed a text."""
+    expected = make_prompt_cache(model)
+    model(mx.array([text]), cache=expected)
+    following = mx.array([[3]])
+    found, wanted = (model(following, cache=each)[0, -1] for each in (cache, expected))
+    return bool(mx.allclose(found, wanted, rtol=1e-3, atol=1e-3).item())
 
 
 def assert_same_text(

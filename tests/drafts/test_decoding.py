@@ -10,10 +10,13 @@ from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from drafts.scripted import (
+    COUNT,
+    PROMPT,
     ScriptedDrafter,
     assert_same_text,
     decoder,
     plain,
+    text_of,
 )
 from mlx_marlin.lm.drafts.decoder import Decoder, Picker
 from mlx_marlin.lm.drafts.draft_length import best_length
@@ -24,19 +27,14 @@ from support.architectures import ARCHITECTURES, WINDOW
 from support.decoder_models import tiny
 from support.models import tiny_llama
 
-PROMPT = [5, 9, 2, 7, 5, 9, 2, 7, 5, 9, 3]
-COUNT = 40
-
 
 def model_of(name: str) -> Any:
-    architecture = ARCHITECTURES[name]
-    return architecture.model(*architecture.formats[0])
+    return text_of(name).model
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_rejections_at_every_position_leave_the_text_as_it_is(name: str) -> None:
-    model = model_of(name)
-    text, logprobs = plain(model, PROMPT, COUNT)
+    model, text, logprobs = text_of(name)
     length = 4
     drafter = ScriptedDrafter(PROMPT + text, length, lambda nth: nth % (length + 1))
     decoding = decoder(model, drafter)
@@ -51,8 +49,7 @@ def test_rejections_at_every_position_leave_the_text_as_it_is(name: str) -> None
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_lookup_and_a_draft_model_leave_the_text_as_it_is(name: str) -> None:
-    model = model_of(name)
-    text, logprobs = plain(model, PROMPT, COUNT)
+    model, text, logprobs = text_of(name)
     for drafter in (
         LookupDrafter(),
         ModelDrafter(Passes(model, make_prompt_cache(model))),
@@ -62,29 +59,6 @@ def test_lookup_and_a_draft_model_leave_the_text_as_it_is(name: str) -> None:
         assert_same_text(found, text, logprobs)
         if isinstance(drafter, ModelDrafter):  # it drafts what it verifies
             assert decoding.accepted > 0.8 * decoding.drafted > 0
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba2", "qwen3_next"])
-@pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 9, 12, 13])
-def test_a_cache_has_what_was_yielded_when_decoding_is_closed(
-    name: str, stop: int
-) -> None:
-    model = model_of(name)
-    text, _ = plain(model, PROMPT, COUNT)
-    cache = make_prompt_cache(model)
-    drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: 4 - nth % 3)
-    tokens = decoder(model, drafter, cache=cache).tokens(PROMPT, COUNT)
-    found = [next(tokens).token for _ in range(stop)]
-
-    tokens.close()
-
-    assert found == text[:stop]
-    expected = make_prompt_cache(model)
-    model(mx.array([PROMPT + text[:stop]]), cache=expected)
-    following = mx.array([[text[stop]]])
-    actual = model(following, cache=cache)[0, -1]
-    wanted = model(following, cache=expected)[0, -1]
-    assert mx.allclose(actual, wanted, rtol=1e-3, atol=1e-3).item()
 
 
 def test_a_full_window_and_a_recurrent_state_cannot_be_trimmed() -> None:
@@ -123,14 +97,9 @@ def test_quantized_caches(bits: int, start: int) -> None:
     options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
     text, logprobs = plain(model, PROMPT, COUNT, **options)
     drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: nth % 5)
-    passes = Passes(
-        model,
-        make_prompt_cache(model),
-        partial(maybe_quantize_kv_cache, **options),
-    )
-    picker = Picker(sampler=None, processors=())
-    cost = PassCost({1: 1.0, 16: 1.01}, "test")
-    decoding = Decoder(passes, drafter, cost, picker, generation_stream)
+    quantize = partial(maybe_quantize_kv_cache, **options)
+    passes = Passes(model, make_prompt_cache(model), quantize)
+    decoding = decoder(model, drafter, passes=passes)
 
     found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
 
@@ -210,22 +179,21 @@ def lookup_text(text: Sequence[int], cost: dict[int, float]) -> tuple[int, int]:
     return drafted, wrong
 
 
+COST = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.2, 16: 3.5}
+
+
 def test_drafts_that_are_always_wrong_are_no_longer_offered() -> None:
     # Pairs that come again, each time followed by something new.
     text = [each for i in range(2000) for each in (1, 2, 100 + i)]
-    cost = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.2, 16: 3.5}
 
-    drafted, wrong = lookup_text(text, cost)
+    drafted, wrong = lookup_text(text, COST)
 
     assert wrong == drafted
     assert drafted < 60  # of 2000 matches
 
 
 def test_a_text_that_repeats_is_drafted() -> None:
-    sentence = [*range(30)]
-    cost = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.2, 16: 3.5}
-
-    drafted, wrong = lookup_text(sentence * 20, cost)
+    drafted, wrong = lookup_text([*range(30)] * 20, COST)
 
     assert drafted > 2000
     assert wrong < 0.02 * drafted

@@ -2,16 +2,19 @@
 
 import inspect
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_marlin
+from mlx_marlin.cli import lm
 from mlx_marlin.lm.drafts import install, stream
 from mlx_marlin.lm.drafts.stream import DraftedResponse
 from support import quantized_folder
@@ -27,85 +30,67 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Any]:
     return model, tokenizer
 
 
-def text_of(responses: Iterator[Any]) -> str:
+def text_of(responses: Iterable[Any]) -> str:
     return "".join(each.text for each in responses)
 
 
 @pytest.mark.parametrize("by", ["lookup", "model"])
 def test_the_text_is_that_of_mlx_lm(loaded: tuple[nn.Module, Any], by: str) -> None:
-    model, tokenizer = loaded
-    given = {"lookup": True} if by == "lookup" else {"draft_model": model}
-    expected = [*mlx_lm.stream_generate(model, tokenizer, TEXT, 40)]
+    given = {"lookup": True} if by == "lookup" else {"draft_model": loaded[0]}
+    expected = [*mlx_lm.stream_generate(*loaded, TEXT, 40)]
 
-    found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 40, **given)]
+    found = [*mlx_marlin.stream_generate(*loaded, TEXT, 40, **given)]
 
     assert [each.token for each in found] == [each.token for each in expected]
-    assert "".join(each.text for each in found) == "".join(
-        each.text for each in expected
-    )
+    assert text_of(found) == text_of(expected)
     last, own = found[-1], expected[-1]
     assert isinstance(last, DraftedResponse)
     assert last.finish_reason == own.finish_reason
     assert last.prompt_tokens == own.prompt_tokens
     assert last.generation_tokens == own.generation_tokens
-    assert last.accepted == sum(each.from_draft for each in found)
+    drafted = [each.from_draft for each in found]
+    assert [each.accepted for each in found] == [*accumulate(drafted)]
     assert last.drafted >= last.accepted
     assert last.plain_tps > 0
     assert last.cost == "predicted"
     assert max(each.rows for each in found) > 1 or not last.drafted
+    if by == "lookup":
+        assert any(each.from_draft and each.rows > 2 for each in found)
 
 
-def test_without_a_drafter_it_is_mlx_lms(loaded: tuple[nn.Module, Any]) -> None:
-    model, tokenizer = loaded
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_without_a_drafter_or_with_a_shared_model_it_is_mlx_lms(
+    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    monkeypatch.setattr(stream, "is_divided", lambda _: is_shared)
 
-    found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 5)]
+    found = [*mlx_marlin.stream_generate(*loaded, TEXT, 5, lookup=is_shared)]
 
     assert not any(isinstance(each, DraftedResponse) for each in found)
     assert len(found) == 5
 
 
-def test_machines_that_share_a_model_do_not_draft(
-    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokenizer = loaded
-    monkeypatch.setattr(stream, "is_divided", lambda _: True)
-
-    found = [*mlx_marlin.stream_generate(model, tokenizer, TEXT, 5, lookup=True)]
-
-    assert not any(isinstance(each, DraftedResponse) for each in found)
-
-
 def test_a_prompt_cache_goes_on(loaded: tuple[nn.Module, Any]) -> None:
-    from mlx_lm.models.cache import make_prompt_cache
-
-    model, tokenizer = loaded
     texts = []
     for generate in (
         mlx_lm.stream_generate,
-        lambda *a, **k: mlx_marlin.stream_generate(*a, lookup=True, **k),
+        partial(mlx_marlin.stream_generate, lookup=True),
     ):
-        cache = make_prompt_cache(model)
-        first = text_of(generate(model, tokenizer, TEXT, 12, prompt_cache=cache))
-        second = text_of(generate(model, tokenizer, "So", 12, prompt_cache=cache))
+        cache = make_prompt_cache(loaded[0])
+        first = text_of(generate(*loaded, TEXT, 12, prompt_cache=cache))
+        second = text_of(generate(*loaded, "So", 12, prompt_cache=cache))
         texts.append((first, second))
     assert texts[0] == texts[1]
 
 
 def test_progress_of_the_prompt_is_told(loaded: tuple[nn.Module, Any]) -> None:
-    model, tokenizer = loaded
     told: list[tuple[int, int]] = []
-    prompt = [*range(20)]
+    options = {
+        "prefill_step_size": 8,
+        "prompt_progress_callback": lambda *each: told.append(each),
+    }
 
-    for _ in mlx_marlin.stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        3,
-        lookup=True,
-        prefill_step_size=8,
-        prompt_progress_callback=lambda *each: told.append(each),
-    ):
-        pass
+    [*mlx_marlin.stream_generate(*loaded, [*range(20)], 3, lookup=True, **options)]
 
     assert told == [(0, 20), (8, 20), (16, 20), (19, 20), (20, 20)]
 
@@ -133,6 +118,7 @@ def test_an_end_token_ends_the_text(loaded: tuple[nn.Module, Any]) -> None:
         ({"lookup": True, "max_tokens": 0}, ValueError, "max_tokens=0"),
         ({"lookup": True, "prompt": []}, ValueError, "prompt has no tokens"),
         ({"lookup": True, "temp": 1}, TypeError, "temp"),
+        ({"lookup": True, "draft_model": 1}, ValueError, "exclude each other"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -141,19 +127,8 @@ def test_bad_arguments_are_named(
     error: type[Exception],
     said: str,
 ) -> None:
-    model, tokenizer = loaded
     with pytest.raises(error, match=said):
-        next(mlx_marlin.stream_generate(model, tokenizer, **{"prompt": "a"} | given))
-
-
-def test_both_drafters_exclude_each_other(loaded: tuple[nn.Module, Any]) -> None:
-    model, tokenizer = loaded
-    with pytest.raises(ValueError, match="exclude each other"):
-        next(
-            mlx_marlin.stream_generate(
-                model, tokenizer, "a", draft_model=model, lookup=True
-            )
-        )
+        next(mlx_marlin.stream_generate(*loaded, **{"prompt": "a"} | given))
 
 
 def test_all_options_of_mlx_lm_are_taken() -> None:
@@ -210,11 +185,7 @@ def test_the_server_answers_one_request_at_a_time(
         install.serve_one_at_a_time()
 
 
-def test_a_flag_of_the_command_line(
-    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from mlx_marlin.cli import lm
-
+def test_a_flag_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     monkeypatch.setattr(install, "install", lambda: called.append("install"))
     monkeypatch.setattr(
