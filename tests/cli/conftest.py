@@ -3,14 +3,15 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlx_marlin import cache
-from mlx_marlin.backends import tuned_results
+from mlx_marlin.backends import devices, planner, tuned_results
 from mlx_marlin.cli.main import main
+from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
-from support import tune_commands
 from support.choose import Choose
 
 Run = Callable[..., str]
@@ -60,4 +61,13 @@ def kept(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Stands in for the tuner's measuring, and lists what would be measured."""
-    return tune_commands.measured_problems(monkeypatch)
+    seen: list[Problem] = []
+
+    def tune(problem: Problem, *_: Any) -> tuner.Outcome:
+        seen.append(problem)
+        plan = planner.choose(problem, devices.current())
+        arms = {plan: tuner.Spread(median=1e-6)}
+        return tuner.Outcome(arms=arms, wrong=(), result=None)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    return seen

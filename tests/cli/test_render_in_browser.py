@@ -46,6 +46,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture
+def desktop(tab: Browser, page: Path) -> Iterator[Browser]:
+    """Opens the page on a desktop; it requests nothing else."""
+    tab.open(page, width=DESKTOP, scheme="light")
+    yield tab
+    assert tab.complaints() == [page.as_uri()]
+
+
 def column(tab: Browser, name: str) -> list[str]:
     """Returns the texts of a column of the first table, in the order that is seen."""
     return tab.evaluate(
@@ -96,8 +104,8 @@ def test_a_page_fits_and_shows_something_in_both_schemes(
     assert wide == []
 
 
-def test_clicks_sort_a_table(tab: Browser, page: Path) -> None:
-    tab.open(page, width=DESKTOP, scheme="light")
+def test_clicks_sort_a_table(desktop: Browser) -> None:
+    tab = desktop
     before = photograph(tab)
     unsorted = column(tab, "ms")
     tab.click(head("ms"))
@@ -116,7 +124,6 @@ def test_clicks_sort_a_table(tab: Browser, page: Path) -> None:
     assert tab.evaluate("document.querySelectorAll('th[aria-sort]').length") == 1
     assert before.shape == after.shape
     assert (before != after).any()
-    assert tab.complaints() == [page.as_uri()]
 
 
 def test_rows_without_a_number_come_last(tab: Browser, page: Path) -> None:
@@ -136,8 +143,8 @@ def test_rows_without_a_number_come_last(tab: Browser, page: Path) -> None:
         assert tab.evaluate(without) == tab.evaluate(f"{ROWS}.length") - 1
 
 
-def test_typing_filters_a_table(tab: Browser, page: Path) -> None:
-    tab.open(page, width=DESKTOP, scheme="dark")
+def test_typing_filters_a_table(desktop: Browser) -> None:
+    tab = desktop
     before = photograph(tab)
     arms = column(tab, "arm")
     tab.click("document.querySelector('input')")
@@ -158,7 +165,6 @@ def test_typing_filters_a_table(tab: Browser, page: Path) -> None:
         "e.dispatchEvent(new Event('input')); })()"
     )
     assert column(tab, "arm") == arms
-    assert tab.complaints() == [page.as_uri()]
 
 
 def test_a_phone_sorts_by_a_list(tab: Browser, page: Path) -> None:

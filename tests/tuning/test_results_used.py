@@ -12,7 +12,7 @@ from mlx_marlin import state
 from mlx_marlin.backends import devices, launcher, planner, result_files, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.measurement import Result
+from mlx_marlin.planning.measurement import Measured, Result
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support.arguments import activations, weight
@@ -21,21 +21,31 @@ from support.processes import run_python
 from support.results import PROBLEM, measured
 
 
+def found_of(problem: Problem) -> Measured | None:
+    return tuned_results.find(problem, DEFAULT, "emulator")
+
+
 def result_of(problem: Problem) -> Result | None:
-    found = tuned_results.find(problem, DEFAULT, "emulator")
+    found = found_of(problem)
     return None if found is None else found.result
 
 
+def keep(
+    kept: Path, result: Result, device: Any = DEFAULT, on: str = "emulator"
+) -> None:
+    """Writes a result as if it had been measured on a device by a back end."""
+    result_files.write(kept, tuned_results.machine(device, on), [result])
+
+
 def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
-    here = tuned_results.machine(DEFAULT, "emulator")
-    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    assert found_of(PROBLEM) is None
 
-    result_files.write(kept, here, [measured(PROBLEM)])
+    keep(kept, measured(PROBLEM))
 
-    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    assert found_of(PROBLEM) is None
     state.reset()
     assert result_of(PROBLEM) == measured(PROBLEM)
-    assert tuned_results.find(replace(PROBLEM, m=5), DEFAULT, "emulator") is None
+    assert found_of(replace(PROBLEM, m=5)) is None
     assert tuned_results.find(PROBLEM, DEFAULT, "metal") is None
     result_files.clear(kept)
     assert result_of(PROBLEM) == measured(PROBLEM)
@@ -44,14 +54,14 @@ def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
 def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
     finished = replace(PROBLEM, epilogue=Epilogue(bias=True, activation="silu"))
     result = measured(PROBLEM, rank=2)
-    result_files.write(kept, tuned_results.machine(DEFAULT, "emulator"), [result])
+    keep(kept, result)
 
-    found = tuned_results.find(finished, DEFAULT, "emulator")
+    found = found_of(finished)
 
     assert found is not None
     assert found.plan == replace(result.plan, problem=finished)
     invariant = replace(PROBLEM, invariant=True)
-    assert tuned_results.find(invariant, DEFAULT, "emulator") is None
+    assert found_of(invariant) is None
 
 
 @pytest.mark.parametrize(
@@ -60,10 +70,9 @@ def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
 def test_plans_of_gated_and_normalized_products_are_not_those_of_plain_ones(
     kept: Path, change: dict[str, Any]
 ) -> None:
-    here = tuned_results.machine(DEFAULT, "emulator")
-    result_files.write(kept, here, [measured(PROBLEM, stock=True)])
+    keep(kept, measured(PROBLEM, stock=True))
 
-    found = tuned_results.find(replace(PROBLEM, **change), DEFAULT, "emulator")
+    found = found_of(replace(PROBLEM, **change))
 
     assert found is not None
     assert found.plan is None
@@ -73,15 +82,13 @@ def test_plans_of_gated_and_normalized_products_are_not_those_of_plain_ones(
 def test_the_environment_turns_reading_off(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result_files.write(
-        kept, tuned_results.machine(DEFAULT, "emulator"), [measured(PROBLEM)]
-    )
+    keep(kept, measured(PROBLEM))
     monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
 
-    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is None
+    assert found_of(PROBLEM) is None
     monkeypatch.setenv(tuned_results.ENVIRONMENT, "1")
     state.reset()
-    assert tuned_results.find(PROBLEM, DEFAULT, "emulator") is not None
+    assert found_of(PROBLEM) is not None
 
 
 def test_times_of_this_chip_are_not_those_of_a_named_one(
@@ -89,9 +96,7 @@ def test_times_of_this_chip_are_not_those_of_a_named_one(
 ) -> None:
     m3 = Device.named("M3 Max")
     for backend in ("metal", "emulator"):
-        result_files.write(
-            kept, tuned_results.machine(m3, backend), [measured(PROBLEM)]
-        )
+        keep(kept, measured(PROBLEM), m3, backend)
 
     monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max")
 
@@ -108,9 +113,7 @@ def test_what_was_measured_beats_the_model(kept: Path, ran: list[Plan]) -> None:
     result = measured(PROBLEM, rank=2)
     assert result.plan != planner.choose(PROBLEM, devices.current())
     mlx_marlin.quantized_matmul(X, *NATIVE)
-    result_files.write(
-        kept, tuned_results.machine(devices.current(), "emulator"), [result]
-    )
+    keep(kept, result, devices.current())
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
     state.reset()
@@ -166,8 +169,7 @@ def test_stock_serves_what_it_was_measured_to_serve_faster(
     assert (model is None) == (m == 8)
 
     for stock in (True, False):
-        here = tuned_results.machine(on_an_m3, "metal")
-        result_files.write(kept, here, [measured(problem, stock=stock)])
+        keep(kept, measured(problem, stock=stock), on_an_m3, "metal")
         state.reset()
         said = "measured here: stock MLX took 10.2 us, our best 12.5 us"
         assert mlx_marlin.why_not(x, *native) == (said if stock else None)
@@ -178,8 +180,7 @@ def test_what_the_emulator_counted_is_not_asked_on_a_mac(
 ) -> None:
     problem = Problem(m=8, n=4096, k=4096)
     x, native = activations(8, 4096, **HALF), weight(4096, 4096, **HALF)
-    emulated = tuned_results.machine(on_an_m3, "emulator")
-    result_files.write(kept, emulated, [measured(problem, stock=True)])
+    keep(kept, measured(problem, stock=True), on_an_m3)
 
     assert mlx_marlin.why_not(x, *native) is None
 
@@ -188,7 +189,7 @@ def test_who_forces_a_back_end_gets_our_best_plan(
     kept: Path, on_an_m3: Device, backend: Choose
 ) -> None:
     result = measured(PROBLEM, rank=2, stock=True)
-    result_files.write(kept, tuned_results.machine(on_an_m3, "metal"), [result])
+    keep(kept, result, on_an_m3, "metal")
     backend("metal")
 
     assert mlx_marlin.why_not(X, *NATIVE) is None
