@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin import cache
-from mlx_marlin.backends import devices, planner, tuned_results
+from mlx_marlin.backends import devices, launcher, planner, tuned_results
 from mlx_marlin.cli.main import main
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
@@ -71,3 +71,12 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 
     monkeypatch.setattr(tuner, "tune", tune)
     return seen
+
+
+@pytest.fixture
+def wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every product of our kernels wrong."""
+    right = launcher.product
+    monkeypatch.setattr(
+        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+    )

@@ -15,15 +15,8 @@ from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.cli.bench import report
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
-from mlx_marlin.measure.rows import (
-    CLOCKS,
-    OURS,
-    STOCK,
-    STOCK_MODEL,
-    FirstTokenRow,
-    GenerationRow,
-)
-from support.benchmark_rows import FACTS, mac_file, measured
+from mlx_marlin.measure.rows import CLOCKS, OURS, STOCK, STOCK_MODEL, GenerationRow
+from support.benchmark_rows import FACTS, mac_file
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import tiny_llama
@@ -155,21 +148,39 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert {row.problem.m for row in result_file.read(path).products} == {4}
 
 
+@pytest.fixture
+def a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives commands a small model."""
+    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
+
+
+@pytest.fixture
+def generated(a_model: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for generating texts, and lists the sizes that are asked for."""
+    asked: list[Any] = []
+
+    def measure(_: str, __: dict[str, int], *sizes: Any) -> Iterator[GenerationRow]:
+        asked.append(sizes)
+        yield from mac_file().generation
+
+    monkeypatch.setattr(generation, "models", lambda *_: {})
+    monkeypatch.setattr(generation, "first_tokens", lambda *_: mac_file().first_tokens)
+    monkeypatch.setattr(generation, "measure", measure)
+    return asked
+
+
 def test_an_interrupted_generation_keeps_the_streams_before_it(
     on_metal: None,
-    a_model: None,
+    generated: list[Any],
     tmp_path: Path,
     printed: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(generation, "models", lambda *_: {})
-    monkeypatch.setattr(generation, "first_tokens", lambda *_: mac_file().first_tokens)
-
-    def measure(*_: Any) -> Iterator[GenerationRow]:
+    def interrupted(*_: Any) -> Iterator[GenerationRow]:
         yield from mac_file().generation
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "measure", measure)
+    monkeypatch.setattr(generation, "measure", interrupted)
     path = tmp_path / "out.json"
 
     printed("bench --model a/model --json", path, status=130)
@@ -180,23 +191,12 @@ def test_an_interrupted_generation_keeps_the_streams_before_it(
 
 
 def test_a_wrong_product_fails_the_command(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
+    kept: Path, wrong_products: None, printed: Run
 ) -> None:
-    right = launcher.product
-    monkeypatch.setattr(
-        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
-    )
-
     said = printed("bench 4x64x256", status=1)
 
     assert "ours (mlx layout)" in said
     assert "its product is wrong; please report it" in said
-
-
-@pytest.fixture
-def a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives commands a small model."""
-    monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
 
 
 def test_a_models_speed_is_predicted_without_a_gpu(
@@ -215,49 +215,18 @@ def test_a_models_speed_is_predicted_without_a_gpu(
 
 
 def test_a_models_speed_is_measured_on_a_gpu(
-    on_metal: None,
-    a_model: None,
-    tmp_path: Path,
-    printed: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    on_metal: None, generated: list[Any], tmp_path: Path, printed: Run
 ) -> None:
-    monkeypatch.setattr(generation, "models", lambda *_: {STOCK_MODEL: 1, OURS: 2})
-
-    def first_tokens(name: str, *_: Any) -> list[FirstTokenRow]:
-        times = {"cold": measured(1200), "warm": measured(30)}
-        return [FirstTokenRow(model=name, arm=OURS, prompt_tokens=9, **times)]
-
-    def measure(
-        name: str, arms: dict[str, int], streams: list[int], prompt: int, new: int
-    ) -> list[GenerationRow]:
-        return [
-            GenerationRow(
-                model=name,
-                arm=arm,
-                streams=count,
-                prompt_tokens=prompt,
-                new_tokens=new,
-                prompt=measured(100),
-                step=measured(20 / speed),
-            )
-            for count in streams
-            for arm, speed in arms.items()
-        ]
-
-    monkeypatch.setattr(generation, "first_tokens", first_tokens)
-    monkeypatch.setattr(generation, "measure", measure)
     csv_file = tmp_path / "out.csv"
     words = "--model a/model --streams 4 --prompt 9 --new 7"
 
     said = printed(f"bench {words} --csv", csv_file)
 
+    assert generated == [([4], 9, 7)]
     assert marks(said) == ["measured"] * 3
-    first, stock, ours = (
-        line.split() for line in said.splitlines() if "measur" in line
-    )
-    assert first[-2:] == ["1200", "30"]
-    assert stock[-1] == "200"  # 4 streams, 20 ms a step
-    assert ours[-1] == "400"
+    first, *both = (line.split() for line in said.splitlines() if "measur" in line)
+    assert first[-2:] == ["1500", "0.25"]
+    assert [line[-1] for line in both] == ["100", "100"]  # 2 streams, 20 ms a step
     rows = [*csv.DictReader(io.StringIO(csv_file.read_text()))]
     kinds = ["prompt", "step"] * 2 + ["first token, cold", "first token, warm"]
     assert [row["kind"] for row in rows] == kinds

@@ -10,7 +10,6 @@ from cli.conftest import Run
 from mlx_marlin.cli import convert
 from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.planning.choice import WIDTH
-from support import foreign_checkpoints as foreign
 from support import foreign_models
 from support.foreign_models import LINEAR, write_llama
 
@@ -18,12 +17,7 @@ from support.foreign_models import LINEAR, write_llama
 @pytest.fixture
 def gptq(tmp_path: Path) -> str:
     """Returns the paths of a folder by GPTQ and of the result."""
-    write_llama(
-        tmp_path / "source",
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )
+    foreign_models.write_gptq(tmp_path / "source")
     return f"{tmp_path / 'source'} {tmp_path / 'result'}"
 
 

@@ -79,15 +79,3 @@ def test_old_spellings_of_a_plan_are_accepted(words: str, printed: Run) -> None:
     problem = json.loads(printed(f"plan {words} --chip M3"))["problem"]
 
     assert [problem[name] for name in "mnk"] == [8, 64, 128]
-
-
-@pytest.mark.parametrize("old", ["--export-json", "--json"])
-@pytest.mark.parametrize("shape", ["8,64,128", "8x64x128"])
-def test_old_spellings_of_a_profile_are_accepted(
-    old: str, shape: str, tmp_path: Path, printed: Run
-) -> None:
-    path = tmp_path / "old-name"
-
-    printed(f"profile --single-config {shape} --chip M3 {old}", path)
-
-    assert json.loads(path.read_text())["schema"] == "mlx_marlin.profile"

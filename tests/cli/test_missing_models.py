@@ -14,7 +14,6 @@ from cli.conftest import Run
 from mlx_marlin.cli import models
 from mlx_marlin.cli.main import main
 from support import auto_hook, foreign_models, quantized_folder
-from support import foreign_checkpoints as foreign
 from support.limits import limited
 from support.processes import run_python
 from support.profiles import sampled
@@ -189,12 +188,7 @@ def of_mlx(path: Path) -> None:
 
 
 def of_gptq(path: Path) -> None:
-    foreign_models.write_llama(
-        path,
-        lambda *weight: foreign.gptq_arrays(*weight, version=2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )
+    foreign_models.write_gptq(path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(quantized_folder.MODEL / name, path / name)
 

@@ -179,13 +179,8 @@ def test_a_wrong_plan_is_told_and_not_kept(
 
 
 def test_without_a_right_plan_nothing_is_kept(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
+    kept: Path, wrong_products: None, printed: Run
 ) -> None:
-    right = launcher.product
-    monkeypatch.setattr(
-        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
-    )
-
     said = printed("tune 4x64x256", status=1)
 
     assert results(kept) == {}

@@ -12,8 +12,7 @@ from cli.conftest import Run
 from mlx_marlin import MarlinLinear
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.choice import WIDTH
-from support import foreign_checkpoints as foreign
-from support.foreign_models import write_llama
+from support.foreign_models import write_gptq
 
 pytestmark = pytest.mark.usefixtures("kernels", "tokenizer")
 
@@ -34,12 +33,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    write_llama(
-        tmp_path / "source",
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )
+    write_gptq(tmp_path / "source")
     return tmp_path / "source"
 
 

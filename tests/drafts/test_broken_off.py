@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -20,7 +19,6 @@ from drafts.scripted import (
     text_of,
 )
 from drafts.test_stream import TEXT, loaded
-from mlx_marlin.lm.drafts import install, stream
 from mlx_marlin.lm.drafts.drafters import ModelDrafter
 from mlx_marlin.lm.drafts.passes import Passes
 
@@ -127,20 +125,3 @@ def test_a_list_of_both_caches_is_the_callers(
 
     assert {type(each).__name__ for each in cache} == {"QuantizedKVCache"}
     assert {each.offset for each in cache} == {len(prompt) + len(found)}
-
-
-def test_none_is_no_draft_model(
-    loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, tokenizer = loaded
-    asked: list[Any] = []
-
-    def noted(*given: Any, **options: Any) -> Any:
-        asked.append(options["lookup"])
-        return iter(())
-
-    monkeypatch.setattr(install, "stream_generate", noted)
-    install._looking_up(model, tokenizer, TEXT, 3, None)
-    install._looking_up(model, tokenizer, TEXT, 3, model)
-    assert asked == [True, False]
-    assert stream.without_drafts is mlx_lm.stream_generate

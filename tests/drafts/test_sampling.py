@@ -19,6 +19,7 @@ from support.profiles import sampled
 
 VOCABULARY, RUNS = 64, 1000
 SPREAD = 1.5
+"""Of an embedding with which some tokens are much more likely than others."""
 PROMPT = [1, 2, 3, 1, 2]
 LIMIT = 3.5
 """Standard deviations of a chi-square statistic: once in some thousand tests."""
@@ -39,15 +40,9 @@ def small_model(seed: int) -> nn.Module:
     )
     mx.random.seed(seed)
     model = llama.Model(args)
-    model.update({"model": {"embed_tokens": {"weight": _spread(model)}}})
+    model.model.embed_tokens.weight *= SPREAD
     mx.eval(model.parameters())
     return model
-
-
-def _spread(model: nn.Module) -> mx.array:
-    """Returns an embedding with which some tokens are much more likely than others."""
-    weight: mx.array = model.model.embed_tokens.weight
-    return weight * SPREAD
 
 
 def looking_up(_: nn.Module) -> Drafter:

@@ -155,6 +155,7 @@ def test_mlx_lms_own_functions_look_up(
     loaded: tuple[nn.Module, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = loaded
+    before = mlx_lm.stream_generate
     expected = mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20)
     asked: list[dict[str, Any]] = []
 
@@ -166,8 +167,10 @@ def test_mlx_lms_own_functions_look_up(
     install.install()
 
     assert mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20) == expected
-    mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20, draft_model=model)
-    assert [each["lookup"] for each in asked] == [True, False]
+    for draft_model in (model, None):
+        mlx_lm.generate(model, tokenizer, TEXT, max_tokens=4, draft_model=draft_model)
+    assert [each["lookup"] for each in asked] == [True, False, True]
+    assert stream.without_drafts is before
 
 
 def test_the_server_answers_one_request_at_a_time(

@@ -156,12 +156,6 @@ def test_stock_mlx_has_no_plan() -> None:
     assert on_cuda.kernel == "quantized_matmul"
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_times_are_positive(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"seconds=.* must be above 0 and finite"):
-        of_plan(planner.choose(DECODE, M4_MAX), M4_MAX, seconds, "assumed")
-
-
 def test_the_document_is_complete_and_read_back() -> None:
     counts = Counts(
         launches=2, read_bytes=1, written_bytes=2, matrix_products=3, barriers=4
@@ -182,9 +176,8 @@ def test_the_document_is_complete_and_read_back() -> None:
     for row, known in zip(data["profiles"], (good, bad, stock), strict=True):
         point, roofline = Point(**row["point"]), Roofline(**row["roofline"])
         assert (point, roofline) == (known.point, known.roofline)
-        assert row["tflops"] == point.tflops
-        assert row["bandwidth_gbs"] == point.bandwidth_gbs
-        assert row["intensity"] == point.intensity
+        for name in ("tflops", "bandwidth_gbs", "intensity"):
+            assert row[name] == getattr(point, name)
         assert row["ridge"] == roofline.ridge
         assert row["compute_utilization"] == roofline.compute_utilization(point)
         assert row["memory_utilization"] == roofline.memory_utilization(point)

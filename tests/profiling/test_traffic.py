@@ -113,9 +113,3 @@ def test_a_split_adds_its_workspace() -> None:
     assert Traffic.of(split).workspace == 2 * 4 * 4 * 64 * 4
     more = Traffic.of(split).total - Traffic.of(whole).total
     assert more == Traffic.of(split).workspace
-
-
-@pytest.mark.parametrize("m", [0, -1])
-def test_a_product_has_rows(m: int) -> None:
-    with pytest.raises(ValueError, match=f"must be at least 1, got m={m}"):
-        problem_of(m, 64, 64)
