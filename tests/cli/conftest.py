@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlx_marlin import cache
@@ -12,6 +13,7 @@ from mlx_marlin.backends import devices, launcher, planner, tuned_results
 from mlx_marlin.cli.main import main
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
+from support import quantized_folder
 from support.choose import Choose
 
 Run = Callable[..., str]
@@ -47,6 +49,13 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Run:
         return last
 
     return run
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with the demo's model, quantized by MLX in float32."""
+    place = tmp_path_factory.mktemp("models") / "quantized"
+    return quantized_folder.write(place, mx.float32)
 
 
 @pytest.fixture

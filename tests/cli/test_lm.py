@@ -30,13 +30,6 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     auto_hook.remove()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantized_folder.write(
-        tmp_path_factory.mktemp("models") / "quantized", mx.float32
-    )
-
-
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Lists the arguments of mlx-lm's `generate`, which does nothing."""

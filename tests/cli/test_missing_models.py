@@ -13,7 +13,7 @@ import pytest
 from cli.conftest import Run
 from mlx_marlin.cli import models
 from mlx_marlin.cli.main import main
-from support import auto_hook, foreign_models, quantized_folder
+from support import auto_hook, foreign_models
 from support.limits import limited
 from support.processes import run_python
 from support.profiles import sampled
@@ -183,24 +183,19 @@ def refusal(path: Path) -> str:
     return str(path)
 
 
-def of_mlx(path: Path) -> None:
-    quantized_folder.write(path)
-
-
-def of_gptq(path: Path) -> None:
-    foreign_models.write_gptq(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(quantized_folder.MODEL / name, path / name)
-
-
 @sampled(11)
 @pytest.mark.parametrize("key", [*foreign_models.CONFIG, "rope_theta", "rope_scaling"])
-@pytest.mark.parametrize("write", [of_mlx, of_gptq])
+@pytest.mark.parametrize("of", ["MLX", "GPTQ"])
 def test_every_value_of_a_config_is_loaded_or_refused(
-    tmp_path: Path, key: str, write: Any
+    tmp_path: Path, folder: Path, key: str, of: str
 ) -> None:
     path = tmp_path / "model"
-    write(path)
+    if of == "MLX":
+        shutil.copytree(folder, path)
+    else:
+        foreign_models.write_gptq(path)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(folder / name, path / name)
     models.load(str(path), lazy=True)
     config = json.loads((path / "config.json").read_text())
 

@@ -299,15 +299,22 @@ def test_the_plans_of_models_keep_the_cores_busy(
     assert figures(f"16 {n} {k} --chip '{chip}'")["busy"] >= 0.9
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["plan"]])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        *((line, "usage: mlx-marlin") for line in ("", "dance", "plan")),
+        ("profile --single-config 1,64,64 --model a", "--model: not allowed with arg"),
+        ("profile --kernel gemv --all-kernels", "not allowed with argument --kernel"),
+    ],
+)
 def test_wrong_usage_exits_with_two(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
+    capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     with pytest.raises(SystemExit) as exited:
-        main(arguments)
+        main(line.split())
 
     assert exited.value.code == 2
-    assert "usage: mlx-marlin" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_help_lists_the_commands_without_importing_them() -> None:

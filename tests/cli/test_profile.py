@@ -296,25 +296,6 @@ def test_the_layers_of_a_model_are_profiled(
     assert "layout: marlin" in packed
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["--single-config", "1,64,64", "--model", "a"],
-            "--model: not allowed with argument --single-con",
-        ),
-        (["--kernel", "gemv", "--all-kernels"], "not allowed with argument --kernel"),
-    ],
-)
-def test_options_that_exclude_each_other_are_named(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["profile", *words])
-
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("name", ["M1", "M2 Ultra", "M3", "M4 Pro", "M5", "A100"])
 def test_few_rows_on_every_generation(profile: Run, m: int, name: str) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx_lm
 import pytest
 
@@ -27,7 +26,6 @@ from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.tuned_models import environment, lookup, machine, model_key, results
 from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
-from support import quantized_folder
 from support.choose import Choose
 from support.models import tiny_llama
 from support.processes import run_python
@@ -312,12 +310,6 @@ def test_doctor_tells_the_settings_and_the_variable(
     assert out.count("switched off by MLX_MARLIN_TUNED=0") == 2
     file.write_text("{")
     assert f"the tuned settings in {file} are ignored" in doctor()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "quantized"
-    return quantized_folder.write(place, mx.float32)
 
 
 @pytest.fixture

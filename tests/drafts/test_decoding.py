@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -26,10 +25,6 @@ from mlx_marlin.lm.drafts.passes import Passes, can_trim
 from support.architectures import ARCHITECTURES, WINDOW
 from support.decoder_models import tiny
 from support.models import tiny_llama
-
-
-def model_of(name: str) -> Any:
-    return text_of(name).model
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -68,14 +63,14 @@ def test_a_full_window_and_a_recurrent_state_cannot_be_trimmed() -> None:
 
     assert can_trim([window], WINDOW - 5)
     assert not can_trim([window], WINDOW - 4)
-    assert not can_trim(make_prompt_cache(model_of("mamba2")), 1)
-    assert can_trim(make_prompt_cache(model_of("llama")), 1000)
+    assert not can_trim(make_prompt_cache(text_of("mamba2").model), 1)
+    assert can_trim(make_prompt_cache(text_of("llama").model), 1000)
 
 
 @pytest.mark.parametrize(("size", "keep"), [(8, 4), (20, 4), (20, 0)])
 def test_a_window_that_keeps_its_first_tokens(size: int, keep: int) -> None:
     """`max_kv_size` keeps them; mlx-lm masks them for the later rows of a pass."""
-    model = model_of("llama")
+    model = text_of("llama").model
     prompt = PROMPT[:3]
     first, second = ([RotatingKVCache(size, keep) for _ in model.layers] for _ in "ab")
     text, logprobs = plain(model, prompt, COUNT, prompt_cache=first)
@@ -109,7 +104,7 @@ def test_quantized_caches(bits: int, start: int) -> None:
 
 
 def test_logits_processors_see_the_text_before_each_position() -> None:
-    model = model_of("llama")
+    model = text_of("llama").model
     seen: list[list[int]] = []
 
     def penalty(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -95,12 +95,6 @@ def test_the_emulator_counts_the_same_every_time(backend: Choose) -> None:
     assert min(split) - max(whole) > 1e-6
 
 
-@pytest.mark.usefixtures("stock")
-def test_there_is_nothing_to_tune_without_our_kernels() -> None:
-    with pytest.raises(ValueError, match="there is nothing to tune"):
-        clocks.clock_of(DEFAULT)
-
-
 @pytest.mark.parametrize(("on", "chip"), [("metal", "M3 Max"), ("cuda", "NVIDIA H200")])
 def test_on_a_gpu_the_clock_is_the_wall_and_times_stock(
     on: str, chip: str, backend: Choose, monkeypatch: pytest.MonkeyPatch
