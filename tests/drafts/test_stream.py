@@ -167,9 +167,10 @@ def test_mlx_lms_own_functions_look_up(
     install.install()
 
     assert mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20) == expected
-    for draft_model in (model, None):
-        mlx_lm.generate(model, tokenizer, TEXT, max_tokens=4, draft_model=draft_model)
-    assert [each["lookup"] for each in asked] == [True, False, True]
+    mlx_lm.generate(model, tokenizer, TEXT, max_tokens=4, draft_model=model)
+    for draft_model in (model, None):  # none is no draft model
+        install._looking_up(model, tokenizer, TEXT, 4, draft_model)
+    assert [each["lookup"] for each in asked] == [True, False, False, True]
     assert stream.without_drafts is before
 
 

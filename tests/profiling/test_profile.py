@@ -15,7 +15,7 @@ from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 
-M1, M2, M4_MAX = map(Device.named, ("M1", "M2", "M4 Max"))
+M1, M4_MAX = map(Device.named, ("M1", "M4 Max"))
 DECODE = problem_of(
     1, 4096, 4096, mode="symmetric", bits=3, group_size=128, layout="marlin"
 )
