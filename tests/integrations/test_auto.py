@@ -96,6 +96,7 @@ def test_options_come_from_the_environment(
         ("join", "'join', expected join=true or false"),
         ("joined=true", "'joined=true', expected one of layout, join, trace,"),
         ("bits=9", "'bits=9', expected bits=1 to 8"),
+        ("compute=half", "'compute=half', expected compute=float16"),
         ("warm_up=1+0", "expected warm_up=numbers of rows, such as 1+4+8"),
         ("group_size=²", "expected group_size=a number or channel"),
         ("join=1,join=0", "'join=0', expected join once"),

@@ -200,7 +200,3 @@ def assert_close(actual: list[mx.array], expected: list[mx.array], most: float) 
 
 
 WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
-
-
-def both(model: nn.Module) -> Any:
-    return zip(model.layers, tiny("qwen3").layers, strict=True)
