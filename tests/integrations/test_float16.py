@@ -14,14 +14,16 @@ import mlx_marlin
 from mlx_marlin.lm import float16
 from mlx_marlin.lm.module_changes import Changes
 from support.decoder_models import (
-    ALL_CACHES,
     Caches,
     decoded,
     one_stream,
+    rotating,
+    rotating_batch,
     tiny,
     with_left_padding,
 )
 from support.models import LAYOUTS, Layers, arrays, assert_same_model
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("stock")
 
@@ -67,26 +69,31 @@ def error(outputs: list[mx.array], exact: list[mx.array]) -> float:
     return float(mx.linalg.norm(ours - own) / mx.linalg.norm(own))
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("family", "make"),
     [
         ("llama", one_stream),
         ("llama", with_left_padding),
+        ("llama", rotating),
+        ("llama", rotating_batch),
         ("qwen3_moe", one_stream),
         ("gpt_oss", one_stream),
     ],
 )
+@pytest.mark.parametrize("trace", [False, True])
 def test_logits_are_nearer_to_those_of_float32(
-    family: str, make: Callable[[nn.Module], Caches]
+    family: str, make: Callable[[nn.Module], Caches], trace: bool
 ) -> None:
     own, exact = in_bfloat16(family), in_bfloat16(family)
     exact.set_dtype(mx.float32)
     expected = decoded(exact, make)
 
-    model = mlx_marlin.optimize(in_bfloat16(family), compute="float16")
-    outputs = decoded(model, make)
+    model = mlx_marlin.optimize(in_bfloat16(family), compute="float16", trace=trace)
+    cache = make(model)
+    outputs = decoded(model, lambda _: cache)
 
-    assert all(y.dtype == mx.float16 for y in outputs)
+    assert {y.dtype for y in outputs} == {cache[0].keys.dtype} == {mx.float16}
     assert error(outputs, expected) < 0.4 * error(decoded(own, make), expected)
     assert error(outputs, expected) < 2**-7
 
@@ -210,22 +217,6 @@ def test_adapters_are_trained_and_the_layers_in_them_restored(
     found = model.layers[1].self_attn.q_proj.linear.scales
     assert found.dtype == mx.bfloat16
     assert mx.array_equal(found, own)
-
-
-@pytest.mark.parametrize("make", ALL_CACHES, ids=lambda make: make.__name__)
-def test_caches_hold_float16(make: Callable[[nn.Module], Caches]) -> None:
-    model = mlx_marlin.optimize(in_bfloat16(), compute="float16", trace=True)
-    made: list[Caches] = []
-
-    def making(model: nn.Module) -> Caches:
-        made.append(make(model))
-        return made[-1]
-
-    outputs = decoded(model, making)
-
-    assert {y.dtype for y in outputs} == {mx.float16}
-    keys = made[0][0].keys
-    assert (keys[1] if isinstance(keys, tuple | list) else keys).dtype == mx.float16
 
 
 def test_a_cache_filled_before_is_used_with_the_models_error() -> None:

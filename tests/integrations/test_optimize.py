@@ -86,28 +86,6 @@ def test_mlxs_layout_shares_every_array() -> None:
     assert all(array is before[path] for path, array in arrays(model).items())
 
 
-class Special(nn.QuantizedLinear):
-    """A subclass of a quantized layer."""
-
-
-def test_only_layers_of_our_format_and_exact_type_are_taken() -> None:
-    model = Layers(
-        nn.QuantizedLinear(64, 64),
-        Special(64, 64),
-        nn.QuantizedLinear(80, 64, mode="nvfp4"),
-        nn.QuantizedEmbedding(64, 80, mode="nvfp4"),
-        nn.Linear(64, 64),
-        nn.RMSNorm(64),
-    )
-    before = [*model.layers]
-
-    for layout in LAYOUTS:
-        mlx_marlin.optimize(model, layout=layout)
-
-        assert type(model.layers[0]) is MarlinLinear
-        assert all(a is b for a, b in zip(model.layers[1:], before[1:], strict=True))
-
-
 class Crowded(nn.Module):
     """A model whose layers hang in every kind of container that MLX knows."""
 

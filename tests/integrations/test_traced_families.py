@@ -174,32 +174,13 @@ def test_the_document_lists_all_traced_families() -> None:
     assert importing - {"prism_hadamard_qwen35", "qwen3_5"} == {*INHERITED}
 
 
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_group": 1,
-}
 UNTRACED: dict[str, dict[str, Any]] = {
-    "deepseek_v3": LATENT,
+    "deepseek_v3": {},
     "gemma4_text": {
         "hidden_size_per_layer_input": 0,
         "sliding_window_pattern": 2,
         "num_kv_shared_layers": 0,
         "global_head_dim": 32,
-    },
-    "mistral4": {
-        **LATENT,
-        "rope_parameters": {
-            "type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "llama_4_scaling_beta": 0.1,
-        },
-        "head_dim": None,
     },
 }
 

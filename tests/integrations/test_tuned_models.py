@@ -159,15 +159,6 @@ def test_layers_that_mlx_would_round_stay_where_stock_mlx_is_faster(
     assert mlx_marlin.optimize(model, dry_run=True).blocks == ()
 
 
-def test_a_forced_back_end_is_not_left_for_speed(kept: Path, backend: Choose) -> None:
-    keep(None)
-    backend("metal")
-
-    model = mlx_marlin.optimize(tiny_llama())
-
-    assert any(isinstance(layer, MarlinLinear) for layer in model.modules())
-
-
 def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
     kept: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +190,10 @@ def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
     [
         (tuned_results.ENVIRONMENT, "0"),
         ("MLX_MARLIN_DEVICE", "Apple M1"),
-        *((selection.ENVIRONMENT, name) for name in ("emulator", "stock", "cuda")),
+        *(
+            (selection.ENVIRONMENT, name)
+            for name in ("metal", "emulator", "stock", "cuda")
+        ),
     ],
 )
 def test_the_environment_turns_it_off(
@@ -213,22 +207,16 @@ def test_the_environment_turns_it_off(
     assert bool(lookup.why_not_tuned()) == (name == selection.ENVIRONMENT)
 
 
-def test_another_model_has_its_own_result(kept: Path) -> None:
-    keep(JOINED)
+def test_a_newer_result_replaces_an_older_one_of_the_same_model(kept: Path) -> None:
+    assert keep(JOINED) == keep(ALL)
     other = tiny_llama(tied=False)
 
-    assert lookup.find(other) is None
-    results.write(machine.here(), result(other, ALL))
-    found = [lookup.find(model) for model in (other, tiny_llama())]
-    assert [each and each.settings for each in found] == [ALL, JOINED]
-
-
-def test_a_newer_result_replaces_an_older_one(kept: Path) -> None:
-    assert keep(JOINED) == keep(ALL)
-
     assert lookup.find(tiny_llama()) == result(tiny_llama(), ALL)
-    assert len([*kept.iterdir()]) == 1
-    assert results.clear() == 1
+    assert lookup.find(other) is None
+    results.write(machine.here(), result(other, JOINED))
+    assert lookup.find(other) == result(other, JOINED)
+    assert lookup.find(tiny_llama()) == result(tiny_llama(), ALL)
+    assert len([*kept.iterdir()]) == results.clear() == 2
     assert lookup.find(tiny_llama()) is None
 
 
