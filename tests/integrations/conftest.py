@@ -138,6 +138,21 @@ def cuda(
 
 
 @pytest.fixture
+def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuses `freqs` in MLX's rope.
+
+    On a GPU it has derivatives of x alone, and raises for its `freqs`.
+    """
+    own = mx.fast.rope
+
+    def rope(*arguments: Any, freqs: Any = None, **options: Any) -> mx.array:
+        assert freqs is None
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(mx.fast, "rope", rope)
+
+
+@pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists Python's runs of the code of graphs: one for each trace."""
     found: list[str] = []

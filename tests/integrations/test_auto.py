@@ -54,27 +54,21 @@ def test_importing_converts_what_is_loaded_afterwards(folder: Path) -> None:
     assert config["model_type"] == "llama"
 
 
-def test_importing_and_reloading_wraps_once(folder: Path) -> None:
+def test_importing_and_reloading_wraps_once_wherever_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = utils.load_model
+    someone: Any = type(sys)("someone")
+    someone.load_model = own
+    monkeypatch.setitem(sys.modules, "someone", someone)
     auto = importlib.import_module("mlx_marlin.auto")
     wrapped = utils.load_model
 
     importlib.reload(auto)
 
-    assert utils.load_model is wrapped is not own
+    assert someone.load_model is utils.load_model is wrapped is not own
     auto_hook.remove()
     assert utils.load_model is own
-
-
-def test_names_that_modules_have_imported_are_replaced(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "someone", type(sys)("someone"))
-    own = vars(sys.modules["someone"])["load_model"] = utils.load_model
-
-    hook.install()
-
-    assert sys.modules["someone"].load_model is utils.load_model is not own
 
 
 def test_options_come_from_the_environment(
@@ -96,6 +90,7 @@ def test_options_come_from_the_environment(
         ("join", "'join', expected join=true or false"),
         ("joined=true", "'joined=true', expected one of layout, join, trace,"),
         ("bits=9", "'bits=9', expected bits=1 to 8"),
+        ("compute=half", "'compute=half', expected compute=float16"),
         ("warm_up=1+0", "expected warm_up=numbers of rows, such as 1+4+8"),
         ("group_size=²", "expected group_size=a number or channel"),
         ("join=1,join=0", "'join=0', expected join once"),

@@ -1,6 +1,6 @@
 """Attention of traced blocks: what is computed, and what the cache holds after it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -38,6 +38,11 @@ def drawn(
     # Several tokens are contiguous before heads, as before a cache.
     y = mx.random.normal((streams, tokens, heads, features)).astype(dtype)
     return y.transpose(0, 2, 1, 3)
+
+
+def one_token(streams: int = len(PADDING)) -> Iterator[mx.array]:
+    """Draws q, k and v of one token."""
+    return (drawn(heads, 1, streams=streams) for heads in (4, 2, 2))
 
 
 def filled(
@@ -146,6 +151,16 @@ def test_float32_and_values_of_another_size(grouped: Groups) -> None:
     assert_near(y, exactly(q[:, :, :1], *own.update_and_fetch(*new), PADDING))
 
 
+def assert_attends(cache: BatchKVCache, own: BatchKVCache, padding: list[int]) -> None:
+    """Compares three tokens of a cache with float64, and mlx-lm's cache after them."""
+    for seed in range(3):
+        mx.random.seed(seed)
+        q, k, v = one_token(len(padding))
+        y = attend(q, k, v, cache, cache.make_mask(1), SCALE)
+        assert_near(y, exactly(q, *own.update_and_fetch(k, v), padding))
+    assert_same(cache, own)
+
+
 @pytest.mark.parametrize("hole", [np.nan, np.inf])
 def test_what_padding_left_is_not_read(hole: float, grouped: Groups) -> None:
     caches = BatchKVCache([0, 0]), BatchKVCache([0, 0])
@@ -156,17 +171,10 @@ def test_what_padding_left_is_not_read(hole: float, grouped: Groups) -> None:
         each.update_and_fetch(tokens[:, :, :13], tokens[:, :, :13])
         each.update_and_fetch(tokens[:, :, 13:], tokens[:, :, 13:])
         each.finalize()
-    cache, own = caches
 
-    for token in range(4):
-        mx.random.seed(token)
-        q, k, v = (drawn(heads, 1, streams=2) for heads in (4, 2, 2))
-        y = attend(q, k, v, cache, cache.make_mask(1), SCALE)
-        expected = exactly(q, *own.update_and_fetch(k, v), [0, 3])
-        assert_near(y, expected)
+    assert_attends(*caches, [0, 3])
 
-    assert len(grouped) == 4
-    assert_same(cache, own)
+    assert len(grouped) == 3
 
 
 def test_a_cache_is_cleared_and_aligned_when_it_is_another(
@@ -184,8 +192,7 @@ def test_a_cache_is_cleared_and_aligned_when_it_is_another(
     for token in range(12):
         if token == 10:
             cache.filter(mx.array([1, 2]))  # takes two places away
-        q, k, v = (drawn(heads, 1, streams=len(cache.offset)) for heads in (4, 2, 2))
-        attend(q, k, v, cache, cache.make_mask(1), SCALE)
+        attend(*one_token(len(cache.offset)), cache, cache.make_mask(1), SCALE)
 
     assert lengths == [256, 512, 512]
     assert cache._idx == 260
@@ -198,19 +205,10 @@ def test_a_cache_that_streams_leave_and_join_is_read(grouped: Groups) -> None:
         cache.filter(mx.array([1, 2]))  # moves what is left to the front
         cache.extend(filled(30, 2, [3]))
         cache.trim(2)
-    cache, own = caches
-    padding = own.left_padding.tolist()
-    assert padding == [19, 16, 3]
 
-    for token in range(3):
-        mx.random.seed(token)
-        q, k, v = (drawn(heads, 1) for heads in (4, 2, 2))
-        y = attend(q, k, v, cache, cache.make_mask(1), SCALE)
-        expected = exactly(q, *own.update_and_fetch(k, v), padding)
-        assert_near(y, expected)
+    assert_attends(*caches, [19, 16, 3])
 
     assert len(grouped) == 3
-    assert_same(cache, own)
 
 
 def test_a_stream_that_sees_nothing_gives_numbers(grouped: Groups) -> None:
@@ -240,7 +238,7 @@ def test_layers_of_a_token_share_what_the_mask_adds(
     for _ in range(2):
         mask = layers[0].make_mask(1)
         for cache in layers:
-            attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, mask, SCALE)
+            attend(*one_token(), cache, mask, SCALE)
 
     assert made == [(3, 1, 1, 9), (3, 1, 1, 10)]
 
@@ -248,7 +246,7 @@ def test_layers_of_a_token_share_what_the_mask_adds(
 def test_arrays_that_are_gone_are_not_kept() -> None:
     known = len(kv_cache._cleared)
     cache = filled(8, 2, PADDING)
-    attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, cache.make_mask(1), SCALE)
+    attend(*one_token(), cache, cache.make_mask(1), SCALE)
     keys = ref(cache.keys)
     assert keys() is cache.keys
 
@@ -260,27 +258,18 @@ def test_arrays_that_are_gone_are_not_kept() -> None:
     assert len(kv_cache._cleared) == known
 
 
-def test_a_mask_that_goes_late_takes_its_own_sums_only() -> None:
+def test_what_a_mask_adds_is_kept_as_long_as_the_mask() -> None:
     cache = filled(8, 2, PADDING)
     masks = []
     for _ in range(2):
         masks.append(cache.make_mask(1))
-        attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, masks[-1], SCALE)
+        attend(*one_token(), cache, masks[-1], SCALE)
     kept = attention._last_summands
 
-    del masks[0]
+    del masks[0]  # late: it takes its own sums only
 
     assert attention._last_summands is kept is not None
-
-
-def test_what_a_mask_adds_is_kept_as_long_as_the_mask() -> None:
-    cache = filled(8, 2, PADDING)
-    mask = cache.make_mask(1)
-    attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, mask, SCALE)
-    assert attention._last_summands is not None
-
-    del mask
-
+    masks.clear()
     assert attention._last_summands is None
 
 
@@ -319,22 +308,32 @@ def rotating() -> BatchRotatingKVCache:
 
 
 @pytest.mark.parametrize(
-    ("make", "heads", "mask"),
+    ("make", "heads", "mask", "backend_name", "transformed"),
     [
-        (unmasked, 4, None),
-        (unmasked, 4, "causal"),
-        (unmasked, 4, mx.ones((3, 1, 1, 9), mx.bool_)),
-        (rotating, 4, "made"),
-        (of_a_batch, 2, "made"),  # each head has keys of its own
-        (of_a_batch, 4, mx.zeros((3, 1, 1, 9), mx.float16)),
-        (of_a_batch, 4, mx.ones((3, 4, 1, 9), mx.bool_)),
-        (of_a_batch, 4, mx.ones((1, 9), mx.bool_)),
-        (of_a_batch, 4, None),
+        (unmasked, 4, None, "cuda", False),
+        (unmasked, 4, "causal", "cuda", False),
+        (unmasked, 4, mx.ones((3, 1, 1, 9), mx.bool_), "cuda", False),
+        (rotating, 4, "made", "cuda", False),
+        (of_a_batch, 2, "made", "cuda", False),  # each head has keys of its own
+        (of_a_batch, 4, mx.zeros((3, 1, 1, 9), mx.float16), "cuda", False),
+        (of_a_batch, 4, mx.ones((3, 4, 1, 9), mx.bool_), "cuda", False),
+        (of_a_batch, 4, mx.ones((1, 9), mx.bool_), "cuda", False),
+        (of_a_batch, 4, None, "cuda", False),
+        (of_a_batch, 4, "made", "cuda", True),
+        (of_a_batch, 4, "made", "metal", False),  # where MLX has a kernel
+        (of_a_batch, 4, "made", "stock", False),
     ],
 )
 def test_other_calls_are_mlx_lms(
-    grouped: Groups, make: Callable[[], Any], heads: int, mask: Any
+    grouped: Groups,
+    backend: Choose,
+    make: Callable[[], Any],
+    heads: int,
+    mask: Any,
+    backend_name: str,
+    transformed: bool,
 ) -> None:
+    backend(backend_name)
     mx.random.seed(1)
     cache = make()
     mx.random.seed(1)
@@ -342,7 +341,7 @@ def test_other_calls_are_mlx_lms(
     q, k, v = (drawn(each, 1) for each in (heads, 2, 2))
     mask = cache.make_mask(1) if isinstance(mask, str) and mask == "made" else mask
 
-    y = attend(q, k, v, cache, mask, SCALE)
+    y = attend(q, k, v, cache, mask, SCALE, transformed=transformed)
 
     keys, values = own.update_and_fetch(k, v)
     expected = mx.fast.scaled_dot_product_attention(
@@ -350,33 +349,6 @@ def test_other_calls_are_mlx_lms(
     )
     assert grouped == []
     assert mx.array_equal(y, expected)
-
-
-def test_what_mlx_transforms_is_its_own(grouped: Groups) -> None:
-    cache, own = filled(8, 2, PADDING), filled(8, 2, PADDING)
-    q, k, v = (drawn(heads, 1) for heads in (4, 2, 2))
-
-    y = attend(q, k, v, cache, cache.make_mask(1), SCALE, transformed=True)
-
-    keys, values = own.update_and_fetch(k, v)
-    mask = create_causal_mask(1, offset=8, left_padding=own.left_padding)
-    expected = mx.fast.scaled_dot_product_attention(
-        q, keys, values, scale=SCALE, mask=mask
-    )
-    assert grouped == []
-    assert mx.array_equal(y, expected)
-
-
-@pytest.mark.parametrize("name", ["metal", "stock"])
-def test_where_mlx_has_a_kernel_it_attends(
-    name: str, backend: Choose, grouped: Groups
-) -> None:
-    backend(name)
-    cache = filled(8, 2, PADDING)
-
-    attend(drawn(4, 1), drawn(2, 1), drawn(2, 1), cache, cache.make_mask(1), SCALE)
-
-    assert grouped == []
 
 
 def test_a_mask_with_a_window_is_kept(grouped: Groups) -> None:
@@ -384,7 +356,7 @@ def test_a_mask_with_a_window_is_kept(grouped: Groups) -> None:
     mask = create_causal_mask(
         1, offset=20, window_size=4, left_padding=cache.left_padding
     )
-    q, k, v = (drawn(heads, 1) for heads in (4, 2, 2))
+    q, k, v = one_token()
 
     y = attend(q, k, v, cache, mask, SCALE)
 

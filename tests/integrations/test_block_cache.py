@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from mlx_marlin.lm.tracing import attention, kv_cache
@@ -33,11 +32,6 @@ def row(streams: int = 1, tokens: int = 1) -> mx.array:
 
 class Derived(BatchKVCache):
     """A cache that may do anything."""
-
-
-def test_a_stream_is_alone_in_a_batch_of_one() -> None:
-    cache = filled()
-    assert is_alone(row(), cache.make_mask(1), cache)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +95,11 @@ def keys_of(
     return mx.random.normal((streams, 2, tokens, features)).astype(dtype)
 
 
-def of_one_stream(kind: str, tokens: int, *shape: Any) -> Any:
+def of_one_stream(kind: str, tokens: int) -> Any:
     """Returns a cache that mlx-lm has filled with a prompt; the same one each time."""
     mx.random.seed(tokens)
     cache = KVCache() if kind == "generate" else BatchKVCache([0])
-    prompt = keys_of(tokens, 1, *shape)
+    prompt = keys_of(tokens)
     cache.update_and_fetch(prompt, prompt + 1)
     return cache
 
@@ -202,20 +196,26 @@ def test_what_padding_left_behind_the_tokens_is_not_taken_along(
     assert not mx.isnan(cache.keys).any()
 
 
-def of_streams(streams: int) -> KVCache:
-    cache = KVCache()
-    prompt = keys_of(300, streams)
-    cache.update_and_fetch(prompt, prompt)
-    return cache
-
-
-@pytest.mark.parametrize(("streams", "tokens"), [(1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("name", "streams", "tokens", "shape"),
+    [
+        ("cuda", 1, 3, ()),
+        ("cuda", 2, 1, ()),
+        ("cuda", 2, 3, ()),
+        ("cuda", 1, 1, (32, mx.float16)),  # heads that one kernel takes
+        ("cuda", 1, 1, (256, mx.float16)),
+        ("cuda", 1, 1, (64, mx.float32)),
+        ("metal", 1, 1, ()),
+    ],
+    ids=str,
+)
 def test_other_calls_leave_the_number_of_places(
-    streams: int, tokens: int, backend: Choose
+    name: str, streams: int, tokens: int, shape: Any, backend: Choose
 ) -> None:
-    backend("cuda")
-    cache = of_streams(streams)
-    updated(cache, *(keys_of(tokens, streams) for _ in range(2)))
+    backend(name)
+    cache, prompt = KVCache(), keys_of(300, streams, *shape)
+    cache.update_and_fetch(prompt, prompt)
+    updated(cache, *(keys_of(tokens, streams, *shape) for _ in range(2)))
     assert cache.keys.shape[2] == 512
 
 
@@ -230,25 +230,6 @@ def test_places_that_are_no_multiple_are_left_where_they_serve(
     assert cache.keys.shape[2] == tokens  # as streams are when they join
     updated_alone(cache, keys_of(1), keys_of(1))
     assert cache.keys.shape[2] == places
-
-
-@pytest.mark.parametrize(
-    "shape", [(32, mx.float16), (256, mx.float16), (64, mx.float32)], ids=str
-)
-def test_heads_that_one_kernel_takes_leave_the_number_of_places(
-    shape: tuple[int, mx.Dtype], backend: Choose
-) -> None:
-    backend("cuda")
-    cache = of_one_stream("generate", 300, *shape)
-    updated(cache, *(keys_of(1, 1, *shape) for _ in range(2)))
-    assert cache.keys.shape[2] == 512
-
-
-def test_other_back_ends_leave_the_number_of_places(backend: Choose) -> None:
-    backend("metal")
-    cache = of_one_stream("generate", 300)
-    updated(cache, keys_of(1), keys_of(1))
-    assert cache.keys.shape[2] == 512
 
 
 def test_places_of_a_lone_stream_are_no_chain_of_sums() -> None:
@@ -391,30 +372,3 @@ def test_a_window_hides_what_is_far_behind(masks: list[Any]) -> None:
 
     assert_equal(outputs, outputs_of(tiny("llama", **options), caches[1]))
     assert masks == [each for n in (7, 8, 9, 10) for each in (None, (1, 1, 1, n))]
-
-
-def answers(model: nn.Module) -> dict[int, list[int]]:
-    """Returns the tokens of three prompts; two come late, and end early."""
-    generator = BatchGenerator(model, max_tokens=9)
-    found: dict[int, list[int]] = {}
-    generator.insert([[3, 1, 4, 1, 5]])
-    step = 0
-    while responses := generator.next_generated():
-        for each in responses:
-            found.setdefault(each.uid, []).append(each.token)
-        step += 1
-        if step == 2:
-            generator.insert([[9, 2, 6], [5, 3, 5, 8, 9, 7]], max_tokens=[3, 4])
-    return found
-
-
-@pytest.mark.usefixtures("stock")
-def test_a_server_whose_streams_come_and_go_answers_as_before(masks: list[Any]) -> None:
-    found = answers(traced(tiny("llama")))
-
-    assert found == answers(tiny("llama"))
-    assert [len(found[uid]) for uid in (0, 1, 2)] == [9, 3, 4]
-    assert None in masks
-    assert any(mask is not None and mask[0] > 1 for mask in masks)
-    last = masks.index(None), len(masks) - masks[::-1].index(None)
-    assert any(mask is not None for mask in masks[slice(*last)])  # alone again

@@ -1,16 +1,23 @@
-"""Dispatches and dependent levels of a decoder block on Metal, from exported graphs."""
+"""Dispatches and dependent levels of a decoder block on Metal, from exported graphs.
 
-from collections.abc import Callable
+Where MLX has no GPU it exports norms, rope and attention as elementary operations. Here
+each is one opaque operation, as on Metal.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 import mlx_marlin
 from mlx_marlin.lm.fusions import FUSIONS
-from support.block_graphs import encoding_of_block
-from support.decoder_models import tiny
-from support.metal_encoder import encoding_of
+from mlx_marlin.products.exporting import exporting
+from support.decoder_models import one_stream, tiny
+from support.metal_encoder import Encoding, encoding_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
@@ -23,6 +30,59 @@ SIZES: dict[str, Any] = {
     "num_experts": 32,
     "num_experts_per_tok": 8,
 }
+
+
+def encoding_of_block(model: nn.Module) -> Encoding:
+    """Returns how MLX encodes the first block of a model for one new token.
+
+    Args:
+        model: A model of mlx-lm, optimized or not.
+    """
+    cache = one_stream(model)
+    model(mx.zeros((1, 3), mx.int32), cache=cache)
+    mx.eval([own.state for own in cache])
+    block: Any = model.layers[0]
+    x = mx.zeros((1, 1, model.args.hidden_size), mx.float16)
+    with exporting("M4 Max"), operations_of_metal():
+        return encoding_of(lambda x: block(x, None, cache[0]), x)
+
+
+@contextmanager
+def operations_of_metal() -> Iterator[None]:
+    """Makes each of MLX's fast operations one operation of an exported graph."""
+
+    def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+        return _opaque("rms_norm", [x, weight], x)
+
+    def rope(x: mx.array, *_: Any, **__: Any) -> mx.array:
+        return _opaque("rope", [x], x)
+
+    def attention(q: mx.array, k: mx.array, v: mx.array, **_: Any) -> mx.array:
+        return _opaque("attention", [q, k, v], q)
+
+    own = {"rms_norm": rms_norm, "rope": rope}
+    with patch.multiple(mx.fast, scaled_dot_product_attention=attention, **own):
+        yield
+
+
+def _opaque(name: str, inputs: Sequence[mx.array], like: mx.array) -> mx.array:
+    """Returns the result of an operation that reads inputs of any strides."""
+    names = [f"input{index}" for index in range(len(inputs))]
+    kernel: Any = mx.fast.metal_kernel(
+        name=name,
+        input_names=names,
+        output_names=["out"],
+        source="",
+        ensure_row_contiguous=False,
+    )
+    (result,) = kernel(
+        inputs=list(inputs),
+        grid=(1, 1, 1),
+        threadgroup=(1, 1, 1),
+        output_shapes=[like.shape],
+        output_dtypes=[like.dtype],
+    )
+    return result  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +109,9 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
         ("qwen3_moe", (), (25, 19)),
         ("qwen3_moe", ("residual", "rope"), (21, 16)),
         ("qwen3_moe", ("residual", "rope", "experts"), (13, 12)),
+        ("llama", (*FUSIONS,), (8, 7)),
+        ("qwen3", (*FUSIONS,), (8, 7)),
+        ("qwen3_moe", (*FUSIONS,), (12, 11)),
     ],
 )
 def test_levels_of_a_traced_block(
@@ -56,19 +119,6 @@ def test_levels_of_a_traced_block(
 ) -> None:
     model = tiny(family, mx.float16, **SIZES)
     mlx_marlin.optimize(model, layout="marlin", join=True, trace=True, fuse=fuse)
-    assert encoding_of_block(model).counts == counts
-
-
-@pytest.mark.parametrize(
-    ("family", "counts"),
-    [("llama", (8, 7)), ("qwen3", (8, 7)), ("qwen3_moe", (12, 11))],
-)
-def test_levels_of_a_block_with_all_fusions(
-    family: str, counts: tuple[int, int]
-) -> None:
-    model = tiny(family, mx.float16, **SIZES)
-    options = {"layout": "marlin", "join": True, "trace": True}
-    mlx_marlin.optimize(model, **options, fuse=tuple(FUSIONS))
     assert encoding_of_block(model).counts == counts
 
 

@@ -25,6 +25,8 @@ class Layers(nn.Module):
         self.converted = nn.QuantizedLinear(128, 64)
         self.plain = nn.Linear(128, 64)
         self.narrow = nn.Linear(48, 64)
+        self.short = nn.QuantizedLinear(80, 64, mode="nvfp4")
+        self.tokens = nn.QuantizedEmbedding(64, 80, mode="nvfp4")
         self.norm = nn.RMSNorm(64)
         self.other = type("Other", (nn.QuantizedLinear,), {})(128, 64)
         self.sharded = nn.QuantizedShardedToAllLinear(128, 64)
@@ -71,17 +73,10 @@ def test_each_layer_that_stays_has_its_reason() -> None:
     quantized = mlx_marlin.optimize(Layers(), dry_run=True, quantize=True)
     assert quantized.converted == ("converted", "plain", "sharded")
     assert quantized.kept["narrow"] == "k=48 is not a multiple of group_size=64"
-
-
-def test_a_layer_above_the_limit_of_verify_has_this_reason() -> None:
     model = Layers()
     keep_on_stock(model, ["converted"])
-
-    told = mlx_marlin.optimize(model, dry_run=True, quantize=True)
-
-    assert (
-        told.kept["converted"] == "its error was above the limit of mlx-marlin verify"
-    )
+    kept = mlx_marlin.optimize(model, dry_run=True, quantize=True).kept
+    assert kept["converted"] == "its error was above the limit of mlx-marlin verify"
 
 
 @pytest.mark.parametrize("join", [False, True])

@@ -12,17 +12,18 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_marlin
 from mlx_marlin.lm import float16
-from mlx_marlin.lm.auto import settings
 from mlx_marlin.lm.module_changes import Changes
 from support.decoder_models import (
-    ALL_CACHES,
     Caches,
     decoded,
     one_stream,
+    rotating,
+    rotating_batch,
     tiny,
     with_left_padding,
 )
-from support.models import Layers, arrays, assert_same_model
+from support.models import LAYOUTS, Layers, arrays, assert_same_model
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("stock")
 
@@ -51,8 +52,15 @@ def bits(model: nn.Module) -> dict[str, Any]:
 
 def assert_same_bits(actual: nn.Module, expected: nn.Module) -> None:
     assert_same_model(actual, expected)
-    for path, own in bits(expected).items():
-        assert mx.array_equal(bits(actual)[path], own), path
+    assert_bits(actual, bits(expected))
+    assert vars(actual).keys() == vars(expected).keys()
+
+
+def assert_bits(model: nn.Module, expected: dict[str, Any]) -> None:
+    found = bits(model)
+    assert [*found] == [*expected]
+    for path, own in expected.items():
+        assert mx.array_equal(found[path], own), path
 
 
 def error(outputs: list[mx.array], exact: list[mx.array]) -> float:
@@ -61,26 +69,31 @@ def error(outputs: list[mx.array], exact: list[mx.array]) -> float:
     return float(mx.linalg.norm(ours - own) / mx.linalg.norm(own))
 
 
+@sampled(3)
 @pytest.mark.parametrize(
     ("family", "make"),
     [
         ("llama", one_stream),
         ("llama", with_left_padding),
+        ("llama", rotating),
+        ("llama", rotating_batch),
         ("qwen3_moe", one_stream),
         ("gpt_oss", one_stream),
     ],
 )
+@pytest.mark.parametrize("trace", [False, True])
 def test_logits_are_nearer_to_those_of_float32(
-    family: str, make: Callable[[nn.Module], Caches]
+    family: str, make: Callable[[nn.Module], Caches], trace: bool
 ) -> None:
     own, exact = in_bfloat16(family), in_bfloat16(family)
     exact.set_dtype(mx.float32)
     expected = decoded(exact, make)
 
-    model = mlx_marlin.optimize(in_bfloat16(family), compute="float16")
-    outputs = decoded(model, make)
+    model = mlx_marlin.optimize(in_bfloat16(family), compute="float16", trace=trace)
+    cache = make(model)
+    outputs = decoded(model, lambda _: cache)
 
-    assert all(y.dtype == mx.float16 for y in outputs)
+    assert {y.dtype for y in outputs} == {cache[0].keys.dtype} == {mx.float16}
     assert error(outputs, expected) < 0.4 * error(decoded(own, make), expected)
     assert error(outputs, expected) < 2**-7
 
@@ -91,70 +104,82 @@ def test_restore_gives_back_each_bit(way: dict[str, Any]) -> None:
     mx.eval(model(mx.array([[1]]), cache=one_stream(model)))
     assert not any(array.dtype == mx.bfloat16 for array in arrays(model).values())
 
-    mlx_marlin.restore(model)
-
-    assert_same_bits(model, in_bfloat16())
-    assert vars(model).keys() == vars(in_bfloat16()).keys()
-
-
-def test_optimizing_again_keeps_the_dtype_and_restore_still_gives_back() -> None:
-    model = mlx_marlin.optimize(in_bfloat16(), compute="float16")
-
-    mlx_marlin.optimize(model, layout="marlin")
-    mlx_marlin.optimize(copy.deepcopy(model), compute="float16", join=True)
-
-    assert {y.dtype for y in decoded(model, one_stream)} == {mx.float16}
     assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
 
 
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_restore_gives_back_each_bit_after_another_layout(layout: str) -> None:
     model = mlx_marlin.optimize(in_bfloat16(), layout="marlin", join=True)
     mlx_marlin.optimize(model, layout=layout, compute="float16")
     mlx_marlin.optimize(model, layout="mlx")
+    mlx_marlin.optimize(copy.deepcopy(model), compute="float16", join=True)
 
+    assert {array.dtype for array in arrays(model).values()} == {mx.float16, mx.uint32}
     assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
-    assert vars(model).keys() == vars(in_bfloat16()).keys()
 
 
-def plain() -> nn.Module:
+class PlantedError(Exception):
+    pass
+
+
+def test_an_error_of_optimize_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = in_bfloat16()
-    model.layers[0].self_attn.q_proj = nn.Linear(128, 128, bias=False)
-    model.layers[0].self_attn.q_proj.set_dtype(mx.bfloat16)
-    return model
 
-
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_layers_quantized_in_float16_have_the_dtype_of_the_model_again(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = plain()
-    options: dict[str, Any] = {"quantize": True, "layout": layout}
-    mlx_marlin.optimize(model, compute="float16", **options)
-    before = bits(model)
-
-    def fail(*given: Any) -> None:
-        float16.drop_float16_record(*given)
+    def fail(*_: Any) -> None:
         raise PlantedError
 
-    module = "mlx_marlin.lm.optimize"
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{module}.drop_float16_record", fail)
-        with pytest.raises(PlantedError):
-            mlx_marlin.restore(model)
+    monkeypatch.setattr("mlx_marlin.lm.optimize.run_once", fail)
+    with pytest.raises(PlantedError):
+        mlx_marlin.optimize(model, compute="float16")
 
-    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
+    assert_same_bits(model, in_bfloat16())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "nth"),
+    [
+        ("optimize.give_back_bfloat16", 1),
+        ("optimize.give_back_bfloat16", 2),
+        ("optimize.drop_float16_record", 1),
+        ("float16._to_bfloat16", 4),
+    ],
+)
+def test_an_error_of_restore_changes_nothing(
+    name: str, nth: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a layer was quantized in float16; it then has the dtype of the model."""
+    model, path = in_bfloat16(), "layers.0.self_attn.q_proj"
+    attention = model.layers[0].self_attn
+    attention.q_proj = nn.Linear(128, 128, bias=False)
+    attention.q_proj.set_dtype(mx.bfloat16)
+    mlx_marlin.optimize(model, compute="float16", quantize=True, layout=layout)
+    before, calls = bits(model), iter(range(1, 1000))
+    own = getattr(float16, name.rpartition(".")[2])
+
+    def late(*given: Any) -> Any:
+        result = own(*given)
+        if next(calls) == nth:
+            raise PlantedError
+        return result
+
+    monkeypatch.setattr(f"mlx_marlin.lm.{name}", late)
+    with pytest.raises(PlantedError):
+        mlx_marlin.restore(model)
+
+    assert_bits(model, before)
     mlx_marlin.restore(model)
-    layer = model.layers[0].self_attn.q_proj
-    assert (type(layer), layer.scales.dtype) == (nn.QuantizedLinear, mx.bfloat16)
-    assert decoded(model, one_stream)[0].dtype == mx.bfloat16
+    found, own_bits = bits(model), bits(in_bfloat16())
+    for name, array in own_bits.items():
+        assert path in name or mx.array_equal(found[name], array)
+    assert type(attention.q_proj) is nn.QuantizedLinear
+    assert {array.dtype for array in arrays(model).values()} == {mx.bfloat16, mx.uint32}
     assert vars(model).keys() == vars(in_bfloat16()).keys()
 
 
 def test_by_default_and_in_other_dtypes_nothing_is_converted() -> None:
-    assert_same_bits(
-        mlx_marlin.restore(mlx_marlin.optimize(in_bfloat16())), in_bfloat16()
-    )
+    model = mlx_marlin.optimize(in_bfloat16())
+    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
     for dtype in (mx.float16, mx.float32):
         model = mlx_marlin.optimize(tiny("llama", dtype), compute="float16")
         assert decoded(model, one_stream)[0].dtype == dtype
@@ -192,22 +217,6 @@ def test_adapters_are_trained_and_the_layers_in_them_restored(
     found = model.layers[1].self_attn.q_proj.linear.scales
     assert found.dtype == mx.bfloat16
     assert mx.array_equal(found, own)
-
-
-@pytest.mark.parametrize("make", ALL_CACHES, ids=lambda make: make.__name__)
-def test_caches_hold_float16(make: Callable[[nn.Module], Caches]) -> None:
-    model = mlx_marlin.optimize(in_bfloat16(), compute="float16", trace=True)
-    made: list[Caches] = []
-
-    def making(model: nn.Module) -> Caches:
-        made.append(make(model))
-        return made[-1]
-
-    outputs = decoded(model, making)
-
-    assert {y.dtype for y in outputs} == {mx.float16}
-    keys = made[0][0].keys
-    assert (keys[1] if isinstance(keys, tuple | list) else keys).dtype == mx.float16
 
 
 def test_a_cache_filled_before_is_used_with_the_models_error() -> None:
@@ -285,15 +294,13 @@ def test_a_model_that_does_not_fit_is_refused_and_unchanged(
     make: Callable[[], nn.Module], said: str
 ) -> None:
     model = make()
-    before, keys = bits(model), vars(model).keys()
+    before, keys = bits(model), {*vars(model)}
 
     with pytest.raises(ValueError, match=f"compute='float16': .*{said}"):
         mlx_marlin.optimize(model, compute="float16")
 
-    after = bits(model)
-    assert [*after] == [*before]
-    assert all(mx.array_equal(after[path], own) for path, own in before.items())
-    assert vars(model).keys() == keys
+    assert_bits(model, before)
+    assert {*vars(model)} == keys
 
 
 @pytest.mark.parametrize("values", [[1e-25] * 4, [1e-6, float("inf")]], ids=str)
@@ -306,18 +313,22 @@ def test_elements_that_would_vanish_are_refused(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (3,)], ids=str)
-def test_empty_arrays_and_zeros_are_converted(shape: tuple[int, ...]) -> None:
-    model = Layers(nn.QuantizedLinear(64, 64))
+def test_any_module_is_converted_with_empty_arrays_and_zeros(
+    shape: tuple[int, ...],
+) -> None:
+    model = Layers(nn.QuantizedLinear(64, 64), nn.RMSNorm(64))
+    model.set_dtype(mx.bfloat16)
     model.extra = mx.zeros(shape, mx.bfloat16)
+    x = mx.ones((1, 64), mx.float16)
 
     mlx_marlin.optimize(model, compute="float16")
 
-    assert model.extra.dtype == mx.float16
+    assert model.extra.dtype == model(x).dtype == mx.float16
     mlx_marlin.restore(model)
-    assert model.extra.dtype == mx.bfloat16
+    assert model.extra.dtype == model(x.astype(mx.bfloat16)).dtype == mx.bfloat16
 
 
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_joined_layers_are_checked_as_their_parts(layout: str) -> None:
     options: dict[str, Any] = {"layout": layout, "compute": "float16", "dry_run": True}
     plain = mlx_marlin.optimize(in_bfloat16(), layout=layout)
@@ -330,45 +341,6 @@ def test_joined_layers_are_checked_as_their_parts(layout: str) -> None:
     said = r"model.layers.1.self_attn.k_proj.\w+ has an element of .*, above 65504"
     with pytest.raises(ValueError, match=said):
         mlx_marlin.optimize(model, layout=layout, join=True, compute="float16")
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="compute='half': expected None or one of"):
-        mlx_marlin.optimize(in_bfloat16(), compute="half")
-
-
-class PlantedError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("failing", [True, False], ids=["optimize", "restore"])
-def test_an_error_afterwards_changes_nothing(
-    failing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = in_bfloat16()
-    if not failing:
-        mlx_marlin.optimize(model, compute="float16", layout="marlin")
-    before = bits(model)
-    module = "mlx_marlin.lm.optimize"
-
-    def fail(*given: Any) -> None:
-        if not failing:
-            float16.give_back_bfloat16(*given)
-            if vars(model).get("_float16_record"):
-                return  # the first of two calls
-        raise PlantedError
-
-    name = "run_once" if failing else "give_back_bfloat16"
-    monkeypatch.setattr(f"{module}.{name}", fail)
-
-    with pytest.raises(PlantedError):
-        (mlx_marlin.optimize if failing else mlx_marlin.restore)(
-            model, **({"compute": "float16"} if failing else {})
-        )
-
-    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
-    monkeypatch.undo()
-    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
 
 
 def test_dry_run_counts_what_would_be_rounded() -> None:
@@ -386,18 +358,6 @@ def test_dry_run_counts_what_would_be_rounded() -> None:
     assert told.float16.rounded == sum(int(mx.sum(each)) for each in changed) >= 4
     assert str(told).splitlines()[-1].startswith("compute=float16: ")
     assert mlx_marlin.optimize(model, dry_run=True).float16 is None
-
-
-def test_any_module_is_converted_without_a_prompt() -> None:
-    model = Layers(nn.QuantizedLinear(64, 64), nn.RMSNorm(64))
-    model.set_dtype(mx.bfloat16)
-    x = mx.ones((1, 64), mx.float16)
-
-    mlx_marlin.optimize(model, compute="float16")
-
-    assert model(x).dtype == mx.float16
-    mlx_marlin.restore(model)
-    assert model(x.astype(mx.bfloat16)).dtype == mx.bfloat16
 
 
 class Siblings(nn.Module):
@@ -420,27 +380,7 @@ def test_layers_with_names_of_adapters_are_given_back() -> None:
     mlx_marlin.restore(mlx_marlin.optimize(model, compute="float16"))
 
     assert {array.dtype for array in arrays(model).values()} == {mx.bfloat16, mx.uint32}
-    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
-
-
-def test_an_error_while_giving_back_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = mlx_marlin.optimize(in_bfloat16(), compute="float16")
-    before, own, calls = bits(model), float16._to_bfloat16, iter(range(5))
-
-    def fail(*given: Any) -> mx.array:
-        if next(calls) == 3:
-            raise PlantedError
-        return own(*given)
-
-    monkeypatch.setattr(float16, "_to_bfloat16", fail)
-    with pytest.raises(PlantedError):
-        mlx_marlin.restore(model)
-
-    assert all(mx.array_equal(bits(model)[path], own) for path, own in before.items())
-    monkeypatch.undo()
-    assert_same_bits(mlx_marlin.restore(model), in_bfloat16())
+    assert_bits(model, before)
 
 
 def test_the_error_of_an_element_is_the_documented_one() -> None:
@@ -458,12 +398,3 @@ def test_the_error_of_an_element_is_the_documented_one() -> None:
     assert mx.max(mx.where(small, 0, off)) == 0
     float16.give_back_bfloat16(model, Changes())
     assert mx.array_equal(model.layers[0].bias.view(mx.uint16), held.view(mx.uint16))
-
-
-def test_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(settings.ENVIRONMENT, "compute=float16")
-    assert settings.from_environment() == {"compute": "float16"}
-
-    monkeypatch.setenv(settings.ENVIRONMENT, "compute=half")
-    with pytest.raises(ValueError, match="'compute=half', expected compute=float16"):
-        settings.from_environment()

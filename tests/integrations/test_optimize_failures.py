@@ -24,7 +24,7 @@ from mlx_marlin.lm.tracing import block
 from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.lm.tracing.model_families import FAMILIES
 from support.decoder_models import one_stream, tiny
-from support.models import Layers, arrays, types
+from support.models import Layers, arrays, tiny_llama, types
 from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("stock")
@@ -151,23 +151,42 @@ def test_optimize_is_all_or_nothing(
 
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(
-    ("holder", "name", "nth"),
+    ("options", "holder", "name", "nth"),
     [
-        (Changes, "set_class", 2),
-        (joining, "separate", 3),
-        (MarlinLinear, "to_stock", 5),
+        (STATES["traced"], Changes, "set_class", 2),
+        (STATES["traced"], joining, "separate", 3),
+        (STATES["traced"], MarlinLinear, "to_stock", 5),
+        ({"layout": "marlin"}, MarlinLinear, "to_stock", 3),
     ],
     ids=str,
 )
 def test_restore_is_all_or_nothing(
-    monkeypatch: pytest.MonkeyPatch, holder: Any, name: str, nth: int, held: bool
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    holder: Any,
+    name: str,
+    nth: int,
+    held: bool,
 ) -> None:
-    model = model_in("traced", dense)
+    model = mlx_marlin.optimize(dense(), **options)
     before = Snapshot(model, held)
     plant(monkeypatch, holder, name, nth)
 
     with pytest.raises(PlantedError):
         mlx_marlin.restore(model)
+
+    before.assert_same(model)
+
+
+def test_a_failure_while_quantizing_keeps_the_float_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_llama(quantized=False)
+    before = Snapshot(model, held=True)
+    plant(monkeypatch, MarlinLinear, "_take", 9)
+
+    with pytest.raises(PlantedError):
+        mlx_marlin.optimize(model, quantize=True, group_size=32, layout="marlin")
 
     before.assert_same(model)
 

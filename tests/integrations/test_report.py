@@ -30,6 +30,11 @@ from support.tune_commands import on_h200
 ROWS = (1, 2, 5, 6, 8, 9, 33, 64, 65, 200, 513)
 
 
+@pytest.fixture(autouse=True)
+def _emulator(backend: Choose) -> None:
+    backend("emulator")
+
+
 def only(report: Report) -> LayerReport:
     (layer,) = report.layers
     return layer
@@ -71,7 +76,6 @@ def linear(
 @pytest.mark.parametrize("chip", [None, "Apple M3 Max", "Apple M1"])
 def test_a_layer_does_what_its_report_says(
     chip: str | None,
-    backend: Choose,
     form: tuple[str, int, int],
     packed: bool,
     n: int,
@@ -79,7 +83,6 @@ def test_a_layer_does_what_its_report_says(
     dtype: str,
     bias: bool,
 ) -> None:
-    backend("emulator")
     layouts = layouts_of(*form)
     layout = "marlin" if packed or "mlx" not in layouts else "mlx"
     layer = linear(form, layout, n, dtype, bias)
@@ -106,13 +109,11 @@ def test_a_layer_does_what_its_report_says(
 @pytest.mark.parametrize("rows", [1, 8, 40])
 @pytest.mark.parametrize("chip", [None, "Apple M3 Max"])
 def test_experts_do_what_their_report_says(
-    backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
     chip: str | None,
     rows: int,
     layout: str,
 ) -> None:
-    backend("emulator")
     if chip is not None:
         on_a_mac(monkeypatch, chip)
     model = SwitchGLU(64, 96, 6, bias=False)
@@ -136,10 +137,7 @@ def test_experts_do_what_their_report_says(
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("transpose", [True, False])
-def test_heads_do_what_their_report_says(
-    backend: Choose, transpose: bool, layout: str
-) -> None:
-    backend("emulator")
+def test_heads_do_what_their_report_says(transpose: bool, layout: str) -> None:
     model = Layers(MultiLinear(64, 40, 4).to_quantized(32, 4))
     mlx_marlin.optimize(model, layout=layout)
     x = mx.zeros((1, 4, 3, 64 if transpose else 40))
@@ -152,39 +150,31 @@ def test_heads_do_what_their_report_says(
     assert not_transposed.group.product.operation == "heads, not transposed"
 
 
-def test_a_tied_head_does_what_its_report_says(backend: Choose) -> None:
-    backend("emulator")
+def test_heads_and_joined_layers_do_what_their_report_says() -> None:
     model = tiny_llama(tied=True)
-    mlx_marlin.optimize(model)
+    mlx_marlin.optimize(model, join=True, layout="marlin")
 
-    head = mlx_marlin.report(model, [3]).layers[0]
+    head, *layers = mlx_marlin.report(model, [3]).layers
 
     embedding = model.model.embed_tokens
     expected = decided(lambda: embedding.as_linear(mx.zeros((3, 64))))
     assert head.group.product.operation == "as_linear"
     assert answer(head.decisions[0]) == expected
-
-
-def test_joined_layers_do_what_their_report_says(backend: Choose) -> None:
-    backend("emulator")
-    model = tiny_llama()
-    mlx_marlin.optimize(model, join=True, layout="marlin")
-
-    layers = mlx_marlin.report(model, [3]).layers
-
     joined = next(each for each in layers if "+" in each.group.name)
     assert joined.group.name == "model.layers.*.self_attn.q_proj+k_proj+v_proj"
     assert joined.group.count == 2
     assert joined.group.product.parts == (64, 32, 32)
     part = model.model.layers[0].self_attn.q_proj
     assert answer(joined.decisions[0]) == decided(lambda: part(mx.zeros((3, 64))))
+    embedding, *_ = mlx_marlin.report(tiny_llama(tied=False)).layers
+    assert embedding.group.product.operation == "look-up"
+    assert not embedding.decisions
 
 
 @pytest.mark.parametrize(("layout", "server"), [("mlx", "stock"), ("marlin", "ours")])
 def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str, server: str
+    monkeypatch: pytest.MonkeyPatch, layout: str, server: str
 ) -> None:
-    backend("emulator")
     model = tiny_llama()
     mlx_marlin.optimize(model, join=True, layout=layout)
 
@@ -203,7 +193,6 @@ def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
 def test_the_report_before_optimize_is_that_after_it(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, on: str
 ) -> None:
-    backend("emulator")
     if on == "H200":
         on_h200(backend, monkeypatch)
         with_a_gpu(monkeypatch)
@@ -231,54 +220,33 @@ class Own(nn.QuantizedLinear):
     """A subclass, which `optimize` does not convert."""
 
 
-def test_layers_that_stay_have_a_reason(backend: Choose) -> None:
-    backend("emulator")
+def test_layers_that_stay_have_a_reason() -> None:
     group = mx.distributed.init()
     linear = nn.QuantizedLinear(64, 64)
     sharded = nn.QuantizedAllToShardedLinear.from_quantized_linear(linear, group=group)
-    model = Layers(
-        linear,
-        Own(64, 64),
-        nn.QuantizedLinear(96, 64, mode="nvfp4"),
-        nn.Linear(64, 64),
-        sharded,
-        MultiLinear(64, 40, 4),
-        nn.RMSNorm(64),
-    )
+    modules = {
+        "0": (linear, None),
+        "1": (Own(64, 64), "optimize does not convert a Own"),
+        "2": (nn.QuantizedLinear(96, 64, mode="nvfp4"), "multiple of 64"),
+        "3": (nn.Linear(64, 64), "not quantized"),
+        "4": (sharded, None),
+        "5": (MultiLinear(64, 40, 4), "not quantized"),
+    }
+    model = Layers(*(module for module, _ in modules.values()), nn.RMSNorm(64))
 
     layers = mlx_marlin.report(model).layers
 
-    reasons = {
-        layer.group.product.layer + layer.group.name[-1]: layer.group.product.stays
-        for layer in layers
-    }
+    assert {layer.group.name[-1] for layer in layers} == {*modules}
     for layer in layers:
+        _, reason = modules[layer.group.name[-1]]
         stays = layer.group.product.stays
+        assert str(reason) in str(stays)
         served = {(call.served_by, call.reason) for call in layer.decisions}
         if layer.decisions:
             assert served == {("ours", None) if stays is None else ("stock", stays)}
 
-    assert reasons["QuantizedLinear0"] is None
-    assert reasons["Own1"] == "optimize does not convert a Own"
-    assert "multiple of 64" in str(reasons["QuantizedLinear2"])
-    assert str(reasons["Linear3"]).startswith("not quantized")
-    assert reasons["QuantizedAllToShardedLinear4"] is None
-    assert str(reasons["MultiLinear5"]).startswith("not quantized")
-    assert len(reasons) == 6
 
-
-def test_an_embedding_that_is_no_head_has_no_product(backend: Choose) -> None:
-    backend("emulator")
-
-    layers = mlx_marlin.report(tiny_llama(tied=False)).layers
-
-    embedding = next(each for each in layers if "embed" in each.group.name)
-    assert embedding.group.product.operation == "look-up"
-    assert not embedding.decisions
-
-
-def test_equal_layers_are_one_group_and_shared_ones_count_once(backend: Choose) -> None:
-    backend("emulator")
+def test_equal_layers_are_one_group_and_shared_ones_count_once() -> None:
     one, other = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 96)
     model = Layers(one, nn.QuantizedLinear(64, 64), one, other)
 
@@ -288,8 +256,7 @@ def test_equal_layers_are_one_group_and_shared_ones_count_once(backend: Choose) 
     assert named == {("layers.*", 2), ("layers.3", 1)}
 
 
-def test_a_layer_inside_another_is_found(backend: Choose) -> None:
-    backend("emulator")
+def test_a_layer_inside_another_is_found() -> None:
     inner = linear(("affine", 4, 32), "marlin", 40, "float16", False)
     order = mx.arange(inner.input_dims)[::-1].astype(mx.int32)
 
@@ -299,7 +266,6 @@ def test_a_layer_inside_another_is_found(backend: Choose) -> None:
 
 
 def test_nobody_serves_invariant_rows_without_kernels(backend: Choose) -> None:
-    backend("emulator")
     model = mlx_marlin.optimize(tiny_llama(tied=False), invariant=True)
     backend("stock")
 
@@ -312,9 +278,8 @@ def test_nobody_serves_invariant_rows_without_kernels(backend: Choose) -> None:
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_stock_mlx_serves_kernels_that_failed_their_check(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch, layout: str
+    monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    backend("emulator")
     model = mlx_marlin.optimize(tiny_llama(tied=False), layout=layout)
     monkeypatch.setattr(guard, "known_fault", lambda _: "it failed its check")
 
@@ -329,8 +294,7 @@ def test_stock_mlx_serves_kernels_that_failed_their_check(
     assert {call.served_by for call in calls} == {"stock"}
 
 
-def test_no_weight_is_read(backend: Choose, tmp_path: Path) -> None:
-    backend("emulator")
+def test_no_weight_is_read(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     model = tiny_llama()
     model.save_weights(str(file))
@@ -347,8 +311,7 @@ def test_no_weight_is_read(backend: Choose, tmp_path: Path) -> None:
     assert not any(mx.any(array).item() for array in weights)
 
 
-def test_only_times_of_a_model_are_called_predicted(backend: Choose) -> None:
-    backend("emulator")
+def test_only_times_of_a_model_are_called_predicted() -> None:
     model = tiny_llama()
     model.set_dtype(mx.float16)
 

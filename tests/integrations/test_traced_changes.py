@@ -1,6 +1,7 @@
 """A traced block detects changes of its settings, classes and methods."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -42,12 +43,19 @@ def generated(model: nn.Module, change: Change) -> list[mx.array]:
 def set_in_blocks(path: str, value: Any) -> Change:
     def change(model: nn.Module) -> None:
         *owners, name = path.split(".")
-        for block in model.layers:
-            setattr(functools.reduce(getattr, owners, block), name, value)
+        # The first block of some families has no attention, or no experts.
+        owner = functools.reduce(getattr, owners, model.layers[-1])
+        setattr(owner, name, value() if inspect.isfunction(value) else value)
 
     return change
 
 
+def another_layer() -> nn.Linear:
+    mx.random.seed(1)
+    return nn.Linear(128, 256)
+
+
+@sampled(18)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(
     ("family", "path", "value"),
@@ -62,6 +70,18 @@ def set_in_blocks(path: str, value: Any) -> Change:
         ("granite", "residual_multiplier", 0.9),
         ("gpt_oss", "mlp.experts.activation._limit", 0.01),
         ("qwen3_moe", "mlp.norm_topk_prob", False),
+        ("dots1", "mlp.gate.routed_scaling_factor", 4.0),
+        (
+            "dots1",
+            "mlp.gate.e_score_correction_bias",
+            lambda: mx.array([9.0, 0.0, 0.0, 9.0]),
+        ),
+        ("glm4_moe", "mlp.gate.norm_topk_prob", False),
+        ("glm4_moe", "mlp.config.n_shared_experts", None),
+        ("ernie4_5_moe", "mlp.k", 1),
+        ("olmo_hybrid", "self_attn.q_norm.eps", 0.5),
+        ("qwen3_5", "self_attn.q_proj", another_layer),
+        ("qwen3_next", "self_attn.q_norm.eps", 0.5),
     ],
 )
 def test_a_setting_that_changes_counts_for_the_next_token(
@@ -77,7 +97,7 @@ def test_a_setting_that_changes_counts_for_the_next_token(
     unchanged = generated(tiny(family), lambda _: None)
     assert_equal(expected[:3], unchanged[:3])
     assert not mx.allclose(expected[3], unchanged[3], rtol=1e-3)
-    assert all(block._inspection.spec is not None for block in model.layers)
+    assert model.layers[-1]._inspection.spec is not None
 
 
 def doubled(function: Any) -> Any:
@@ -137,6 +157,7 @@ def test_a_method_that_is_replaced_counts_for_the_next_token(
     assert all(block._inspection.spec is not None for block in model.layers)
 
 
+@sampled(4)
 @REPLACED
 def test_a_method_that_was_replaced_before_optimize_counts(
     monkeypatch: pytest.MonkeyPatch, family: str, holder: Any, name: str
@@ -147,33 +168,7 @@ def test_a_method_that_was_replaced_before_optimize_counts(
     model = traced(tiny(family), join=True)
 
     assert_equal(generated(model, lambda _: None), expected)
-    assert all(block._inspection.spec is None for block in model.layers)
-
-
-def test_attention_that_was_replaced_wherever_it_is_imported_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    other = doubled(base.scaled_dot_product_attention)
-    for module in (base, llama):
-        monkeypatch.setattr(module, "scaled_dot_product_attention", other)
-    expected = generated(tiny("llama"), lambda _: None)
-
-    model = traced(tiny("llama"), join=True)
-
-    assert_equal(generated(model, lambda _: None), expected)
-
-
-def test_a_method_of_another_class_of_the_module_is_no_original(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def identity(self: Any, x: mx.array) -> mx.array:
-        return x
-
-    identity.__qualname__, identity.__module__ = "MLP.__call__", llama.__name__
-    monkeypatch.setattr(llama.MLP, "__call__", identity)
-    expected = generated(tiny("llama"), lambda _: None)
-
-    assert_equal(generated(traced(tiny("llama")), lambda _: None), expected)
+    assert model.layers[-1]._inspection.spec is None
 
 
 class DoubledAttention(llama.Attention):
@@ -188,25 +183,67 @@ def test_a_class_that_changes_counts_for_the_next_token() -> None:
     model = traced(tiny("llama"))
 
     assert_equal(generated(model, change), expected)
-    assert all(block._inspection.spec is None for block in model.layers)
+    assert model.layers[-1]._inspection.spec is None
 
 
-def test_blocks_whose_class_was_replaced_in_its_module_are_not_traced(
+class DoubledBlock(llama.TransformerBlock):
+    def __call__(self, *arguments: Any, **options: Any) -> mx.array:
+        return 2 * super().__call__(*arguments, **options)
+
+
+def own_class(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(llama, "TransformerBlock", DoubledBlock)
+
+
+def everywhere(patch: pytest.MonkeyPatch) -> None:
+    other = doubled(base.scaled_dot_product_attention)
+    for module in (base, llama):
+        patch.setattr(module, "scaled_dot_product_attention", other)
+
+
+def with_the_names_of_another(patch: pytest.MonkeyPatch) -> None:
+    def identity(self: Any, x: mx.array) -> mx.array:
+        return x
+
+    identity.__qualname__, identity.__module__ = "MLP.__call__", llama.__name__
+    patch.setattr(llama.MLP, "__call__", identity)
+
+
+def while_ours_was_imported(patch: pytest.MonkeyPatch) -> None:
+    other = doubled(mx.multiply)
+    patch.setattr(inspection, "scaled_dot_product_attention", other)
+
+
+def sharper(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nn.Softmax, "__call__", lambda _, x: mx.softmax(2 * x, -1))
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", own_class),
+        ("llama", everywhere),
+        ("llama", with_the_names_of_another),
+        ("llama", while_ours_was_imported),
+        ("ernie4_5_moe", sharper),
+    ],
+)
+def test_what_was_replaced_before_a_model_was_made_counts(
     monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    change: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    class Doubled(llama.TransformerBlock):
-        def __call__(self, *arguments: Any, **options: Any) -> mx.array:
-            return 2 * super().__call__(*arguments, **options)
-
-    monkeypatch.setattr(llama, "TransformerBlock", Doubled)
-    model, own = tiny("llama"), tiny("llama")
-    assert type(model.layers[0]) is Doubled
+    change(monkeypatch)
+    model, own = tiny(family), tiny(family)
 
     mlx_marlin.optimize(model, trace=True)
 
     assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
+    last = getattr(model.layers[-1], "_inspection", None)
+    assert last is None or last.spec is None
 
 
+@sampled(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_seen_to_change_while_nothing_does(family: str) -> None:
     model = traced(tiny(family), layout="marlin", join=True)
@@ -231,18 +268,6 @@ def test_training_changes_no_result() -> None:
 
     assert_equal(outputs, expected)
     assert model.layers[0]._inspection.spec is spec
-
-
-def test_attention_that_was_replaced_while_the_tracing_code_was_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, own = traced(tiny("llama")), tiny("llama")
-    monkeypatch.setattr(
-        inspection, "scaled_dot_product_attention", doubled(mx.multiply)
-    )
-
-    assert_equal(generated(model, lambda _: None), generated(own, lambda _: None))
-    assert all(block._inspection.spec is None for block in model.layers)
 
 
 def test_settings_that_keep_changing_do_not_fill_the_memory(

@@ -30,6 +30,7 @@ from support.decoder_models import (
 from support.profiles import sampled
 
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+PACKED: dict[str, Any] = {"layout": "marlin", "join": True}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 
 
@@ -60,12 +61,11 @@ def test_a_product_rotates_heads_of_64_features(
     rotates: bool,
 ) -> None:
     given = {**WIDE_HEADS, **options}
-    packed = {"layout": "marlin", "join": True}
-    own = mlx_marlin.optimize(tiny(family, mx.float16, **given), **packed, trace=False)
+    own = mlx_marlin.optimize(tiny(family, mx.float16, **given), **PACKED, trace=False)
     expected = decoded(own, make)
     assert not any(plan.problem.epilogue.rotation for plan in cuda)
 
-    outputs = decoded(traced(tiny(family, mx.float16, **given), **packed), make)
+    outputs = decoded(traced(tiny(family, mx.float16, **given), **PACKED), make)
 
     # Norms after the products stretch what is rounded: to float32 both have 3e-3.
     assert_close(outputs, expected, 4e-3 if family == "exaone4" else 2e-3)
@@ -78,30 +78,13 @@ def test_a_product_rotates_heads_of_64_features(
     assert found == ({rotation} if rotates else set())
 
 
-def test_norms_of_heads_that_differ_are_mlxs(cuda: list[Plan]) -> None:
-    def other() -> nn.Module:
-        model = tiny("qwen3", mx.float16, **WIDE_HEADS)
-        for block in model.layers:
-            block.self_attn.k_norm.eps = 0.5
-        return model
-
-    packed = {"layout": "marlin", "join": True}
-    own = mlx_marlin.optimize(other(), **packed, trace=False)
-
-    outputs = decoded(traced(other(), **packed), one_stream)
-
-    assert_close(outputs, decoded(own, one_stream), 2e-3)
-    assert not any(plan.problem.epilogue.rotation for plan in cuda)
-
-
-def two_streams(model: nn.Module) -> Caches:
-    return [TwoStreams([0, 2]) for _ in model.layers]
-
-
 class TwoStreams(caches.BatchKVCache):
     """A batch whose positions MLX keeps in host memory."""
 
     batch = 2
+
+    def __init__(self) -> None:
+        super().__init__([0, 2])
 
 
 class LongOffsets(caches.BatchKVCache):
@@ -109,43 +92,51 @@ class LongOffsets(caches.BatchKVCache):
 
     batch = 3
 
-    def __init__(self, left_padding: list[int]) -> None:
-        super().__init__(left_padding)
+    def __init__(self) -> None:
+        super().__init__([0, 2, 1])
         self.offset = self.offset.astype(mx.int64)
 
 
-def long_offsets(model: nn.Module) -> Caches:
-    return [LongOffsets([0, 2, 1]) for _ in model.layers]
+def with_other_norms(model: nn.Module) -> nn.Module:
+    """Lets the norms of q and k differ."""
+    for block in model.layers:
+        if "k_norm" in block.self_attn:
+            block.self_attn.k_norm.eps = 0.5
+    return model
 
 
-@pytest.mark.parametrize("make", [two_streams, long_offsets])
-def test_other_places_are_for_mlxs_rope(
-    cuda: list[Plan], make: Callable[[nn.Module], Caches]
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [("llama", TwoStreams), ("llama", LongOffsets), ("qwen3", caches.KVCache)],
+)
+def test_other_places_and_norms_are_for_mlxs_rope(
+    cuda: list[Plan], family: str, cache: type[Any]
 ) -> None:
-    packed = {"layout": "marlin", "join": True}
-    own = tiny("llama", mx.float16, **WIDE_HEADS)
-    expected = decoded(mlx_marlin.optimize(own, **packed, trace=False), make)
+    def make(model: nn.Module) -> Caches:
+        return [cache() for _ in model.layers]
 
-    outputs = decoded(traced(tiny("llama", mx.float16, **WIDE_HEADS), **packed), make)
+    own, model = (
+        with_other_norms(tiny(family, mx.float16, **WIDE_HEADS)) for _ in range(2)
+    )
+    expected = decoded(mlx_marlin.optimize(own, **PACKED, trace=False), make)
 
-    assert_close(outputs, expected, 2e-3)
+    assert_close(decoded(traced(model, **PACKED), make), expected, 2e-3)
+
     assert not any(plan.problem.epilogue.rotation for plan in cuda)
 
 
 def test_a_cache_of_other_streams_is_refused_by_mlx(cuda: list[Plan]) -> None:
-    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), **PACKED)
     with pytest.raises(ValueError, match="offset"):
         model(mx.zeros((4, 1), mx.int32), cache=with_left_padding(model))
     assert not any(plan.problem.epilogue.rotation for plan in cuda)
 
 
-def test_gradients_go_through_rotated_heads(
-    cuda: list[Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU MLX's rope has derivatives of x alone, and raises for its `freqs`."""
+@pytest.mark.usefixtures("as_on_metal")
+def test_gradients_go_through_rotated_heads(cuda: list[Plan]) -> None:
     own = tiny("llama", mx.float16, **WIDE_HEADS)
-    mlx_marlin.optimize(own, layout="marlin", join=True, trace=False)
-    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), layout="marlin", join=True)
+    mlx_marlin.optimize(own, **PACKED, trace=False)
+    model = traced(tiny("llama", mx.float16, **WIDE_HEADS), **PACKED)
     x = mx.random.normal((1, 1, 256)).astype(mx.float16)
 
     def gradient(block: nn.Module) -> mx.array:
@@ -156,24 +147,19 @@ def test_gradients_go_through_rotated_heads(
         found: mx.array = mx.grad(total)(x)
         return found
 
-    def rope(*arguments: Any, freqs: Any = None, **options: Any) -> mx.array:
-        assert freqs is None
-        return own_rope(*arguments, **options)
-
-    expected, own_rope = gradient(own.layers[0]), mx.fast.rope
-    monkeypatch.setattr(mx.fast, "rope", rope)
     found = gradient(model.layers[0])
 
     assert any(plan.problem.epilogue.rotation for plan in cuda)
-    assert_close([found], [expected], 5e-3)
+    assert_close([found], [gradient(own.layers[0])], 5e-3)
 
 
+@sampled(5)
 @pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize(
     "scaling",
     [
         {"rope_type": "linear", "factor": 2.0},
-        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+        LLAMA3,
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
         {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5},
         {

@@ -111,17 +111,41 @@ def test_only_few_rows_of_a_cache_are_traced(runs: list[str]) -> None:
     assert runs == ["_before", "_after"]
 
 
+def other_weights(model: nn.Module) -> None:
+    layer = model.layers[1]
+    layer.input_layernorm.weight = layer.input_layernorm.weight * 2
+    layer.self_attn.o_proj["scales"] = layer.self_attn.o_proj["scales"] * 3
+    layer.mlp.down_proj.update({"scales": layer.mlp.down_proj["scales"] * 2})
+
+
+def other_biases(model: nn.Module) -> None:
+    mx.random.seed(1)
+    model.layers[0].mlp.down_proj["bias"] = mx.random.normal((128,))
+    del model.layers[0].self_attn.q_proj["bias"]
+
+
+def other_choices(model: nn.Module) -> None:
+    model.layers[0].mlp.top_k = 1
+
+
 @pytest.mark.usefixtures("stock")
-@pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
-def test_weights_that_change_are_seen(join: bool) -> None:
-    own, model = tiny("qwen2"), traced(tiny("qwen2"), join=join)
+@pytest.mark.parametrize(
+    ("family", "change", "join"),
+    [
+        ("qwen2", other_weights, False),
+        ("qwen2", other_weights, True),
+        ("llama", other_biases, False),
+        ("qwen3_moe", other_choices, False),
+    ],
+)
+def test_what_changes_is_seen(
+    family: str, change: Callable[[nn.Module], None], join: bool
+) -> None:
+    own, model = tiny(family), traced(tiny(family), join=join)
     decoded(model, one_stream)
 
-    for each in (own, model):
-        layer = each.layers[1]
-        layer.input_layernorm.weight = layer.input_layernorm.weight * 2
-        layer.self_attn.o_proj["scales"] = layer.self_attn.o_proj["scales"] * 3
-        layer.mlp.down_proj.update({"scales": layer.mlp.down_proj["scales"] * 2})
+    change(own)
+    change(model)
 
     assert_equal(decoded(model, one_stream), decoded(own, one_stream))
 
@@ -179,17 +203,6 @@ def test_what_is_replaced_in_experts_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_how_many_experts_a_row_chooses_may_change() -> None:
-    own, model = tiny("qwen3_moe"), traced(tiny("qwen3_moe"))
-    decoded(model, one_stream)
-
-    for each in (own, model):
-        each.layers[0].mlp.top_k = 1
-
-    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
-
-
-@pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_model_that_nobody_has_is_gone(family: str) -> None:
     model = traced(tiny(family))
@@ -219,20 +232,6 @@ def test_blocks_with_experts_and_without_have_kinds_of_their_own() -> None:
         "joined",
         "down_proj",
     ]
-
-
-@pytest.mark.usefixtures("stock")
-def test_a_bias_that_comes_or_goes_is_seen() -> None:
-    model = traced(tiny("llama", attention_bias=True))
-    own = tiny("llama", attention_bias=True)
-    decoded(model, one_stream)
-    for each in (model, own):
-        attention = each.layers[0].self_attn
-        mx.random.seed(1)
-        each.layers[0].mlp.down_proj["bias"] = mx.random.normal((128,))
-        del attention.q_proj["bias"]
-
-    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
 
 
 @pytest.mark.usefixtures("cuda")

@@ -1,15 +1,12 @@
 """`optimize(warm_up=...)` compiles and checks all kernels of a model."""
 
-import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
@@ -20,7 +17,7 @@ from mlx_marlin.backends import launcher
 from mlx_marlin.guard import known_answers, verdicts
 from support.choose import Choose
 from support.marks import needs_emulator
-from support.models import tiny_llama
+from support.models import LAYOUTS, assert_same_model, tiny_llama
 from support.profiles import sampled
 
 pytestmark = needs_emulator
@@ -53,17 +50,6 @@ def test_no_kernel_is_checked_after_the_warm_up(checked: list[Any]) -> None:
     assert len(checked) > known
 
 
-def test_other_modules_are_warmed_up_layer_by_layer(checked: list[Any]) -> None:
-    modules = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 96))
-    nn.quantize(modules)
-    model = mlx_marlin.optimize(modules, layout="marlin", warm_up=[2])
-    assert {plan.problem.m for plan in launcher.plans_built()} == {2}
-    known = len(checked)
-    assert known > 0
-    mx.eval(model(mx.zeros((2, 128))))
-    assert len(checked) == known
-
-
 class Attention(nn.Module):
     """Layers with the same input and mlx-lm's names, in another module."""
 
@@ -88,43 +74,51 @@ class Single(nn.Module):
         self.set_dtype(dtype)
 
 
-def assert_nothing_new(checked: list[Any], run: Callable[[], mx.array]) -> None:
-    known = len(checked)
-    assert known > 0
-    mx.eval(run())
-    assert len(checked) == known
+def sequence(model: nn.Module) -> mx.array:
+    return model(mx.zeros((2, 128)))
 
 
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_joined_layers_are_warmed_up_together(checked: list[Any], layout: str) -> None:
-    model = Attention()
-    nn.quantize(model)
+def heads(model: Single) -> list[mx.array]:
+    forth = model.layer(mx.zeros((4, 2, 128)))
+    return [forth, model.layer(mx.zeros((4, 2, 64)), transpose=False)]
+
+
+FORMAT = {"group_size": 64, "bits": 4}
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], set[int]]] = {
+    "layer by layer": (
+        lambda: nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 96)),
+        sequence,
+        {64, 96},
+    ),
+    "joined": (Attention, sequence, {128}),
+    "experts": (
+        lambda: Single(SwitchLinear(128, 64, 4)),
+        lambda model: model.layer(mx.zeros((2, 1, 1, 128)), mx.array([[1], [3]])),
+        {64},
+    ),
+    "heads": (lambda: Single(MultiLinear(128, 64, 4)), heads, {64, 128}),
+    "output heads": (
+        lambda: Single(nn.Embedding(96, 128)),
+        lambda model: model.layer.as_linear(mx.zeros((2, 128))),
+        {96},
+    ),
+}
+"""Modules, what calls their products with two rows, and the features of these."""
+
+
+@sampled(6)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_warmed_up(checked: list[Any], name: str, layout: str) -> None:
+    make, run, features = MODULES[name]
+    model = make()
+    nn.quantize(model, **FORMAT)
     mlx_marlin.optimize(model, layout=layout, join=True, warm_up=[2])
-    assert [plan.problem.n for plan in checked] == [128]
-    assert_nothing_new(checked, lambda: model(mx.zeros((2, 128))))
-
-
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_experts_are_warmed_up(checked: list[Any], layout: str) -> None:
-    model = Single(SwitchLinear(128, 64, 4).to_quantized(group_size=64, bits=4))
-    mlx_marlin.optimize(model, layout=layout, warm_up=[2])
-    x, chosen = mx.zeros((2, 1, 1, 128)), mx.array([[1], [3]])
-    assert_nothing_new(checked, lambda: model.layer(x, chosen))
-
-
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_heads_are_warmed_up(checked: list[Any], layout: str) -> None:
-    model = Single(MultiLinear(128, 64, 4).to_quantized(group_size=64, bits=4))
-    mlx_marlin.optimize(model, layout=layout, warm_up=[2])
-    assert_nothing_new(checked, lambda: model.layer(mx.zeros((4, 2, 128))))
-    back = partial(model.layer, transpose=False)
-    assert_nothing_new(checked, lambda: back(mx.zeros((4, 2, 64))))
-
-
-def test_embeddings_are_warmed_up_as_output_heads(checked: list[Any]) -> None:
-    model = Single(nn.QuantizedEmbedding(96, 128))
-    mlx_marlin.optimize(model, warm_up=[2])
-    assert_nothing_new(checked, lambda: model.layer.as_linear(mx.zeros((2, 128))))
+    known = [plan.problem for plan in checked]
+    assert {each.m for each in known} == {2}
+    assert {each.n for each in known} <= features
+    mx.eval(run(model))
+    assert len(checked) == len(known)
 
 
 def test_each_dtype_of_scales_is_warmed_up(checked: list[Any]) -> None:
@@ -143,7 +137,9 @@ def test_scales_that_are_bytes_meet_the_dtype_of_the_model(
     layer = nn.Linear(128, 64, bias=False).to_quantized(mode=mode)
     model = Single(layer, dtype)
     mlx_marlin.optimize(model, warm_up=[2])
-    assert_nothing_new(checked, lambda: model.layer(mx.zeros((2, 128), dtype)))
+    (plan,) = checked
+    mx.eval(model.layer(mx.zeros((2, 128), dtype)))
+    assert checked == [plan]
 
 
 def test_without_any_floats_scales_that_are_bytes_meet_bfloat16(
@@ -157,21 +153,15 @@ def test_without_any_floats_scales_that_are_bytes_meet_bfloat16(
 @pytest.mark.parametrize("rows", [(0,), (1, -1), (1.5,), ("1",), "12", (True,)])
 def test_rows_that_are_none_are_refused_before_anything_changes(rows: Any) -> None:
     model = tiny_llama()
-    before = copy.deepcopy(tree_flatten(model.parameters()))
     with pytest.raises(ValueError, match=r"warm_up=.*expected numbers of rows"):
         mlx_marlin.optimize(model, warm_up=rows)
-    after = tree_flatten(model.parameters())
-    assert [name for name, _ in after] == [name for name, _ in before]
-    assert not any(
-        isinstance(each, mlx_marlin.MarlinLinear) for each in model.modules()
-    )
+    assert_same_model(model, tiny_llama())
 
 
 def test_a_warm_up_that_fails_leaves_the_model_as_it_was(
     checked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama()
-    kinds = [type(each) for each in model.modules()]
 
     def fails(_: Any) -> str:
         raise KeyboardInterrupt
@@ -179,4 +169,4 @@ def test_a_warm_up_that_fails_leaves_the_model_as_it_was(
     monkeypatch.setattr(known_answers, "fault_of", fails)
     with pytest.raises(KeyboardInterrupt):
         mlx_marlin.optimize(model, warm_up=(1,))
-    assert [type(each) for each in model.modules()] == kinds
+    assert_same_model(model, tiny_llama())

@@ -69,6 +69,15 @@ SIZES = {
 }
 Caches = list[Any]
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
     "gemma3_text": {"sliding_window_pattern": 2},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -200,7 +209,3 @@ def assert_close(actual: list[mx.array], expected: list[mx.array], most: float) 
 
 
 WIDE_HEADS = {"head_dim": 64, "hidden_size": 256}
-
-
-def both(model: nn.Module) -> Any:
-    return zip(model.layers, tiny("qwen3").layers, strict=True)

@@ -1,6 +1,7 @@
 """Correct layers of every kind and format pass; wrong results are found and named."""
 
 import re
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlx_marlin.lm.verification.report import LayerReport, Report
 from mlx_marlin.products.packing import pack
 from support import format_cases, oracles
 from support.format_cases import any_weight
-from support.models import Layers, tiny_llama
+from support.models import LAYOUTS, Layers, tiny_llama
 from support.profiles import sampled
 
 ROWS = (1, 8)
@@ -116,36 +117,31 @@ def test_the_errors_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report.failed == ("layers.1",)
 
 
-def experts(**quantization: Any) -> nn.Module:
+def experts() -> nn.Module:
     model = SwitchGLU(64, 96, 6, bias=True)
     for layer in (model.gate_proj, model.up_proj, model.down_proj):
         layer.bias = mx.random.normal(layer.bias.shape)
-    nn.quantize(model, **quantization)
+    nn.quantize(model, group_size=32, bits=4)
     return model
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_experts_with_biases_pass(layout: str) -> None:
-    model = mlx_marlin.optimize(experts(group_size=32, bits=4), layout=layout)
+def heads() -> nn.Module:
+    return Layers(QuantizedMultiLinear(64, 48, 3, 32, 4, "affine"))
 
-    report = mlx_marlin.verify(model, rows=(1, 7))
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("make", "operations"), [(experts, ["experts"] * 3), (heads, ["heads"])]
+)
+def test_experts_with_biases_and_heads_pass(
+    make: Callable[[], nn.Module], operations: list[str], layout: str
+) -> None:
+    report = mlx_marlin.verify(mlx_marlin.optimize(make(), layout=layout), rows=(1, 7))
 
     assert report.passed, str(report)
-    assert [each.operation for each in report.layers] == ["experts"] * 3
+    assert [each.operation for each in report.layers] == operations
     assert all(each.is_ours for each in report.layers)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_heads_pass(layout: str) -> None:
-    model = Layers(QuantizedMultiLinear(64, 48, 3, 32, 4, "affine"))
-    mlx_marlin.optimize(model, layout=layout)
-
-    report = mlx_marlin.verify(model, rows=(1, 5))
-
-    assert report.passed, str(report)
-    assert [each.operation for each in report.layers] == ["heads"]
 
 
 @pytest.mark.usefixtures("kernels")
@@ -178,33 +174,31 @@ def test_joined_and_reordered_layers_pass() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_one_wrong_feature_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wrong_features", "factor", "said"),
+    [
+        (mx.arange(160) == 97, 1.01, "1 output features are wrong, the first is 97"),
+        (True, mx.nan, "160 output features are wrong, the first is 0"),
+    ],
+)
+def test_wrong_features_are_found_and_named(
+    monkeypatch: pytest.MonkeyPatch, wrong_features: Any, factor: float, said: str
+) -> None:
     model = mlx_marlin.optimize(tiny_llama(), layout="marlin")
     wrong = model.model.layers[1].mlp.up_proj
     own = MarlinLinear.__call__
-    factor = mx.ones(160).at[97].add(0.01)
 
     def call(layer: MarlinLinear, x: mx.array) -> mx.array:
-        return own(layer, x) * factor if layer is wrong else own(layer, x)
+        y = own(layer, x)
+        return mx.where(wrong_features, y * factor, y) if layer is wrong else y
 
     monkeypatch.setattr(MarlinLinear, "__call__", call)
     report = mlx_marlin.verify(model, rows=ROWS)
 
     assert report.failed == ("model.layers.1.mlp.up_proj",)
     assert not report.passed
-    assert "1 output features are wrong, the first is 97" in str(report)
+    assert said in str(report)
     assert "14 of 15 layers passed, 1 failed" in str(report)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_result_that_is_not_a_number_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, _ = linear("affine", 4, 64, "float32")
-    monkeypatch.setattr(
-        MarlinLinear, "__call__", lambda own, x: mx.full((x.shape[0], 40), mx.nan)
-    )
-    report = mlx_marlin.verify(model_of(layer, 128, "float32"), rows=ROWS)
-    assert report.failed == ("layers.1",)
-    assert "40 output features are wrong, the first is 0" in str(report)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Layers are compared with the weights of the checkpoint that they were made from."""
 
-import gc
+import copy
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -16,12 +18,12 @@ import mlx_marlin
 from mlx_marlin import MarlinLinear
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.weights.packed_weight import PackedWeight
 from support.foreign_models import CONFIG, LINEAR
 from support.format_cases import read_codes, write_codes
 from support.gguf_cases import CASES
@@ -52,15 +54,22 @@ def two_rows(*arrays: np.ndarray) -> None:
         array[[8, 9]] = array[[9, 8]]
 
 
-def planted(model: Any, change: Change) -> None:
-    """Changes the numbers of a layer with columns in another order than x."""
-    layer = model.model.layers[1].mlp.up_proj.linear
-    words, scales, zeros = unpack(layer.packed)
-    codes, arrays = read_codes(words, 4), [np.array(scales), np.array(zeros)]
+def changed(packed: PackedWeight, change: Change) -> MarlinLinear:
+    """Returns a layer with a packed weight whose numbers are changed."""
+    words, scales, biases = unpack(packed)
+    codes, arrays = read_codes(words, 4), [np.array(scales), np.array(biases)]
     change(codes, *arrays)
     native = write_codes(codes, 4), *map(mx.array, arrays)
-    packed = pack(*native, group_size=64, bits=4, mode="zero_point")
-    model.model.layers[1].mlp.up_proj.linear = MarlinLinear.from_packed(packed)
+    return MarlinLinear.from_packed(
+        pack(*native, group_size=64, bits=4, mode=packed.mode)
+    )
+
+
+def small_model(plain: Path, **how: Any) -> nn.Module:
+    """Returns a folder's model, quantized by our conversion."""
+    quantization = Quantization(**({"bits": 4} | how))
+    [*convert(open_source(plain), plain.parent / "small", quantization=quantization)]
+    return load_model(open_source(plain.parent / "small"))
 
 
 def test_a_conversion_of_gptq_is_exact(packed: Path, gptq: Path) -> None:
@@ -93,7 +102,8 @@ def test_a_change_of_one_layer_is_found_and_named(
     packed: Path, gptq: Path, change: Change, where: str
 ) -> None:
     model = load_model(open_source(packed))
-    planted(model, change)
+    layer = model.model.layers[1].mlp.up_proj  # with columns in another order than x
+    layer.linear = changed(layer.linear.packed, change)
 
     report = mlx_marlin.verify(model, gptq, rows=(1, 8))
 
@@ -123,11 +133,9 @@ def test_biases_that_mlxs_layout_rounds_pass(plain: Path, tmp_path: Path) -> Non
     [("affine", 4, 64), ("symmetric", 3, 32), ("mxfp4", 4, 32), ("affine", 8, 128)],
 )
 def test_quantized_weights_are_within_the_limit_of_their_format(
-    plain: Path, tmp_path: Path, mode: str, bits: int, group_size: int
+    plain: Path, mode: str, bits: int, group_size: int
 ) -> None:
-    how = Quantization(mode=mode, bits=bits, group_size=group_size)
-    [*convert(open_source(plain), tmp_path / "small", quantization=how)]
-    model = load_model(open_source(tmp_path / "small"))
+    model = small_model(plain, mode=mode, bits=bits, group_size=group_size)
 
     report = mlx_marlin.verify(model, plain, rows=(1, 8))
 
@@ -139,19 +147,10 @@ def test_quantized_weights_are_within_the_limit_of_their_format(
         assert 0 < layer.weights.relative < layer.weights.limit
 
 
-def test_a_wrong_layer_is_found_next_to_quantization_errors(
-    plain: Path, tmp_path: Path
-) -> None:
-    how = Quantization(bits=4)
-    [*convert(open_source(plain), tmp_path / "small", quantization=how)]
-    model = load_model(open_source(tmp_path / "small"))
-    layer = model.model.layers[1].mlp.up_proj
-    words, scales, biases = unpack(layer.packed)
-    codes = read_codes(words, 4)
-    codes[[8, 9]] = codes[[9, 8]]
-    native = write_codes(codes, 4), scales, biases
-    changed = MarlinLinear.from_packed(pack(*native, group_size=64, bits=4))
-    model.model.layers[1].mlp.up_proj = changed
+def test_a_wrong_layer_is_found_next_to_quantization_errors(plain: Path) -> None:
+    model = small_model(plain)
+    block = model.model.layers[1].mlp
+    block.up_proj = changed(block.up_proj.packed, lambda codes, *_: two_rows(codes))
 
     report = mlx_marlin.verify(model, plain, rows=(1, 8))
 
@@ -192,13 +191,9 @@ def test_a_gguf_file_is_verified_and_is_a_source(
     assert ("symmetric 5-bit, group 32" in formats) is ("moe" in name)
 
 
-def test_layers_without_a_source_are_named(plain: Path, tmp_path: Path) -> None:
-    how = Quantization(bits=4)
-    [*convert(open_source(plain), tmp_path / "small", quantization=how)]
-    model = load_model(open_source(tmp_path / "small"))
-    model.model.layers.append(
-        load_model(open_source(tmp_path / "small")).model.layers[0]
-    )
+def test_layers_without_a_source_are_named(plain: Path) -> None:
+    model = small_model(plain)
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
 
     report = mlx_marlin.verify(model, plain, rows=(1,))
 
@@ -230,9 +225,10 @@ def test_a_weight_of_the_source_is_dropped_before_the_next_is_read(
     own, read = FolderSource._stored_weight, []
 
     def watched(source: FolderSource, layer: str, arrays: dict[str, mx.array]) -> Any:
-        assert not [o for o in gc.get_objects() if isinstance(o, StoredWeight)]
-        read.append(layer)
-        return own(source, layer, arrays)
+        assert not any(array() for array in read)
+        weight = own(source, layer, arrays)
+        read.append(weakref.ref(weight.codes))
+        return weight
 
     monkeypatch.setattr(FolderSource, "_stored_weight", watched)
     assert mlx_marlin.verify(model, gptq, rows=(1,)).passed

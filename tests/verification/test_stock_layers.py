@@ -1,7 +1,6 @@
 """Layers above a limit stay on stock MLX, in a model, in its folder and if loaded."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,9 @@ def test_layers_of_a_model_are_converted_and_stay_so(join: bool) -> None:
     layers = model.model.layers
     assert [type(each.mlp.down_proj) for each in layers] == [nn.QuantizedLinear] * 2
     assert isinstance(layers[0].mlp.up_proj, MarlinLinear) is not join
-    assert mlx_marlin.verify(model, rows=(1, 8)).passed
+    again = mlx_marlin.verify(model, rows=(1, 8), apply=True)
+    assert again.passed
+    assert again.moved == ()
 
 
 def test_traced_blocks_run_the_layers_of_stock_mlx() -> None:
@@ -68,6 +69,10 @@ def test_traced_blocks_run_the_layers_of_stock_mlx() -> None:
     tokens = TOKENS[:1, :1]
     model(tokens, cache=make_prompt_cache(model))
 
+    with pytest.raises(ValueError, match=r"'model\.norm' is not a quantized"):
+        stock_layers.keep_on_stock(model, [DOWN[0], "model.norm"])
+    assert type(model.model.layers[0].mlp.down_proj) is MarlinLinear
+    assert stock_layers.stock_layers(model) == []
     stock_layers.keep_on_stock(model, DOWN)
 
     stock = tiny_llama()
@@ -79,33 +84,22 @@ def test_traced_blocks_run_the_layers_of_stock_mlx() -> None:
     assert not mx.allclose(y, tiny_llama()(tokens), 1e-4, 1e-4)
 
 
-def test_without_apply_and_without_failures_nothing_changes() -> None:
-    model = mlx_marlin.optimize(tiny_llama(), layout="marlin")
-    report = mlx_marlin.verify(model, rows=(1,), apply=True)
-    assert report.passed
-    assert report.moved == ()
-    assert type(model.model.layers[0].mlp.down_proj) is MarlinLinear
+HOW = Quantization(bits=4)
 
 
-def mlx_folder(packed: Path, gptq: Path, plain: Path) -> Path:
+@pytest.fixture
+def mlx(plain: Path) -> Path:
+    """The folder with float16 weights in a format of MLX's."""
     [*convert(open_source(plain), plain.parent / "mlx", layout="mlx", quantization=HOW)]
     return plain.parent / "mlx"
 
 
-HOW = Quantization(bits=4)
-FOLDERS: dict[str, Callable[[Path, Path, Path], Path]] = {
-    "packed": lambda packed, gptq, plain: packed,
-    "gptq": lambda packed, gptq, plain: gptq,
-    "mlx": mlx_folder,
-}
-
-
 @pytest.mark.usefixtures("wrong_wide_products", "tokenizer")
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", ["packed", "gptq", "mlx"])
 def test_a_folder_records_the_layers_and_loading_honours_them(
-    packed: Path, gptq: Path, plain: Path, name: str
+    request: pytest.FixtureRequest, name: str
 ) -> None:
-    folder = FOLDERS[name](packed, gptq, plain)
+    folder: Path = request.getfixturevalue(name)
     before = json.loads((folder / "config.json").read_text())
 
     report = mlx_marlin.verify(folder, rows=(1, 8), apply=True)
@@ -180,14 +174,6 @@ def test_a_failed_write_leaves_the_folder_as_it_was(
         stock_layers.record_stock_layers(packed, DOWN)
     assert (packed / "config.json").read_text() == before
     assert not [*packed.glob(".config*")]
-
-
-def test_a_model_is_left_as_it_was_if_a_name_is_wrong() -> None:
-    model = mlx_marlin.optimize(tiny_llama(), layout="marlin")
-    with pytest.raises(ValueError, match=r"'model\.norm' is not a quantized"):
-        stock_layers.keep_on_stock(model, [DOWN[0], "model.norm"])
-    assert type(model.model.layers[0].mlp.down_proj) is MarlinLinear
-    assert stock_layers.stock_layers(model) == []
 
 
 def test_experts_that_mlx_lacks_stay_on_our_kernels(

@@ -138,29 +138,25 @@ def test_every_job_and_command_has_a_limit() -> None:
         limits = [step["timeout-minutes"] for step in job["steps"] if "run" in step]
         assert limits
         assert max(limits) <= job["timeout-minutes"]
-
-
-def test_files_are_kept_when_a_step_fails() -> None:
-    for name in ("census", "metal"):
+    for name in ("census", "metal"):  # whose files are kept when a step fails
         *_, last = JOBS[name]["steps"]
         assert last["uses"].startswith("actions/upload-artifact@")
         assert last["if"] == "always()"
     assert JOBS["census"]["timeout-minutes"] <= 40
 
 
-def test_the_jobs_run_where_they_say() -> None:
-    assert [*JOBS] == ["lint", "linux", "wheel", "installed", "census", "metal"]
-    assert JOBS["census"]["strategy"]["matrix"]["os"] == ["macos-15", "macos-26"]
-    shards = JOBS["census"]["strategy"]["matrix"]["shard"]
-    assert [*range(1, int(JOBS["census"]["env"]["SHARDS"]) + 1)] == shards
-    matrix = JOBS["metal"]["strategy"]["matrix"]
-    assert '["macos-15", "macos-26"]' in matrix["os"]
-    assert '["", "applegpu_g13g", "applegpu_g16s"]' in matrix["architecture"]
+def test_matrices_agree_with_each_other() -> None:
+    matrices = {
+        name: job["strategy"]["matrix"]
+        for name, job in JOBS.items()
+        if "strategy" in job
+    }
+    shards = int(JOBS["census"]["env"]["SHARDS"])
+    assert matrices["census"]["shard"] == [*range(1, shards + 1)]
+    assert json.dumps(matrices["census"]["os"]) in matrices["metal"]["os"]
     assert "g17" not in json.dumps(JOBS)  # finite wrong values on a virtual GPU
-    pythons = [
-        each["python"] for each in JOBS["linux"]["strategy"]["matrix"]["include"]
-    ]
-    assert pythons == JOBS["installed"]["strategy"]["matrix"]["python"]
+    pythons = [each["python"] for each in matrices["linux"]["include"]]
+    assert pythons == matrices["installed"]["python"]
 
 
 def test_every_command_exists() -> None:
@@ -178,6 +174,7 @@ def test_every_command_exists() -> None:
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_the_census_passes_with_the_stand_ins(walk: Walk) -> None:
     done = walk("census", SHARDS="200")
 
