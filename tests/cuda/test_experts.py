@@ -65,7 +65,7 @@ def test_every_pair_is_the_product_that_it_names(
     assert mx.array_equal(y, call.run())
 
 
-@sampled(2)
+@sampled(3)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", cuda_experts.CALLS)
 def test_blocks_of_every_shape(name: str) -> None:

@@ -153,7 +153,7 @@ def test_plans_of_fields_are_valid() -> None:
             {"problem": INVARIANT, "work": STREAM, "reduction": "workspace"},
             "invariant=True needs",
         ),
-        ({"problem": replace(PROBLEM, dtype="float32")}, "float32"),
+        ({"problem": replace(PROBLEM, dtype="float32")}, "and dtype is float32"),
         ({"problem": replace(PROBLEM, scale_dtype="float32")}, "scales in float32"),
     ],
 )
