@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import metal_emulator
 from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launcher, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
@@ -103,6 +104,8 @@ def kernels(backend: Choose) -> None:
 @pytest.fixture
 def on_cpu(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serves every call by the CUDA kernels, which run on the emulator."""
+    if metal_emulator.unavailable() is not None:
+        pytest.skip("the emulator does not run here")
     cuda_on_cpu.serve(monkeypatch)
     backend("cuda")
 

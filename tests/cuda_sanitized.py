@@ -17,21 +17,21 @@ Exits 1 if a result is wrong.
 """
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends.cuda.limits import DTYPES
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from support import cuda_cases, cuda_experts, epilogues, launches, oracles
+from support import cuda_cases, cuda_experts, launches, oracles
 from support.cuda_cases import (
     EPILOGUES,
     EPSILON,
@@ -46,9 +46,10 @@ from support.cuda_cases import (
     WAYS,
     WGMMA_WAYS,
     Case,
+    Place,
 )
+from support.cuda_products import Product
 from support.format_cases import arguments
-from support.oracles import exact
 
 Run = Callable[[], float]
 """Computes a result and returns its relative error over the one that it may have."""
@@ -56,61 +57,52 @@ Run = Callable[[], float]
 PAGE = 16 * 1024
 """From this on MLX's memory is whole pages (mlx/backend/cuda/allocator.cpp, 0.32)."""
 FORMAT = ("affine", 4, 64)
-WHOLE, SPLIT = WAYS[0], WAYS[3]
-RING_WHOLES = (WGMMA_WAYS[0], STAGED_WAYS[0])
-RING_SPLITS = (WGMMA_WAYS[3], STAGED_WAYS[3])
+PACKED = (*FORMAT, "marlin", "float16")
+WHOLES = (WAYS[0], WGMMA_WAYS[0], STAGED_WAYS[0])
+SPLITS = (WAYS[3], WGMMA_WAYS[3], STAGED_WAYS[3])
+WHOLE = WHOLES[0]
 DECODED = (("affine", 3, 32), ("symmetric", 8, 128), ("mxfp4", 4, 32), ("nvfp4", 4, 16))
 
 
 def runs() -> dict[str, Run]:
     """Returns what computes each variant once, by name."""
     found: dict[str, Run] = {}
-    for case in cuda_cases.cases():
-        found[f"format {case}"] = partial(multiply, case)
-    for m, way in LARGE:
-        case = ("affine", 4, 128, "marlin", "float16", m, way)
-        found[f"large block {case}"] = partial(multiply, case)
-    for way, (dtype, m) in product(WAYS, (("float16", 7), ("bfloat16", 40))):
-        case = (*FORMAT, "marlin", dtype, m, way)
-        found[f"way {case}"] = partial(multiply, case)
-    of_wgmma = product(WGMMA_WAYS, (("float16", 13), ("bfloat16", 64)))
-    of_staged = product(STAGED_WAYS, (("float16", 7), ("bfloat16", 32)))
-    for way, (dtype, m) in (*of_wgmma, *of_staged):
-        case = (*FORMAT, "marlin", dtype, m, way)
-        found[f"way {case}"] = partial(multiply, case)
-    for way, epilogue in product((WHOLE, SPLIT, *RING_WHOLES), EPILOGUES):
-        case = (*FORMAT, "marlin", "float16", 19, way)
-        found[f"epilogue {epilogue.explain()} {case}"] = partial(finish, case, epilogue)
-    for m, way in GATED_WAYS:
-        case = (*FORMAT, "marlin", "float16", m, way)
-        found[f"gated {case}"] = partial(multiply_gated, case)
-    for m, way in NORMED_WAYS:
-        case = (*FORMAT, "marlin", "float16", m, way)
-        found[f"normed {case}"] = partial(multiply_normed, case)
-    for m, way in GATED_WAYS:
-        case = (*FORMAT, "marlin", "float16", m, way)
-        found[f"rotated {case}"] = partial(multiply_rotated, case)
-    for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
-        case = (*FORMAT, layout, "float16", 5, way)
-        found[f"batch {case}"] = partial(multiply_batch, case)
-    for way in (*RING_WHOLES, *RING_SPLITS):
-        case = (*FORMAT, "marlin", "float16", 30, way)
-        found[f"batch {case}"] = partial(multiply_batch, case)
-    for layout, way in (
-        ("marlin", WHOLE),
-        ("mlx", WHOLE),
-        *(("marlin", way) for way in RING_WHOLES),
-    ):
+    for kind, product in products():
+        found[f"{kind} {product}"] = partial(multiply, product)
+    for layout, way in (("mlx", WHOLE), *(("marlin", way) for way in WHOLES)):
         case = (*FORMAT, layout, "float16", 6, way)
-        found[f"anywhere {case}"] = partial(multiply, case, cuda_cases.moved)
+        found[f"anywhere {case}"] = partial(multiply, Product(case), cuda_cases.moved)
     for name, call in cuda_experts.CALLS.items():
         found[f"experts, {name}"] = partial(multiply_experts, call)
     for choice in cuda_experts.ROUTINGS:
         found[f"experts chosen, {choice}"] = partial(choose_experts, choice)
-    for format, dtype in product(DECODED, ("float16", "bfloat16")):
+    for format, dtype in itertools.product(DECODED, ("float16", "bfloat16")):
         case = (*format, "marlin", dtype, 1, WHOLE)
         found[f"decode {case[:5]}"] = partial(decode, case)
     return found
+
+
+def products() -> Iterator[tuple[str, Product]]:
+    """Yields each variant of a product, and what kind it is."""
+    for case in cuda_cases.cases():
+        yield "format", Product(case)
+    for m, way in LARGE:
+        yield "large block", Product(("affine", 4, 128, "marlin", "float16", m, way))
+    for ways, rows in ((WAYS, (7, 40)), (WGMMA_WAYS, (13, 64)), (STAGED_WAYS, (7, 32))):
+        for way, dtype_and_m in itertools.product(ways, zip(DTYPES, rows, strict=True)):
+            yield "way", Product((*FORMAT, "marlin", *dtype_and_m, way))
+    for way, epilogue in itertools.product((*WHOLES, SPLITS[0]), EPILOGUES):
+        yield "epilogue", Product((*PACKED, 19, way), epilogue)
+    heads = Epilogue(bias=True, rotation=NORMED_HEADS, parts=(128, 64, 64))
+    for call in GATED_WAYS:
+        yield "gated", Product((*PACKED, *call), GATED, GATED_N)
+        yield "rotated", Product((*PACKED, *call), heads, ROTATED_N)
+    for call in NORMED_WAYS:
+        yield "normed", Product((*PACKED, *call), norm=EPSILON)
+    for layout, way in itertools.product(("marlin", "mlx"), (WHOLE, SPLITS[0])):
+        yield "batch", Product((*FORMAT, layout, "float16", 5, way), batch=3)
+    for way in (*WHOLES[1:], *SPLITS[1:]):
+        yield "batch", Product((*PACKED, 30, way), batch=3)
 
 
 def allotted(nbytes: int) -> int:
@@ -128,36 +120,9 @@ def at_end(array: mx.array) -> mx.array:
     return whole[missing:].reshape(array.shape)
 
 
-def multiply(case: Case, place: Callable[[mx.array], mx.array] = at_end) -> float:
-    weight, x = cuda_cases.draw(case)
-    arrays = map(place, (x, *arguments(weight, case[3])))
-    y = launcher.product(cuda_cases.plan_of(case))(*arrays)
-    return judged(y, exact(x) @ weight.decoded.T, case)
-
-
-def multiply_gated(case: Case) -> float:
-    weight, x = cuda_cases.draw(case, n=GATED_N)
-    arrays = map(at_end, (x, *arguments(weight, case[3])))
-    y = launcher.product(cuda_cases.plan_of(case, epilogue=GATED, n=GATED_N))(*arrays)
-    expected = epilogues.finished(exact(x) @ weight.decoded.T, (), GATED)
-    return judged(y, expected, case)
-
-
-def multiply_rotated(case: Case) -> float:
-    weight, x = cuda_cases.draw(case, n=ROTATED_N)
-    rotation = NORMED_HEADS
-    bias = cuda_cases.drawn_bias(ROTATED_N, x.dtype)
-    given = cuda_cases.positions_of(len(x), rotation), cuda_cases.freqs_of(rotation)
-    given = *given, *cuda_cases.norms_of(rotation, x.dtype)
-    x, w, scales, biases, bias, *given = map(
-        at_end, (x, *arguments(weight, case[3]), bias, *given)
-    )
-    epilogue = Epilogue(bias=True, rotation=rotation, parts=(128, 64, 64))
-    plan = cuda_cases.plan_of(case, epilogue=epilogue, n=ROTATED_N)
-    y = launcher.product(plan)(x, w, scales, biases, bias, x, x, *given)
-    total = exact(x) @ weight.decoded.T + exact(bias)
-    expected = epilogues.rotated(total, rotation, *given)
-    return judged(mx.concatenate([*y], axis=1), expected, case)
+def multiply(product: Product, place: Place = at_end) -> float:
+    y = product.run(product.plan, place)()
+    return product.error(y) / oracles.TOLERANCES[product.case[4]]
 
 
 def multiply_experts(call: cuda_experts.Call) -> float:
@@ -168,37 +133,6 @@ def choose_experts(choice: cuda_experts.Choice) -> float:
     choice.check(launches.route, at_end)
     choice.check_sum(launches.combine, at_end)
     return 0
-
-
-def multiply_normed(case: Case) -> float:
-    weight, x = cuda_cases.draw(case)
-    norm = cuda_cases.norm_of(x)
-    arrays = [*map(at_end, (x, *arguments(weight, case[3]), norm))]
-    x, norm = arrays[0], arrays[-1]
-    plan = cuda_cases.plan_of(case, norm=EPSILON)
-    y = launcher.product(plan)(*arrays[:-1], x, x, x, norm)
-    return judged(y, cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T, case)
-
-
-def multiply_batch(case: Case) -> float:
-    drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
-    each = ((x, *arguments(weight, case[3])) for weight, x in drawn)
-    arrays = [at_end(mx.stack(parts)) for parts in zip(*each, strict=True)]
-    y = launcher.product(cuda_cases.plan_of(case, batch=3))(*arrays)
-    return max(
-        judged(own, exact(x) @ weight.decoded.T, case)
-        for own, (weight, x) in zip(y, drawn, strict=True)
-    )
-
-
-def finish(case: Case, epilogue: Epilogue) -> float:
-    weight, x = cuda_cases.draw(case)
-    operands = cuda_cases.operands(case[5])
-    arrays = map(at_end, (x, *arguments(weight, case[3]), *operands))
-    y = launcher.product(cuda_cases.plan_of(case, epilogue=epilogue))(*arrays)
-    y = mx.concatenate([*y], axis=-1) if epilogue.parts else y
-    expected = epilogues.finished(exact(x) @ weight.decoded.T, operands, epilogue)
-    return judged(y, expected, case)
 
 
 def decode(case: Case) -> float:

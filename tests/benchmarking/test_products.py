@@ -19,6 +19,7 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import Refusal
 from support.choose import Choose
 from support.marks import needs_emulator
+from support.profiles import sampled
 from support.timed_products import M3_MAX, SMALL
 
 pytestmark = needs_emulator
@@ -74,6 +75,7 @@ def test_in_the_emulator_ours_is_counted_and_stock_predicted(
     assert dense == counting.dequantized_seconds(SMALL, DEFAULT)
 
 
+@sampled(1)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
 def test_formats_of_floats_are_compared_too(
     measure: Callable[..., Measured], mode: str

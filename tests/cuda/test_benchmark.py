@@ -1,13 +1,11 @@
 """The benchmarks of a CUDA device run anywhere, and judge what they time."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -25,14 +23,24 @@ COMPARED = ("ours", "stock", "matmul")
 FACTS = {"date", "command", "device", "driver", "backend", "mlx", "commit", "complete"}
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+with pytest.MonkeyPatch.context() as patch:  # they import each other as scripts do
+    patch.syspath_prepend(str(BENCHMARKS))
+    import cuda_compiling as compiling
+    import cuda_generation as generation
+    import cuda_instances as instances
+    import cuda_products as products
+    import cuda_report
+    import cuda_summary as summary
+    import cuda_timing
+    import cuda_weights as weights
+
+    import cuda
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets other processes find the benchmarks too."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-    def module(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return module
 
 
 def run(script: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
@@ -71,28 +79,25 @@ def test_products_are_checked_timed_and_told(tmp_path: Path) -> None:
     assert report["seconds"].keys() >= {"compiling", "drawing", "checking", "timing"}
 
 
-def test_a_time_limit_leaves_a_report(tmp_path: Path) -> None:
-    text, report = run("cuda.py", tmp_path / "out.json", "--time-limit", "0")
-
-    assert report.keys() >= FACTS
-    assert report["results"] == []
-    assert not report["complete"]
-    assert "NOT COMPLETE" in text
-
-
 def test_a_time_limit_may_end_within_a_shape(
-    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    cuda = load("cuda")
     passed = iter([0.0, 10.0, 12.0])  # 10 for the first product, and 20 are allowed
-    monkeypatch.setattr(load("cuda_report").Laps, "total", lambda _: next(passed, 21.0))
-    options = ["cuda.py", "--smoke", "--rows", "1", "2", "3", "--time-limit", "20"]
-    monkeypatch.setattr(sys, "argv", options)
+    monkeypatch.setattr(cuda_report.Laps, "total", lambda _: next(passed, 21.0))
+    path = tmp_path / "out.json"
+    options = ["--smoke", "--rows", "1", "2", "3", "--time-limit", "20"]
+    monkeypatch.setattr(sys, "argv", ["cuda.py", *options, "--json", str(path)])
 
     assert cuda.main() == 0
     said = capsys.readouterr().out
     assert "1 products, 0 wrong" in said
     assert "NOT COMPLETE" in said
+    report = json.loads(path.read_text())
+    assert report.keys() >= FACTS
+    assert not report["complete"]
+    assert len(report["results"]) == 1
 
 
 @pytest.mark.slow
@@ -116,13 +121,10 @@ MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
 @pytest.mark.slow
 @sampled(1)
 @pytest.mark.parametrize("model", MODELS)
-def test_variants_share_the_arrays_that_they_do_not_change(
-    load: Any, model: str
-) -> None:
-    generation = load("cuda_generation")
+def test_variants_share_the_arrays_that_they_do_not_change(model: str) -> None:
     variants = ["--variants", "stock", "mlx", "marlin"]
     asked = generation.arguments(["--smoke", "--model", model, *variants])
-    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+    format = weights.Format("affine", 4, asked.group_size)
 
     models = dict(generation.built(asked, format))
 
@@ -137,12 +139,11 @@ def test_variants_share_the_arrays_that_they_do_not_change(
 @sampled(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_variant_and_number_of_streams_is_compiled_for(
-    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Choose, model: str
+    monkeypatch: pytest.MonkeyPatch, backend: Choose, model: str
 ) -> None:
-    generation = load("cuda_generation")
     variants = ["--variants", "stock", "joined"]
     asked = generation.arguments(["--smoke", "--model", model, *variants])
-    format = load("cuda_weights").Format("affine", 4, asked.group_size)
+    format = weights.Format("affine", 4, asked.group_size)
     backend("stock")
     assert generation.to_compile(asked, format) == []
     monkeypatch.setattr(generation.selection, "backend", lambda: "cuda")
@@ -161,8 +162,7 @@ FORMATS = ["affine4g128", "affine5g32:bfloat16", "affine8g64", "mxfp4", "nvfp4"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_mean_what_mlx_takes_them_for(load: Any, name: str) -> None:
-    weights = load("cuda_weights")
+def test_weights_mean_what_mlx_takes_them_for(name: str) -> None:
     format = weights.Format.parse(name)
     words, scales, biases = native = weights.random_native(format, 40, 256)
     rows = np.array([0, 7, 39])
@@ -182,8 +182,7 @@ def test_weights_mean_what_mlx_takes_them_for(load: Any, name: str) -> None:
     assert 0.01 < actual.std() < 0.3
 
 
-def test_symmetric_weights_have_biases_for_stock(load: Any) -> None:
-    weights = load("cuda_weights")
+def test_symmetric_weights_have_biases_for_stock() -> None:
     format = weights.Format.parse("symmetric4g64")
     native = weights.random_native(format, 32, 128)
     rows = np.arange(32)
@@ -196,20 +195,25 @@ def test_symmetric_weights_have_biases_for_stock(load: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["affine7g64", "affine4g16", "mxfp4g32", "int4", ""])
-def test_unknown_formats_are_refused(load: Any, name: str) -> None:
+def test_unknown_formats_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is none of affine4g128"):
-        load("cuda_weights").Format.parse(name)
+        weights.Format.parse(name)
+
+
+def small_product(
+    name: str = "affine4g64", layout: str = "mlx", rotated: int = 1
+) -> tuple[products.Weights, mx.array]:
+    """Returns weights of 128→64 in a format, and 3 rows of x."""
+    format = weights.Format.parse(name)
+    x = mx.random.normal((3, 128)).astype(mx.float16)
+    return products.Weights((128, 64), format, layout, rotated), x
 
 
 @pytest.mark.parametrize(
     ("factor", "expected"), [(1.0, None), (1.01, "relative error"), (None, "raised")]
 )
-def test_a_wrong_product_is_named(
-    load: Any, factor: float | None, expected: str | None
-) -> None:
-    products, weights = load("cuda_products"), load("cuda_weights")
-    drawn = products.Weights((128, 64), weights.Format.parse("affine4g64"), "mlx", 1)
-    x = mx.random.normal((3, 128)).astype(mx.float16)
+def test_a_wrong_product_is_named(factor: float | None, expected: str | None) -> None:
+    drawn, x = small_product()
     oracle = products.Oracle(x, drawn)
 
     def call() -> mx.array:
@@ -225,10 +229,8 @@ def test_a_wrong_product_is_named(
     assert wrong is None if expected is None else expected in wrong
 
 
-def test_a_product_that_changes_is_wrong(load: Any) -> None:
-    products, weights = load("cuda_products"), load("cuda_weights")
-    drawn = products.Weights((128, 64), weights.Format.parse("affine4g64"), "mlx", 1)
-    x = mx.random.normal((3, 128)).astype(mx.float16)
+def test_a_product_that_changes_is_wrong() -> None:
+    drawn, x = small_product()
     oracle = products.Oracle(x, drawn)
     y = drawn.calls(x)["stock"]()
 
@@ -243,13 +245,8 @@ def test_a_product_that_changes_is_wrong(load: Any) -> None:
     ("name", "layout"),
     [("affine4g64", "marlin"), ("symmetric8g32", "marlin"), ("mxfp4", "mlx")],
 )
-def test_traced_graphs_take_one_weight_after_the_other(
-    load: Any, name: str, layout: str
-) -> None:
-    products, weights = load("cuda_products"), load("cuda_weights")
-    format = weights.Format.parse(name)
-    drawn = products.Weights((128, 32), format, layout, 10_000)
-    x = mx.random.normal((3, 128)).astype(mx.float16)
+def test_traced_graphs_take_one_weight_after_the_other(name: str, layout: str) -> None:
+    drawn, x = small_product(name, layout, 10_000)
     calls = drawn.calls(x)
 
     for who in ("ours", "stock"):
@@ -259,12 +256,10 @@ def test_traced_graphs_take_one_weight_after_the_other(
 
 
 def test_what_stock_refuses_is_timed_without_it(
-    load: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    products, weights = load("cuda_products"), load("cuda_weights")
-    drawn = products.Weights((128, 32), weights.Format.parse("affine4g64"), "mlx", 1)
-    x = mx.random.normal((3, 128)).astype(mx.float16)
-    clock = load("cuda_timing").Clock(2, 1, 1, 1)
+    drawn, x = small_product()
+    clock = cuda_timing.Clock(2, 1, 1, 1)
 
     def refuse(*_: Any) -> mx.array:
         raise ValueError("not these")
@@ -280,11 +275,9 @@ def test_what_stock_refuses_is_timed_without_it(
 
 
 def test_a_wrong_product_fails_the_run(
-    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cuda = load("cuda")
     answer = {"error": 1.0, "wrong": "relative error 1"}
-    products = load("cuda_products")
     monkeypatch.setattr(products, "check", lambda *_: dict(answer))
     monkeypatch.setattr(sys, "argv", ["cuda.py", "--smoke", "--rows", "3"])
 
@@ -294,12 +287,12 @@ def test_a_wrong_product_fails_the_run(
     assert "2 products, 2 wrong" in said
 
 
-def test_columns_are_taken_as_numpy_takes_them(load: Any) -> None:
+def test_columns_are_taken_as_numpy_takes_them() -> None:
     matrix = np.arange(35, dtype=np.uint32).reshape(5, 7)
     indices = np.array([4, 0, 3])
 
     for axis in (0, 1):
-        actual = load("cuda_weights").taken(mx.array(matrix), indices, axis)
+        actual = weights.taken(mx.array(matrix), indices, axis)
         np.testing.assert_array_equal(np.array(actual), matrix.take(indices, axis))
 
 
@@ -311,12 +304,11 @@ def of_zeros(
 
 
 def test_each_kernel_is_compiled_once(
-    load: Any, monkeypatch: pytest.MonkeyPatch, backend: Choose
+    monkeypatch: pytest.MonkeyPatch, backend: Choose
 ) -> None:
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **_: of_zeros)
     backend("cuda")
-    instances, weights = load("cuda_instances"), load("cuda_weights")
     formats = [weights.Format.parse(name) for name in ("affine4g128", "mxfp4")]
 
     tasks = instances.needed(formats, [(1024, 3584)], [1, 2, 8, 16], "marlin")
@@ -331,11 +323,10 @@ def test_each_kernel_is_compiled_once(
 
 
 def test_a_task_that_fails_does_not_stop_what_follows(
-    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    compiling, instances = load("cuda_compiling"), load("cuda_instances")
     monkeypatch.setenv(compiling.FOLDER, str(tmp_path))
-    format = load("cuda_weights").Format.parse("affine4g64")
+    format = weights.Format.parse("affine4g64")
     tasks = [
         partial(instances.evaluate, "stock", format, "marlin", (k, 32), 2)
         for k in (64, 63)
@@ -350,8 +341,7 @@ def test_a_task_that_fails_does_not_stop_what_follows(
     assert not any(tmp_path.iterdir())
 
 
-def test_what_was_compiled_is_handed_over_whole(load: Any, tmp_path: Path) -> None:
-    compiling = load("cuda_compiling")
+def test_what_was_compiled_is_handed_over_whole(tmp_path: Path) -> None:
     own = tmp_path / f"{compiling.PRIVATE}1" / "worker"
     (own / "long").mkdir(parents=True)
     for name in ("new.ptx", "new.txt", "long/name.ptx", "old.ptx"):
@@ -370,8 +360,7 @@ def test_what_was_compiled_is_handed_over_whole(load: Any, tmp_path: Path) -> No
     }
 
 
-def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
-    products, weights = load("cuda_products"), load("cuda_weights")
+def test_every_use_of_a_weight_is_far_from_the_last() -> None:
     format = weights.Format.parse("affine4g128")
     drawn = products.Weights((256, 32), format, "marlin", 10_000)
 
@@ -383,8 +372,7 @@ def test_every_use_of_a_weight_is_far_from_the_last(load: Any) -> None:
         assert (len(copies) - 1) * nbytes >= 10_000
 
 
-def test_what_is_asked_for_is_judged(load: Any) -> None:
-    summary = load("cuda_summary")
+def test_what_is_asked_for_is_judged() -> None:
     row = {"k": 5120, "n": 17408, "format": str(summary.TARGET_FORMAT)}
     results = [
         {**row, "rows": 5, "ours_us": 21.0},
@@ -403,8 +391,7 @@ def test_what_is_asked_for_is_judged(load: Any) -> None:
     ]
 
 
-def test_slower_is_beyond_the_clocks_noise(load: Any) -> None:
-    summary = load("cuda_summary")
+def test_slower_is_beyond_the_clocks_noise() -> None:
 
     assert summary.is_slower({"ours_us": 10.3, "stock_us": 10.0})
     assert not summary.is_slower({"ours_us": 10.1, "stock_us": 10.0})
@@ -412,8 +399,7 @@ def test_slower_is_beyond_the_clocks_noise(load: Any) -> None:
     assert summary.is_slower({"ours_stream_us": 10.3, "stock_stream_us": 10}, "_stream")
 
 
-def test_a_line_says_what_is_asked_for(load: Any) -> None:
-    summary = load("cuda_summary")
+def test_a_line_says_what_is_asked_for() -> None:
     format = summary.TARGET_FORMAT
     row = {"k": 5120, "n": 17408, "format": str(format), "rows": 3, "wrong": None}
     row |= {"ours_us": 20.5, "served_by_stock": None}
@@ -426,8 +412,7 @@ def test_a_line_says_what_is_asked_for(load: Any) -> None:
     assert line[: head.index("ours eval") + len("ours eval")].endswith(" 20.5")
 
 
-def test_shapes_are_models_or_pairs(load: Any) -> None:
-    cuda = load("cuda")
+def test_shapes_are_models_or_pairs() -> None:
     asked = cuda.arguments(["--shapes", "64x32", "llama-70b", "8192→8192"])
 
     assert asked.shapes == [(64, 32), (8192, 28672), (28672, 8192), (8192, 8192)]

@@ -30,12 +30,13 @@ def test_the_chosen_plan_is_right_for_the_device(
         assert warps_k <= -(-k_tiles * plan.tile.k // pipelined.STAGE_K)
 
 
-@pytest.mark.parametrize("m", [8, 32, 64])
-def test_little_shared_memory_leaves_fewer_warps(m: int) -> None:
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
+def test_little_shared_memory_leaves_other_plans(m: int, layout: str) -> None:
     gpu = replace(H200, shared_bytes=48 * 1024)  # what every CUDA device has
 
-    for n, k in ((4096, 4096), (28672, 8192)):
-        plan = planner.choose(Problem(m=m, n=n, k=k), gpu)
+    for n, k in ((4096, 4096), (28672, 8192), (17408, 5120)):
+        plan = planner.choose(Problem(m=m, n=n, k=k, layout=layout), gpu)
         assert plan.threadgroup_bytes <= gpu.shared_bytes
 
 

@@ -1,12 +1,12 @@
 """Predicted times of CUDA kernels are near the times that an H200 took."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from mlx_marlin.backends import planner
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.tiles import Kernel
 from support.cuda_strategies import H200
 
 LARGE, SMALLER = (28672, 8192), (17408, 5120)
@@ -37,31 +37,12 @@ MEASURED = (
 an H200 took for the kernel alone: affine, 4 bits, groups of 128."""
 
 
-def predicted_us(shape: tuple[int, int], m: int, **overrides: Any) -> float:
-    """Returns the model's microseconds of a plan on an H200, its columns and k."""
+def problem(shape: tuple[int, int], m: int) -> Problem:
     n, k = shape
-    problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
-    plan = planner.make(problem, device=H200, **overrides)
-    return planner.predict(plan, H200).seconds * 1e6
+    return Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
 
 
-@pytest.mark.parametrize(("kernel", "shape", "m", "tiles_n", "warps_k", "us"), MEASURED)
-def test_the_model_is_near_what_was_measured(
-    kernel: Kernel,
-    shape: tuple[int, int],
-    m: int,
-    tiles_n: int,
-    warps_k: int,
-    us: float,
-) -> None:
-    block = {"kernel": kernel, "simdgroups_n": tiles_n, "simdgroups_k": warps_k}
-
-    found = predicted_us(shape, m, strategy="data_parallel", **block)
-
-    assert found == pytest.approx(us, rel=0.15)
-
-
-SPLITS: tuple[tuple[Kernel, tuple[int, int], int, int, int, float], ...] = (
+SPLITS = (
     ("wgmma", (8192, 28672), 32, 4, 2, 49.4 + 2.7),
     ("wgmma", (8192, 28672), 64, 4, 2, 70.4 + 3.3),
     ("wgmma", (5120, 17408), 16, 4, 3, 20.9 + 2.6),
@@ -75,18 +56,6 @@ SPLITS: tuple[tuple[Kernel, tuple[int, int], int, int, int, float], ...] = (
 )
 """Microseconds on an H200 of products and their reduces, alone (docs/lab, step 43):
 n and k, rows, simdgroups_n and slices of k. The last one's reduce was a slower one."""
-
-
-@pytest.mark.parametrize(("kernel", "shape", "m", "tiles_n", "slices", "us"), SPLITS)
-def test_the_model_is_near_what_splits_took(
-    kernel: Kernel, shape: tuple[int, int], m: int, tiles_n: int, slices: int, us: float
-) -> None:
-    split = {"strategy": "split_k", "k_parallel": slices}
-
-    found = predicted_us(shape, m, kernel=kernel, simdgroups_n=tiles_n, **split)
-
-    off = 0.15 if shape == (6144, 4096) else 0.1  # 14 % too slow, by the model
-    assert found == pytest.approx(us, rel=off)
 
 
 FILLED = (
@@ -106,56 +75,56 @@ FILLED = (
 44): n and k, rows, simdgroups_n and simdgroups_k of "mma_staged"."""
 
 
-@pytest.mark.parametrize(("shape", "m", "tiles_n", "warps_k", "us"), FILLED)
-def test_the_model_is_near_what_filling_took(
-    shape: tuple[int, int], m: int, tiles_n: int, warps_k: int, us: float
+def timed() -> Iterator[tuple[tuple[int, int], int, dict[str, Any], float, float]]:
+    """Yields n and k, rows, fields of a plan, its microseconds and how far off."""
+    whole = {"strategy": "data_parallel"}
+    for kernel, shape, m, tiles_n, warps_k, us in MEASURED:
+        block = {"kernel": kernel, "simdgroups_n": tiles_n, "simdgroups_k": warps_k}
+        yield shape, m, whole | block, us, 0.15
+    for kernel, shape, m, tiles_n, slices, us in SPLITS:
+        split = {"strategy": "split_k", "k_parallel": slices}
+        block = {"kernel": kernel, "simdgroups_n": tiles_n}
+        off = 0.15 if shape == (6144, 4096) else 0.1  # 14 % too slow, by the model
+        yield shape, m, split | block, us, off
+    for shape, m, tiles_n, warps_k, us in FILLED:
+        block = {"simdgroups_n": tiles_n, "simdgroups_k": warps_k}
+        block["fragments_m"] = 3 if warps_k == 10 else 4
+        yield shape, m, whole | {"kernel": "mma_staged"} | block, us, 0.06
+    streams = {"kernel": "wgmma", "strategy": "stream_k", "simdgroups_n": 4}
+    # docs/lab, step 43
+    yield SMALLER, 64, streams | {"num_threadgroups": 132}, 40.5 + 8.4, 0.05
+
+
+@pytest.mark.parametrize(("shape", "m", "fields", "us", "off"), [*timed()], ids=str)
+def test_the_model_is_near_what_was_measured(
+    shape: tuple[int, int], m: int, fields: dict[str, Any], us: float, off: float
 ) -> None:
-    whole = {"strategy": "data_parallel", "simdgroups_k": warps_k}
-    whole["fragments_m"] = 3 if warps_k == 10 else 4
+    plan = planner.make(problem(shape, m), device=H200, **fields)
 
-    found = predicted_us(shape, m, kernel="mma_staged", simdgroups_n=tiles_n, **whole)
+    found = planner.predict(plan, H200).seconds * 1e6
 
-    assert found == pytest.approx(us, rel=0.06)
-
-
-def test_the_model_is_near_what_streams_took() -> None:
-    streams = {"strategy": "stream_k", "num_threadgroups": 132}
-
-    found = predicted_us(SMALLER, 64, kernel="wgmma", simdgroups_n=4, **streams)
-
-    assert found == pytest.approx(40.5 + 8.4, rel=0.05)  # docs/lab, step 43
+    assert found == pytest.approx(us, rel=off)
 
 
-CHOSEN: dict[tuple[tuple[int, int], int], Kernel] = {
-    (LARGE, 8): "mma",
-    (LARGE, 16): "mma_staged",
-    (LARGE, 24): "wgmma",
-    (LARGE, 32): "wgmma",
-    (LARGE, 48): "wgmma",
-    (LARGE, 64): "wgmma",
-    (SMALLER, 8): "mma",
-    (SMALLER, 16): "mma_staged",
-    (SMALLER, 24): "mma_staged",
-    (SMALLER, 32): "mma_staged",
-    (SMALLER, 64): "wgmma",
+FASTEST = {
+    (shape, m): min(
+        (us, kernel)
+        for kernel, sides, rows, *_, us in MEASURED
+        if (sides, rows) == (shape, m) and (kernel, m) != ("mma_staged", 8)
+    )
+    for _, shape, m, *_ in MEASURED
+    if shape in (LARGE, SMALLER)
 }
-"""The fastest where they were measured; for 8 rows "mma_staged" is not compared."""
+"""Microseconds and kernel; for 8 rows "mma_staged" is not compared."""
 
 
-@pytest.mark.parametrize(("shape", "m"), CHOSEN, ids=str)
+@pytest.mark.parametrize(("shape", "m"), FASTEST, ids=str)
 def test_no_worse_block_is_chosen_than_was_measured(
     shape: tuple[int, int], m: int
 ) -> None:
-    n, k = shape
-    problem = Problem(m=m, n=n, k=k, group_size=128, layout="marlin")
-    kernel = CHOSEN[shape, m]
-    least = min(
-        us
-        for name, sides, rows, *_, us in MEASURED
-        if (name, sides, rows) == (kernel, shape, m)
-    )
+    least, kernel = FASTEST[shape, m]
 
-    plan = planner.choose(problem, H200)
+    plan = planner.choose(problem(shape, m), H200)
 
     assert plan.kernel == kernel
     predicted = planner.predict(plan, H200).seconds * 1e6

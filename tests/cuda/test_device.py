@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,17 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA H200", "H200", "nvidia h200", "NVIDIA  H200 "]
+    ("name", "found"),
+    [
+        *((name, "NVIDIA H200") for name in ("H200", "nvidia h200", "NVIDIA  H200 ")),
+        ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+        ("H100 SXM", "NVIDIA H100 80GB HBM3"),
+    ],
 )
-def test_a_device_is_found_by_its_name(name: str) -> None:
-    assert devices.named(name) == H200
-    assert (H200.cores, H200.arch, H200.capability) == (132, "sm_90", (9, 0))
-
-
-def test_names_may_leave_out_the_brand_and_be_aliases() -> None:
-    assert CudaDevice.named("RTX 4090").name == "NVIDIA GeForce RTX 4090"
-    assert CudaDevice.named("H100 SXM").name == "NVIDIA H100 80GB HBM3"
-    assert CudaDevice.named("RTX 5090").capability == (12, 0)
+def test_a_device_is_found_by_its_name_or_an_alias(name: str, found: str) -> None:
+    device = devices.named(name)
+    assert device.name == found
+    assert device == CudaDevice.named(found)
 
 
 def test_another_number_of_multiprocessors_is_another_variant() -> None:
@@ -56,9 +57,7 @@ def test_another_number_of_multiprocessors_is_another_variant() -> None:
     assert (part.multiprocessors, part.name) == (66, "NVIDIA H200")
     assert part.variant == "NVIDIA H200 with 66 multiprocessors"
     assert devices.named("H200", 132) == H200
-
-
-def test_apples_chips_are_still_found() -> None:
+    assert (H200.cores, H200.arch, H200.capability) == (132, "sm_90", (9, 0))
     assert devices.named("M3 Max", 30) == device.Device.named("M3 Max", 30)
 
 
@@ -71,18 +70,8 @@ def test_an_unknown_device_is_an_error_that_lists_the_known() -> None:
     ("field", "value"), [("multiprocessors", 0), ("tflops", -1.0), ("arch", "gfx9")]
 )
 def test_figures_that_make_no_device_are_refused(field: str, value: Any) -> None:
-    figures = {
-        "name": "x",
-        "variant": "x",
-        "multiprocessors": 1,
-        "bandwidth_gbs": 1.0,
-        "tflops": 1.0,
-        "shared_bytes": 1,
-        "arch": "sm_90",
-    }
-    assert CudaDevice(**figures).cores == 1  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=field):
-        CudaDevice(**figures | {field: value})  # type: ignore[arg-type]
+        replace(H200, **{field: value})
 
 
 def test_every_figure_of_the_table_has_a_source() -> None:
@@ -141,28 +130,32 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     return make
 
 
-def test_a_known_device_has_its_stated_figures(machine: Callable[..., None]) -> None:
-    machine("NVIDIA H200", Driver(multiprocessors=132, shared=232448))
-
-    assert devices.current() == H200
-
-
-def test_the_driver_counts_the_multiprocessors(machine: Callable[..., None]) -> None:
-    machine("NVIDIA H200", Driver(multiprocessors=60, shared=100000))
-
-    found = devices.current()
-
-    assert isinstance(found, CudaDevice)
-    assert (found.multiprocessors, found.shared_bytes) == (60, 100000)
-    assert found.variant == "NVIDIA H200 with 60 multiprocessors"
+PART = replace(
+    H200,
+    multiprocessors=60,
+    shared_bytes=100000,
+    variant="NVIDIA H200 with 60 multiprocessors",
+)
 
 
-def test_a_driver_that_says_nothing_leaves_the_table(
+@pytest.mark.parametrize(
+    ("driver", "default", "expected"),
+    [
+        (Driver(multiprocessors=132, shared=232448), mx.gpu, H200),
+        (Driver(multiprocessors=60, shared=100000), mx.gpu, PART),
+        (Driver(), mx.gpu, H200),  # which says nothing
+        (Driver(), mx.cpu, H200),  # the next call may be on another
+    ],
+)
+def test_a_known_device_has_its_stated_figures_or_the_drivers(
     machine: Callable[..., None],
+    driver: Driver,
+    default: mx.DeviceType,
+    expected: CudaDevice,
 ) -> None:
-    machine("NVIDIA H200", Driver())
+    machine("NVIDIA H200", driver, default)
 
-    assert devices.current() == H200
+    assert devices.current() == expected
 
 
 def test_an_unknown_device_is_measured_once(
@@ -245,14 +238,6 @@ def test_without_a_driver_mlx_is_not_asked(
     assert devices.current() == device.DEFAULT
 
 
-def test_the_default_device_may_be_another_at_the_next_call(
-    machine: Callable[..., None],
-) -> None:
-    machine("NVIDIA H200", Driver(), mx.cpu)
-
-    assert devices.current() == H200
-
-
 def test_the_environment_may_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(devices.ENVIRONMENT, "NVIDIA H200, 100 cores")
     monkeypatch.setenv(ARCHITECTURE_ENVIRONMENT, "applegpu_g15s")
@@ -290,12 +275,13 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
     ("back_end", "wish", "words"),
     [
         ("cuda", "M3 Max", "expected a CUDA device, because our kernels run on cuda"),
-        ("emulator", "H200", "expected an Apple chip"),
+        ("emulator", "H200", "'H200': expected an Apple chip, because our"),
     ],
 )
 def test_a_device_of_another_back_end_is_an_error(
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     back_end: str,
     wish: str,
     words: str,
@@ -305,17 +291,8 @@ def test_a_device_of_another_back_end_is_an_error(
 
     with pytest.raises(ValueError, match=words):
         eligibility.target()
-
-
-def test_tuning_is_refused_where_other_kernels_run(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    backend("emulator")
-    monkeypatch.setenv(devices.ENVIRONMENT, "H200")
-
     assert main(["tune", "8x4096x4096", "--dry-run"]) != 0
-
-    assert "'H200': expected an Apple chip, because our" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_what_would_be_tuned_is_listed(

@@ -13,7 +13,6 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 import mlx_marlin
 from mlx_marlin.backends import launcher, planner
-from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.lm.tracing.gated_experts import GatedExperts
@@ -22,10 +21,10 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import serving
 from mlx_marlin.products.experts import dispatch
 from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.formats import TILE_N
 from support import cuda_cases, cuda_experts, format_cases, oracles
 from support.choose import Choose
 from support.gather_calls import Call, kind
-from support.marks import needs_emulator
 from support.oracles import exact
 from support.profiles import sampled
 
@@ -33,18 +32,16 @@ H200 = cuda_cases.h200()
 AFFINE = ("affine", 4, 64)
 LONG = {"x_shape": (5, 1, 1, 1024), "n": 2**20, "k": 1024, "experts": 16}
 UNEVEN = [*cuda_experts.UNEVEN]
-BLOCK = ("fragments_m", "simdgroups_n", "simdgroups_k")
 
 
 def assert_right(y: mx.array, call: Call) -> None:
-    rows = oracles.exact(call.x)[call.sources, 0]
+    rows = exact(call.x)[call.sources, 0]
     expected = np.einsum("pk,pnk->pn", rows, call.decoded[call.chosen])
     assert y.shape == (len(call.chosen), 1, call.n)
     assert oracles.error(y.squeeze(1), expected) < oracles.TOLERANCES[call.dtype]
 
 
 @sampled(2)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("form", "layout", "dtype", "chosen"),
@@ -63,18 +60,18 @@ def test_every_pair_is_the_product_that_it_names(
     form: tuple[str, int, int], layout: str, dtype: str, chosen: list[int]
 ) -> None:
     call = Call(form, layout, 6, 70, 256, 5, chosen, dtype, seed=1)
-    assert_right(call.run(), call)
+    y = call.run()
+    assert_right(y, call)
+    assert mx.array_equal(y, call.run())
 
 
-@sampled(2)
-@needs_emulator
+@sampled(3)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("name", cuda_experts.CALLS)
 def test_blocks_of_every_shape(name: str) -> None:
     cuda_experts.CALLS[name].check()
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_arrays_may_begin_anywhere() -> None:
     call = cuda_experts.CALLS["blocks of experts"]
@@ -85,7 +82,6 @@ def test_arrays_may_begin_anywhere() -> None:
     assert oracles.error(y, call.expected) < oracles.TOLERANCES["float16"]
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_an_expert_may_have_more_pairs_than_shared_memory_has_places() -> None:
     own = cuda_experts.CALLS["blocks of pairs"].case[:-2]
@@ -124,62 +120,48 @@ def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
     assert kind(**changes).pairs_per_row == each
 
 
-@sampled(2)
-@needs_emulator
+@sampled(3)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "pairs"), [((5, 1), (5, 2)), ((6,), (6,)), ((2, 3, 1), (2, 3, 2))], ids=str
+    ("rows", "pairs", "shape"),
+    [
+        ((5, 1), (5, 2), (5, 2)),
+        ((6,), (6,), (6,)),
+        ((2, 3, 1), (2, 3, 2), (2, 3, 2)),
+        ((3,), (2, 1), (2, 3)),  # not in turn: they are numbered
+    ],
+    ids=str,
 )
-def test_rows_in_turn_need_no_indices(
-    rows: tuple[int, ...], pairs: tuple[int, ...], packed: bool
+def test_rows_need_no_indices(
+    rows: tuple[int, ...], pairs: tuple[int, ...], shape: tuple[int, ...], packed: bool
 ) -> None:
-    weight, experts = weights_of(4, 40)
+    native, experts = weights_of(4, 40)
     x = mx.random.normal((*rows, 1, 128), key=mx.random.key(2)).astype(mx.float16)
     chosen = mx.random.randint(0, 4, pairs, key=mx.random.key(3))
-    stored = (pack(*weight.native),) if packed else weight.native
+    stored = (pack(*native),) if packed else native
 
     y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen)
 
-    expected = np.einsum(
-        "...k,...nk->...n", exact_rows(x, pairs), experts[np.array(chosen)]
-    )
-    assert y.shape == (*pairs, 1, 40)
+    given = np.broadcast_to(exact(x)[..., 0, :], (*shape, 128))
+    weights = experts[np.broadcast_to(np.array(chosen), shape)]
+    expected = np.einsum("...k,...nk->...n", given, weights)
+    assert y.shape == (*shape, 1, 40)
     assert oracles.error(y.squeeze(-2), expected) < oracles.TOLERANCES["float16"]
 
 
-def weights_of(experts: int, n: int) -> tuple[Any, oracles.Floats]:
+def weights_of(experts: int, n: int) -> tuple[tuple[mx.array, ...], oracles.Floats]:
     """Returns experts in MLX's layout, and as they are decoded."""
     drawn = format_cases.any_weight(*AFFINE, experts * n, 128, dtype="float16", seed=1)
     native = tuple(each.reshape(experts, n, -1) for each in drawn.native)
-    weight = type("Experts", (), {"native": native})
-    return weight, drawn.decoded.reshape(experts, n, 128)
+    return native, drawn.decoded.reshape(experts, n, 128)
 
 
-def exact_rows(x: mx.array, pairs: tuple[int, ...]) -> oracles.Floats:
-    return np.broadcast_to(oracles.exact(x)[..., 0, :], (*pairs, x.shape[-1]))
-
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-def test_rows_of_another_shape_are_numbered() -> None:
-    weight, experts = weights_of(4, 40)
-    x = mx.random.normal((3, 1, 128), key=mx.random.key(2)).astype(mx.float16)
-    chosen = mx.array([[0], [3]])
-
-    y = mlx_marlin.gather_qmm(x, *weight.native, rhs_indices=chosen)
-
-    rows = np.broadcast_to(oracles.exact(x)[None, :, 0], (2, 3, 128))
-    expected = np.einsum("ijk,ink->ijn", rows, experts[[0, 3]])
-    assert oracles.error(y.squeeze(-2), expected) < oracles.TOLERANCES["float16"]
-
-
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("how", ["in turn", "two in turn", "named"])
 def test_gradients_are_those_of_mlx(how: str) -> None:
-    weight, _ = weights_of(4, 40)
-    packed = pack(*weight.native)
+    native, _ = weights_of(4, 40)
+    packed = pack(*native)
     before = (2, 1, 1) if how == "two in turn" else (4, 1)
     x = mx.random.normal((*before, 128), key=mx.random.key(2)).astype(mx.float16)
     chosen = mx.array([1, 0, 1, 3]).reshape(2, -1)
@@ -191,16 +173,12 @@ def test_gradients_are_those_of_mlx(how: str) -> None:
         return (y * y).sum()
 
     def stock(x: mx.array) -> mx.array:
-        indices = {"lhs_indices": rows, "rhs_indices": chosen}
-        y = mx.gather_qmm(x, *weight.native, **indices)
+        wide = [a if a.dtype == mx.uint32 else a.astype(x.dtype) for a in native]
+        y = mx.gather_qmm(x, *wide, lhs_indices=rows, rhs_indices=chosen)
         return (y * y).sum()
 
-    own = mx.grad(stock)(x)
-    weight.native = tuple(
-        each if each.dtype == mx.uint32 else each.astype(mx.float32)
-        for each in weight.native
-    )
-    assert_as_good(mx.grad(ours)(x), own, mx.grad(stock)(x.astype(mx.float32)))
+    wide = mx.grad(stock)(x.astype(mx.float32))
+    assert_as_good(mx.grad(ours)(x), mx.grad(stock)(x), wide)
 
 
 def assert_as_good(ours: mx.array, own: mx.array, wide: mx.array) -> None:
@@ -235,7 +213,6 @@ def chosen_by(rows: int) -> tuple[mx.array, mx.array]:
 
 
 @sampled(1)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [1, 3, 40])  # of 32 on mlx-lm sorts
 @pytest.mark.parametrize("bias", [False, True])
@@ -280,7 +257,6 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
 
 
 @sampled(2)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     "how",
@@ -328,7 +304,6 @@ class DoubledSwiGLU(SwiGLU):
         return doubled
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("shape", [(4, 1), (4, 63), (64,)])
 def test_biases_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
@@ -337,7 +312,6 @@ def test_biases_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
         ours.up_proj.bias = mx.ones(shape, mx.float16)
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_biases_are_added_where_stock_mlx_multiplies() -> None:
     own, ours = network(bias=True)
@@ -349,7 +323,6 @@ def test_biases_are_added_where_stock_mlx_multiplies() -> None:
     assert_near(ours(x, chosen), own, x, chosen)
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_experts_that_must_not_vary_are_refused() -> None:
     own, ours = network()
@@ -361,7 +334,6 @@ def test_experts_that_must_not_vary_are_refused() -> None:
 
 
 @sampled(1)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", [SwiGLU(), SwigluOAI()], ids=repr)
@@ -427,19 +399,26 @@ def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> 
     experts=st.integers(1, 300),
     n=st.integers(1, 5000),
     k=st.sampled_from([64, 768, 4096]),
+    gated=st.booleans(),
 )
 def test_a_plan_fits_the_device_and_says_itself(
-    pairs: int, experts: int, n: int, k: int
+    pairs: int, experts: int, n: int, k: int, gated: bool
 ) -> None:
+    n = TILE_N * -(-n // TILE_N) if gated else n
     problem = problem_of(pairs, n, k, layout="marlin")
-    plan = planner.choose_gather(GatherProblem(problem=problem, experts=experts), H200)
+    gate = "silu" if gated else None
+    gather = GatherProblem(problem=problem, experts=experts, gate=gate)
+
+    plan = planner.choose_gather(gather, H200)
 
     assert plan.threads <= 1024
     assert plan.threadgroup_bytes <= H200.shared_bytes
     assert plan.by_pair == (pairs < experts)
+    assert plan.simdgroups_n % (1 + gated) == 0
     columns = 32 * plan.simdgroups_n * plan.num_threadgroups
-    assert columns >= n * min(pairs, experts)
+    assert columns >= (1 + gated) * n * min(pairs, experts)
     assert f"{pairs} pairs over {experts} experts" in plan.explain()
+    assert plan.explain().endswith(", silu(gate, up)") == gated
 
 
 @pytest.mark.parametrize(
@@ -449,19 +428,6 @@ def test_large_experts_are_planned(n: int, k: int, bits: int, experts: int) -> N
     problem = problem_of(800, n, k, bits=bits, layout="marlin")
     plan = planner.choose_gather(GatherProblem(problem=problem, experts=experts), H200)
     assert plan.num_threadgroups >= experts * n / 32 / 8
-
-
-@given(pairs=st.integers(1, 2000), experts=st.integers(1, 300), n=st.integers(1, 200))
-def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
-    problem = problem_of(pairs, 32 * n, 2048, layout="marlin")
-    plan = planner.choose_gather(
-        GatherProblem(problem=problem, experts=experts, gate="silu"), H200
-    )
-
-    assert plan.simdgroups_n % 2 == 0
-    columns = 32 * plan.simdgroups_n * plan.num_threadgroups
-    assert columns >= 2 * 32 * n * min(pairs, experts)
-    assert plan.explain().endswith(", silu(gate, up)")
 
 
 @pytest.mark.parametrize(
@@ -479,32 +445,10 @@ def test_gate_and_up_meet_in_a_block(pairs: int, experts: int, n: int) -> None:
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) -> None:
-    sound = {"experts": 4, "fragments_m": 1, "simdgroups_n": 2, "simdgroups_k": 2}
-    problem, changed = Problem(m=9, n=40, k=64), sound | fields
-    block = {name: changed.pop(name) for name in BLOCK}
-
-    def planned() -> CudaGatherPlan:
-        gather = GatherProblem(problem=problem, **changed)
-        return CudaGatherPlan(gather=gather, **block)
+    gather = {"problem": Problem(m=9, n=40, k=64), "experts": 4}
+    block = {"fragments_m": 1, "simdgroups_n": 2, "simdgroups_k": 2}
+    changed = block | fields
+    gather |= {name: changed.pop(name) for name in fields.keys() - block.keys()}
 
     with pytest.raises(ValueError, match=words):
-        planned()
-
-
-@pytest.mark.parametrize("each", [0, 2])
-def test_the_text_reads_rows_only_where_they_are_named(each: int) -> None:
-    problem = problem_of(8, 64, 128)
-    gather = GatherProblem(problem=problem, experts=4, pairs_per_row=each)
-    plan = planner.choose_gather(gather, H200)
-    text = cuda_source.gather_source(plan)
-
-    read = ("x", "w", "scales", "biases", "experts")
-    assert text.input_names == (*read, *(() if each else ("sources",)), "numbers")
-    assert ("sources = nullptr" in text.source) == bool(each)
-
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-def test_the_same_bits_every_time() -> None:
-    call = Call(AFFINE, "marlin", 6, 70, 256, 5, UNEVEN, "float16", seed=1)
-    assert mx.array_equal(call.run(), call.run())
+        CudaGatherPlan(gather=GatherProblem(**gather), **changed)

@@ -1,7 +1,8 @@
 """Gate and up as one product whose epilogue multiplies them."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -13,17 +14,16 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends import launcher, planner, result_files, tuned_results
-from mlx_marlin.backends.cuda import source
-from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import dispatch
 from mlx_marlin.products.request import packed_request
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
 from support.cuda_cases import GATED, GATED_N, GATED_WAYS, Case
+from support.cuda_on_cpu import check
 from support.gate_and_up import layer_of
-from support.marks import needs_emulator
 from support.oracles import exact
 from support.profiles import sampled
 
@@ -38,7 +38,6 @@ FORMATS = (
 
 
 @sampled(1)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), GATED_WAYS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -54,27 +53,17 @@ def test_integers_are_exact(m: int, way: dict[str, Any], dtype: str) -> None:
 
 
 @sampled(1)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_approx"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_formats_and_activations(
     format: tuple[str, int, int, str], activation: str
 ) -> None:
-    case: Case = (*format, "float16", *GATED_WAYS[0])
     epilogue = replace(GATED, activation=activation)
-    weight, x = cuda_cases.draw(case, n=GATED_N)
-
-    y = cuda_on_cpu.run(
-        cuda_on_cpu.plan_of(case, epilogue=epilogue, n=GATED_N), x, weight
-    )
-
-    expected = epilogues.finished(exact(x) @ weight.decoded.T, (), epilogue)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+    check((*format, "float16", *GATED_WAYS[0]), epilogue=epilogue, n=GATED_N)
 
 
 @sampled(4)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 9), (3, 50), (0,)], ids=str)
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
@@ -92,24 +81,26 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     assert any(gated) == (layout == "marlin" and 0 not in rows)
 
 
-@pytest.mark.usefixtures("stock")
-def test_without_kernels_a_layer_multiplies_what_its_halves_give() -> None:
-    assert_apart(layer_of("marlin"), rows=2)
-
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("how", ["bias", "invariant", "no whole tiles"])
-def test_and_where_kernels_have_no_gate(how: str, rows: int) -> None:
-    layer = layer_of("marlin", n=160 if how == "no whole tiles" else 192)
-    if how == "bias":
-        layer["bias"] = mx.random.normal((192,)).astype(mx.float16)
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [("stock", 2), ("bias", 1), ("invariant", 2), ("no whole tiles", 1)],
+)
+def test_without_a_gate_a_layer_multiplies_what_its_halves_give(
+    how: str, rows: int, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("stock" if how == "stock" else "on_cpu")
+    layer = layer_of(n=160 if how == "no whole tiles" else 192, bias=how == "bias")
     layer.invariant = how == "invariant"
-    assert_apart(layer, rows)
+    x = mx.random.normal((rows, 128)).astype(mx.float16)
+
+    y = layer.gated(x)
+
+    half = layer.output_dims // 2
+    gate, up = layer.parts(x, (half, half))
+    assert mx.array_equal(y, nn.silu(gate) * up)
+    assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +116,7 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
     found = tuned_results.find(plain, H200, "cuda")
     assert found is not None
     assert found.plan == plan
-    layer, x = layer_of("marlin"), mx.random.normal((1, 128)).astype(mx.float16)
+    layer, x = layer_of(), mx.random.normal((1, 128)).astype(mx.float16)
 
     layer.gated(x)
 
@@ -138,15 +129,6 @@ def test_no_rows_have_half_the_columns() -> None:
     x, none = mx.zeros((0, 128), mx.float16), mx.zeros(())
     prepared = dispatch.prepare(packed_request(x, w, GATED))
     assert prepared.run(x, none, none, none).shape == (0, 96)
-
-
-def assert_apart(layer: MarlinLinear, rows: int) -> None:
-    x = mx.random.normal((rows, 128)).astype(mx.float16)
-    y = layer.gated(x)
-    half = layer.output_dims // 2
-    gate, up = layer.parts(x, (half, half))
-    assert mx.array_equal(y, nn.silu(gate) * up)
-    assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
 
 
 @given(
@@ -175,59 +157,34 @@ def test_a_result_is_half_as_large() -> None:
     assert Epilogue(gated=True).explain() == "gate * up"
 
 
+def problem_of_gate(n: int, **more: Any) -> Problem:
+    return problem_of(1, n, 1024, layout="marlin", epilogue=GATED, **more)
+
+
+def planned(**overrides: Any) -> Plan:
+    fields = {"simdgroups_n": 2} | overrides
+    return planner.make(problem_of_gate(192), device=H200, **fields)
+
+
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("make", "words"),
     [
-        ({"bias": True}, "gated=True has an activation only, got bias=True"),
-        ({"multiply": True}, "multiply=True"),
-        ({"residual": True}, "residual=True"),
-        ({"parts": (1, 2)}, r"parts=\(1, 2\)"),
+        (partial(Epilogue, gated=True, bias=True), "has an activation only, got bias"),
+        (partial(Epilogue, gated=True, multiply=True), "multiply=True"),
+        (partial(Epilogue, gated=True, residual=True), "residual=True"),
+        (partial(Epilogue, gated=True, parts=(1, 2)), r"parts=\(1, 2\)"),
+        (partial(problem_of_gate, 33), "even n, got n=33"),
+        (partial(problem_of_gate, 64, batch=2), "got n=64, batch=2"),
+        (partial(planned, simdgroups_n=3), "simdgroups_n=3, reduction='none'"),
+        (partial(planned, strategy="split_k", k_parallel=2), "reduction='workspace'"),
+        (
+            lambda: planner.make(problem_of_gate(96), device=H200),
+            "whole tiles of 32 columns each, and n is 96",
+        ),
     ],
 )
-def test_nothing_else_is_done_to_gate_and_up(more: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Epilogue(gated=True, **more)
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [({"n": 33}, "even n, got n=33"), ({"batch": 2}, "got n=64, batch=2")],
-)
-def test_there_are_two_halves_of_one_product(more: dict[str, Any], words: str) -> None:
-    sizes = {"m": 1, "n": 64, "k": 64} | more
-    with pytest.raises(ValueError, match=words):
-        Problem(**sizes, epilogue=GATED)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
-        ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),
-    ],
-)
-def test_a_plan_that_parts_them_is_refused(
-    overrides: dict[str, Any], words: str
+def test_what_gate_and_up_cannot_have_is_refused(
+    make: Callable[[], object], words: str
 ) -> None:
-    asked = problem_of(1, 192, 1024, layout="marlin", epilogue=GATED)
     with pytest.raises(ValueError, match=words):
-        planner.make(asked, device=H200, **{"simdgroups_n": 2} | overrides)
-
-
-def test_halves_that_are_no_whole_tiles_are_refused() -> None:
-    asked = problem_of(1, 96, 1024, layout="marlin", epilogue=GATED)
-    with pytest.raises(ValueError, match="whole tiles of 32 columns each, and n is 96"):
-        planner.make(asked, device=H200)
-
-
-def test_the_text_declares_the_gate_and_reads_no_array_more() -> None:
-    plan = planner.choose(
-        problem_of(1, 192, 1024, layout="marlin", epilogue=GATED), H200
-    )
-    text = source.of_product(plan)
-
-    assert text.name == "marlin_mma_gated"
-    assert text.input_names == ("x", "w", "scales", "numbers")
-    assert (
-        "const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n" in text.source
-    )
+        make()

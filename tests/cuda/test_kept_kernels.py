@@ -182,71 +182,49 @@ def test_mlxs_folder_is_filled_from_the_cache(compiler: Compiler, root: Path) ->
     assert sorted((root / "ptx").iterdir()) == files
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda launch, chain: (replace(launch, template=(("M", 16),)), chain),
-        lambda launch, chain: (
-            replace(launch, inputs=(launch.inputs[1], launch.inputs[1])),
-            chain,
-        ),
-        lambda launch, chain: (launch, replace(chain, identity="another NVRTC")),
-        lambda launch, chain: (
-            replace(launch, source=replace(SOURCE, source="out[0] = T(3);")),
-            chain,
-        ),
-    ],
-    ids=["template", "dtypes", "compiler", "text"],
-)
+OTHERS = {
+    "template": replace(LAUNCH, template=(("M", 16),)),
+    "dtypes": replace(LAUNCH, inputs=(LAUNCH.inputs[1], LAUNCH.inputs[1])),
+    "text": replace(LAUNCH, source=replace(SOURCE, source="out[0] = T(3);")),
+    "compiler": LAUNCH,
+}
+
+
+@pytest.mark.parametrize("change", OTHERS)
 def test_another_kernel_or_compiler_has_another_file(
-    compiler: Compiler,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Launch, Toolchain], tuple[Launch, Toolchain]],
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     compiled(preparation.prepare(LAUNCH))
-    here = toolchain.here()
-    assert here is not None
-    other, chain = change(LAUNCH, here)
+    chain = toolchain.here()
+    assert chain is not None
+    if change == "compiler":
+        chain = replace(chain, identity="another NVRTC")
     monkeypatch.setattr(toolchain, "here", lambda: chain)
     state.reset()
 
-    assert preparation.prepare(other).compile is not None
+    assert preparation.prepare(OTHERS[change]).compile is not None
 
 
-def _truncated(content: bytes) -> bytes:
-    return content[:-1]
+def with_head(head: object) -> bytes:
+    return kernel_files.MAGIC + json.dumps(head).encode() + b"\n" + CODE
 
 
-def _longer(content: bytes) -> bytes:
-    code = CODE + bytes(kernel_files.MOST_BYTES)
-    return kernel_files._content(MachineCode("a", code))
+DIGEST = kernel_files._digest(CODE)
+TOO_LONG = MachineCode("a", CODE + bytes(kernel_files.MOST_BYTES))
+INVALID: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[:-1],
+    "too long": lambda _: kernel_files._content(TOO_LONG),
+    "another version": lambda content: content.replace(b"kernel 1", b"kernel 2"),
+    "a list": lambda _: with_head([]),
+    "no digest": lambda _: with_head({"symbol": "a"}),
+    "another symbol": lambda _: with_head({"symbol": "../a\tb", "sha256": DIGEST}),
+    "no symbol": lambda _: with_head({"symbol": 7, "sha256": DIGEST}),
+    "empty": lambda _: b"",
+    "deep": lambda _: kernel_files.MAGIC + b"[" * 100_000,
+}
 
 
-def _of_another_version(content: bytes) -> bytes:
-    return content.replace(b"kernel 1", b"kernel 2")
-
-
-def _with_head(head: object) -> Callable[[bytes], bytes]:
-    def change(content: bytes) -> bytes:
-        return kernel_files.MAGIC + json.dumps(head).encode() + b"\n" + CODE
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _truncated,
-        _longer,
-        _of_another_version,
-        _with_head([]),
-        _with_head({"symbol": "a"}),
-        _with_head({"symbol": "../a\tb", "sha256": kernel_files._digest(CODE)}),
-        _with_head({"symbol": 7, "sha256": kernel_files._digest(CODE)}),
-        lambda content: b"",
-        lambda content: kernel_files.MAGIC + b"[" * 100_000,
-    ],
-)
+@pytest.mark.parametrize("change", INVALID.values(), ids=INVALID)
 def test_a_file_that_is_not_valid_is_ignored_with_one_message(
     compiler: Compiler, root: Path, change: Callable[[bytes], bytes]
 ) -> None:

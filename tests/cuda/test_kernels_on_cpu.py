@@ -23,7 +23,7 @@ from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
-from support import cuda_cases, epilogues, format_cases, launches, oracles
+from support import cuda_cases, launches, oracles
 from support.choose import Choose
 from support.cuda_cases import (
     EPILOGUES,
@@ -34,14 +34,9 @@ from support.cuda_cases import (
     WGMMA_WAYS,
     Case,
 )
-from support.cuda_on_cpu import (
-    check,
-    check_batch,
-    check_decoded,
-    check_moved,
-    plan_of,
-    run,
-)
+from support.cuda_on_cpu import check, check_decoded, check_order, plan_of, run
+from support.cuda_products import Product
+from support.format_cases import arguments, layouts_of
 from support.marks import needs_emulator
 from support.oracles import Floats, exact
 from support.profiles import sampled
@@ -60,12 +55,12 @@ def every_case() -> Iterator[Case]:
     rows, configs = cycle(ROWS), cycle(WAYS)
     formats = dict.fromkeys(case[:3] for case in cuda_cases.cases())
     for (mode, bits, group_size), dtype in product(formats, limits.DTYPES):
-        for layout in format_cases.layouts_of(mode, bits, group_size):
+        for layout in layouts_of(mode, bits, group_size):
             yield mode, bits, group_size, layout, dtype, next(rows), next(configs)
 
 
 def facts(case: Case) -> set[object]:
-    """Returns what a covering set has to meet: all that chooses another text."""
+    """Returns what a covering set has to meet."""
     mode, bits, group_size, layout, dtype, m, way = case
     codes = FORMATS[mode, bits].codes
     group = {32: "step 32", 128: "pairs of tiles"}.get(group_size, "step 64")
@@ -80,14 +75,7 @@ def facts(case: Case) -> set[object]:
     }
 
 
-def covering(facts: Callable[[Case], set[object]] = facts) -> list[Case]:
-    """Returns few cases that meet every fact."""
-    cases = [*every_case()]
-    chosen = format_cases.covering(range(len(cases)), lambda i: facts(cases[i]))
-    return [cases[i] for i in chosen]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [*WAYS, *RING_WAYS], ids=str)
 def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
     plan = plan_of(("affine", 4, 64, "marlin", "float16", 12, way))
     splits = Counter(
@@ -99,7 +87,7 @@ def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
 
 
 @sampled(3)
-@pytest.mark.parametrize("case", covering(), ids=str)
+@pytest.mark.parametrize("case", cuda_cases.covering(every_case(), facts), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
 
@@ -125,17 +113,20 @@ OF_RINGS = (("float16", 19), ("bfloat16", 12))
     ],
     ids=str,
 )
-def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
+def test_integers_are_exact_and_added_in_ascending_k(
+    way: dict[str, Any], dtype: str, m: int
+) -> None:
+    case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
     weight, x, expected = cuda_cases.integers(dtype, m, way)
-    y = run(plan_of(("affine", 4, 64, "marlin", dtype, m, way)), x, weight)
+    y = run(plan_of(case), x, weight)
     assert np.array_equal(exact(y), expected)
+    check_order(case)
 
 
 @pytest.mark.parametrize("m", [1, 8])
 def test_the_largest_block(m: int) -> None:
     case: Case = ("affine", 4, 128, "marlin", "float16", m, cuda_cases.WIDE)
-    assert plan_of(case).threads == 896
-    check(case)
+    assert check(case).threads == 896
 
 
 @pytest.fixture
@@ -150,42 +141,43 @@ def chosen(on_cpu: None, backend: Choose, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 MANY = handover.MOST_ROWS + 1
-FINISHED: dict[str, tuple[dict[str, Any], Callable[[Floats, Floats], Floats]]] = {
-    "nothing": ({}, lambda y, _: y),
-    "bias": ({"bias": True}, lambda y, bias: y + bias),
-    "silu": ({"activation": "silu"}, lambda y, _: y / (1 + np.exp(-y))),
+CALLS: dict[str, tuple[Callable[..., mx.array], Callable[..., Floats]]] = {
+    "nothing": (lambda x, w, _: mlx_marlin.linear(x, w), lambda y, _: y),
+    "bias": (
+        lambda x, w, bias: mlx_marlin.linear(x, w, bias=bias),
+        lambda y, bias: y + bias,
+    ),
+    "silu": (
+        lambda x, w, _: mlx_marlin.linear(x, w, activation="silu"),
+        lambda y, _: y / (1 + np.exp(-y)),
+    ),
+    "two results": (
+        lambda x, w, _: side_by_side(*mlx_marlin.linears(x, w, parts=(72, 128))),
+        lambda y, _: y,
+    ),
 }
 
 
+def side_by_side(first: mx.array, second: mx.array) -> mx.array:
+    assert (first.shape[1], second.shape[1]) == (72, 128)
+    return mx.concatenate([first, second], axis=1)
+
+
+@sampled(4)
 @pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("m", [12, MANY])
-@pytest.mark.parametrize("finish", FINISHED)
-def test_who_asks_for_nothing_gets_the_numbers(m: int, finish: str) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_who_asks_for_nothing_gets_the_numbers(m: int, call: str) -> None:
     weight, x = cuda_cases.draw(("affine", 4, 64, "marlin", "float16", m, {}))
     packed = pack(*weight.native, **weight.options)
-    bias = mx.random.normal((cuda_cases.N,), key=mx.random.key(3)).astype(mx.float16)
-    options, expected = FINISHED[finish]
-    given = options | ({"bias": bias} if "bias" in options else {})
+    bias = cuda_cases.operands(m)[0]
+    linear, expected = CALLS[call]
 
     assert mlx_marlin.why_not(x, packed) is None
-    y = mlx_marlin.linear(x, packed, **given)
+    y = linear(x, packed, bias)
 
     right = expected(exact(x) @ weight.decoded.T, exact(bias))
     assert oracles.error(y, right) < oracles.TOLERANCES["float16"]
-
-
-@pytest.mark.usefixtures("chosen")
-@pytest.mark.parametrize("m", [12, MANY])
-def test_results_of_several_weights_are_apart(m: int) -> None:
-    weight, x = cuda_cases.draw(("affine", 4, 64, "marlin", "float16", m, {}))
-    packed = pack(*weight.native, **weight.options)
-
-    results = mlx_marlin.linears(x, packed, parts=(72, 128))
-
-    right = np.split(exact(x) @ weight.decoded.T, [72], axis=1)
-    assert len(results) == 2
-    for y, own in zip(results, right, strict=True):
-        assert oracles.error(y, own) < oracles.TOLERANCES["float16"]
 
 
 @sampled(2)
@@ -193,27 +185,22 @@ def test_results_of_several_weights_are_apart(m: int) -> None:
 @pytest.mark.parametrize("epilogue", [EVERYTHING, PARTS], ids=Epilogue.explain)
 def test_epilogues(way: dict[str, Any], epilogue: Epilogue) -> None:
     case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
-    weight, x = cuda_cases.draw(case)
-    finish = cuda_cases.operands(19)
-    plan = plan_of(case, epilogue=epilogue)
-    assert plan.needs_second_pass == (way in SPLITS)
-    y = epilogues.whole(run(plan, x, weight, *finish))
-    expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+    assert check(case, epilogue=epilogue).needs_second_pass == (way in SPLITS)
+
+
+MATRICES = ("x", "multiplier", "residual")
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)
 def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
     case: Case = ("affine", 4, 64, "marlin", "float16", 12, way)
-    weight, x = cuda_cases.draw(case)
-    bias, *matrices = cuda_cases.operands(12)
-    plan = plan_of(case, epilogue=EVERYTHING)
+    product = Product(case, epilogue=EVERYTHING)
+    plan = plan_of(case, **product.options)
 
-    several = [each.reshape(2, 6, -1) for each in (x, *matrices)]
-    y = run(plan, several[0], weight, bias, *several[1:])
+    y = product.run(plan, lambda array: array.reshape(2, 6, -1), MATRICES)()
 
     assert y.shape == (2, 6, cuda_cases.N)
-    expected = run(plan, x, weight, bias, *matrices)
+    expected = product.run(plan)()
     assert mx.array_equal(y.reshape(expected.shape), expected)
 
 
@@ -228,9 +215,7 @@ def test_rows_stand_in_any_shape(way: dict[str, Any]) -> None:
 )
 def test_batches(layout: str, way: dict[str, Any], m: int) -> None:
     case: Case = ("affine", 4, 64, layout, "float16", m, way)
-    if way in (WHOLE, SPLIT):
-        assert plan_of(case, batch=3).needs_second_pass == (way is SPLIT)
-    check_batch(case)
+    assert check(case, batch=3).needs_second_pass == (way in SPLITS)
 
 
 EACH_OPERAND = (OPERANDS, ("x",), ("w",), ("scales",))
@@ -259,18 +244,15 @@ EACH_OPERAND = (OPERANDS, ("x",), ("w",), ("scales",))
 def test_arrays_may_begin_anywhere(
     layout: str, bits: int, m: int, way: dict[str, Any], moved: tuple[str, ...]
 ) -> None:
-    check_moved(("affine", bits, 64, layout, "float16", m, way), moved)
+    check(("affine", bits, 64, layout, "float16", m, way), names=moved)
 
 
+@sampled(2)
 @pytest.mark.parametrize(
     ("layout", "way"), [("mlx", SPLIT), *(("marlin", way) for way in SPLITS)], ids=str
 )
 def test_a_global_scale(layout: str, way: dict[str, Any]) -> None:
-    case: Case = ("nvfp4", 4, 16, layout, "float16", 10, way)
-    drawn, x = cuda_cases.draw(case)
-    weight = replace(drawn, global_scale=mx.array(format_cases.GLOBAL_SCALE))
-    y = run(plan_of(case, global_scale=True), x, weight)
-    cuda_cases.assert_right(y, x, weight.decoded, "float16")
+    check(("nvfp4", 4, 16, layout, "float16", 10, way), global_scale=True)
 
 
 def decoding_facts(case: Case) -> set[object]:
@@ -280,16 +262,19 @@ def decoding_facts(case: Case) -> set[object]:
 
 
 @sampled(2)
-@pytest.mark.parametrize("case", covering(decoding_facts), ids=str)
+@pytest.mark.parametrize(
+    "case", cuda_cases.covering(every_case(), decoding_facts), ids=str
+)
 def test_a_decoded_weight_is_rounded_once(case: Case) -> None:
     weight, _ = cuda_cases.draw(case)
     plan = dequantize_plan(plan_of(case).problem)
-    arrays = format_cases.arguments(weight, case[3])
+    arrays = arguments(weight, case[3])
     y, expected = exact(launches.dequantized(plan)(*arrays)), weight.decoded
     rounding = oracles.ROUNDING[case[4]] * np.abs(expected)
     assert np.all(np.abs(y - expected) <= rounding + oracles.SMALLEST[case[4]])
 
 
+@sampled(2)
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:

@@ -20,10 +20,10 @@ import mlx_marlin
 from mlx_marlin.backends import devices, launcher
 from mlx_marlin.backends.cuda import pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products.packing import pack
-from support import cuda_cases, cuda_experts, epilogues, launches, oracles
+from support import cuda_cases, cuda_experts, launches, oracles
 from support.cuda_cases import (
     EPILOGUES,
     EPSILON,
@@ -41,18 +41,12 @@ from support.cuda_cases import (
     N,
     assert_right,
     draw,
-    drawn_bias,
-    freqs_of,
     integers,
-    moved,
-    norm_of,
-    normalized,
-    norms_of,
-    operands,
-    positions_of,
 )
-from support.format_cases import GLOBAL_SCALE, arguments
+from support.cuda_products import Product
+from support.format_cases import arguments
 from support.oracles import exact
+from support.rotated_layers import EACH, arrays_of, layer_of, norm_module, rows_of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -63,7 +57,8 @@ pytestmark = [
 
 on_gpu = pytest.mark.cuda
 REPEATS = 100
-EACH = replace(ROTATION, per_row=True)
+AFFINE = ("affine", 4, 64)
+PACKED = (*AFFINE, "marlin", "float16")
 SCALED = replace(EACH, factor=1.25)
 WHOLE, SPLIT = WAYS[0], WAYS[3]
 WHOLES = (WHOLE, WGMMA_WAYS[0], STAGED_WAYS[0])
@@ -73,14 +68,13 @@ WGMMA_TURNS = cycle((("float16", 13), ("bfloat16", 64), ("bfloat16", 24)))
 STAGED_TURNS = cycle((("float16", 13), ("bfloat16", 32), ("bfloat16", 7)))
 
 
-def product_of(case: Case, **more: Any) -> launcher.Product:
-    """Returns what computes a case, if this device can."""
-    plan = cuda_cases.plan_of(case, **more)
+def possible(plan: Plan) -> Plan:
+    """Returns a plan, if this device can run it."""
     here = devices.current()
     capability = here.capability if isinstance(here, CudaDevice) else None
     if plan.is_pipelined and capability != pipelined.CAPABILITY:
         pytest.skip(f"{plan.kernel} is Hopper's, and this is {capability}")
-    return launcher.product(plan)
+    return plan
 
 
 def same_bits(run: Callable[[], mx.array]) -> mx.array:
@@ -102,166 +96,52 @@ def marked(case: Case) -> Any:
     """Returns a case of a format with the marker that its test has."""
     mode, bits = case[:2]
     rest = mode in ("symmetric", "zero_point") and bits not in (4, 8)
-    return pytest.param(case, marks=pytest.mark.cuda_formats if rest else on_gpu)
+    marks = pytest.mark.cuda_formats if rest else on_gpu
+    return pytest.param(Product(case), marks=marks)
 
 
-@pytest.mark.parametrize("case", [*map(marked, cuda_cases.cases())], ids=str)
-def test_every_format(case: Case) -> None:
-    weight, x = draw(case)
-    run = product_of(case)
-    arrays = arguments(weight, case[3])
-    y = same_bits(lambda: run(x, *arrays))
-    assert_right(y, x, weight.decoded, case[4])
+PRODUCTS = [
+    *(Product(("affine", 4, 128, "marlin", "float16", m, way)) for m, way in LARGE),
+    # A split tile's epilogue is the reduce's, whose products have none.
+    *(
+        Product((*PACKED, 19, way), epilogue)
+        for ways in (WHOLES, SPLITS)
+        for epilogue, way in zip(EPILOGUES, cycle(ways), strict=False)
+    ),
+    Product((*AFFINE, "marlin", "bfloat16", *NORMED_WAYS[1]), norm=EPSILON),
+    *(
+        Product((*PACKED, *GATED_WAYS[way]), epilogue, ROTATED_N, norm)
+        for way, epilogue, norm in (
+            (0, Epilogue(bias=True, rotation=ROTATION), EPSILON),
+            (3, Epilogue(bias=True, rotation=SCALED, parts=(128, 64, 64)), None),
+            (1, Epilogue(bias=True, rotation=NORMED_HEADS), None),
+        )
+    ),
+    *(
+        Product((*AFFINE, layout, "float16", 5, way), batch=3)
+        for layout, way in (
+            ("marlin", WHOLE),
+            ("mlx", SPLIT),
+            ("marlin", WGMMA_WAYS[0]),
+            ("marlin", STAGED_WAYS[3]),
+        )
+    ),
+    Product(
+        ("nvfp4", 4, 16, "marlin", "float16", 20, STAGED_WAYS[3]), global_scale=True
+    ),
+]
 
 
-@on_gpu
-@pytest.mark.parametrize(("m", "way"), LARGE, ids=str)
-def test_blocks_that_models_have(m: int, way: dict[str, Any]) -> None:
-    case: Case = ("affine", 4, 128, "marlin", "float16", m, way)
-    weight, x = draw(case)
-    run = product_of(case)
-    arrays = arguments(weight, "marlin")
-    y = same_bits(lambda: run(x, *arrays))
-    assert_right(y, x, weight.decoded, "float16")
-
-
-@on_gpu
 @pytest.mark.parametrize(
-    ("way", "dtype", "m"),
+    "product",
     [
-        # Each kernel by each strategy: they come first.
-        *((way, *next(TURNS)) for way in WAYS[:5]),
-        *((way, *next(WGMMA_TURNS)) for way in WGMMA_WAYS[:5]),
-        *((way, *next(STAGED_TURNS)) for way in STAGED_WAYS[:5]),
+        *map(marked, cuda_cases.cases()),
+        *(pytest.param(each, marks=on_gpu) for each in PRODUCTS),
     ],
     ids=str,
 )
-def test_integers_are_exact(way: dict[str, Any], dtype: str, m: int) -> None:
-    weight, x, expected = integers(dtype, m, way)
-    case: Case = ("affine", 4, 64, "marlin", dtype, m, way)
-    run = product_of(case)
-    arrays = arguments(weight, "marlin")
-    y = same_bits(lambda: run(x, *arrays))
-    assert np.array_equal(exact(y), expected)
-
-
-# A split tile's is the reduce's, whose products have none.
-@on_gpu
-@pytest.mark.parametrize(
-    ("epilogue", "way"),
-    [
-        *zip(EPILOGUES, cycle(WHOLES), strict=False),
-        *zip(EPILOGUES, cycle(SPLITS), strict=False),
-    ],
-    ids=str,
-)
-def test_epilogues(epilogue: Epilogue, way: dict[str, Any]) -> None:
-    case: Case = ("affine", 4, 64, "marlin", "float16", 19, way)
-    weight, x = draw(case)
-    run = product_of(case, epilogue=epilogue)
-    arrays = arguments(weight, "marlin")
-    finish = operands(19)
-    y = same_bits(lambda: epilogues.whole(run(x, *arrays, *finish)))
-    expected = epilogues.finished(exact(x) @ weight.decoded.T, finish, epilogue)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-
-
-# "mma" and "wgmma"; heads, which are pairs too, have "mma" and "mma_staged".
-@on_gpu
-@pytest.mark.parametrize(("m", "way"), [GATED_WAYS[i] for i in (1, 4)], ids=str)
-def test_gate_and_up(m: int, way: dict[str, Any]) -> None:
-    weight, x, expected = integers("bfloat16", m, way, GATED_N, gated=True)
-    case: Case = ("affine", 4, 64, "marlin", "bfloat16", m, way)
-    run = product_of(case, epilogue=Epilogue(gated=True), n=GATED_N)
-    arrays = arguments(weight, "marlin")
-    y = same_bits(lambda: run(x, *arrays))
-    assert np.array_equal(exact(y), expected)
-
-
-@on_gpu
-def test_normalized_rows() -> None:
-    dtype = "bfloat16"
-    case: Case = ("affine", 4, 64, "marlin", dtype, *NORMED_WAYS[1])
-    weight, x = draw(case)
-    norm = norm_of(x)
-    run = product_of(case, norm=EPSILON)
-    arrays = arguments(weight, "marlin")
-    y = same_bits(lambda: run(x, *arrays, x, x, x, norm))
-    expected = normalized(x, norm, EPSILON) @ weight.decoded.T
-    assert oracles.error(y, expected) < oracles.TOLERANCES[dtype]
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    ("way", "epilogue", "norm"),
-    [
-        (0, Epilogue(bias=True, rotation=ROTATION), EPSILON),
-        (3, Epilogue(bias=True, rotation=SCALED, parts=(128, 64, 64)), None),
-        (1, Epilogue(bias=True, rotation=NORMED_HEADS), None),
-    ],
-    ids=str,
-)
-def test_rotated_heads(way: int, epilogue: Epilogue, norm: float | None) -> None:
-    case: Case = ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[way])
-    weight, x = draw(case, n=ROTATED_N)
-    run = product_of(case, epilogue=epilogue, n=ROTATED_N, norm=norm)
-    rotation, scale = epilogue.rotation, norm_of(x)
-    assert rotation is not None
-    bias = drawn_bias(ROTATED_N, x.dtype)
-    given = positions_of(len(x), rotation), freqs_of(rotation)
-    given = *given, *norms_of(rotation, x.dtype)
-    last = () if norm is None else (scale,)
-    arrays = (*arguments(weight, "marlin"), bias, x, x, *given, *last)
-    y = same_bits(lambda: whole_heads(run(x, *arrays)))
-    rows = exact(x) if norm is None else normalized(x, scale, norm)
-    total = rows @ weight.decoded.T
-    total = total + exact(bias) if epilogue.bias else total
-    expected = epilogues.rotated(total, rotation, *given)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-
-
-@on_gpu
-@pytest.mark.parametrize("name", cuda_experts.CALLS)
-def test_experts(name: str) -> None:
-    call = cuda_experts.CALLS[name]
-    y = same_bits(call.run())
-    assert oracles.error(y, call.expected) < oracles.TOLERANCES[call.case[4]]
-
-
-@on_gpu
-@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
-def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
-    case.check(launches.route)
-    case.check_sum(launches.combine)
-    same_bits(lambda: launches.route(case.logits, case.each, case.of_all, case.last)[1])
-
-
-def whole_heads(y: Any) -> mx.array:
-    """Returns heads of a result or of its parts, side by side."""
-    return y if isinstance(y, mx.array) else mx.concatenate([*y], axis=1)
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    ("layout", "way"),
-    [
-        ("marlin", WHOLE),
-        ("mlx", SPLIT),
-        ("marlin", WGMMA_WAYS[0]),
-        ("marlin", STAGED_WAYS[3]),
-    ],
-    ids=str,
-)
-def test_batches(layout: str, way: dict[str, Any]) -> None:
-    case: Case = ("affine", 4, 64, layout, "float16", 5, way)
-    drawn = [draw(case, seed) for seed in (1, 2, 3)]
-    run = product_of(case, batch=3)
-    each = zip(*(arguments(weight, layout) for weight, _ in drawn), strict=True)
-    arrays = [mx.stack(parts) for parts in each]
-    x = mx.stack([x for _, x in drawn])
-    y = same_bits(lambda: run(x, *arrays))
-    for i, (weight, own) in enumerate(drawn):
-        assert_right(y[i], own, weight.decoded, "float16")
+def test_products(product: Product) -> None:
+    product.assert_right(same_bits(product.run(possible(product.plan))))
 
 
 @on_gpu
@@ -278,23 +158,50 @@ def test_batches(layout: str, way: dict[str, Any]) -> None:
 def test_arrays_may_begin_anywhere(
     layout: str, bits: int, m: int, way: dict[str, Any]
 ) -> None:
-    case: Case = ("affine", bits, 64, layout, "float16", m, way)
-    weight, x = draw(case)
-    run = product_of(case)
-    arrays = [moved(each) for each in arguments(weight, layout)]
-    y = run(moved(x), *arrays)
-    assert_right(y, x, weight.decoded, "float16")
+    product = Product(("affine", bits, 64, layout, "float16", m, way))
+    product.assert_right(product.run(possible(product.plan), cuda_cases.moved)())
+
+
+# Each kernel by each strategy, and gate and up of "mma" and "wgmma"; heads, which are
+# pairs too, have "mma" and "mma_staged".
+@on_gpu
+@pytest.mark.parametrize(
+    ("way", "dtype", "m", "gated"),
+    [
+        *((way, *next(TURNS), False) for way in WAYS[:5]),
+        *((way, *next(WGMMA_TURNS), False) for way in WGMMA_WAYS[:5]),
+        *((way, *next(STAGED_TURNS), False) for way in STAGED_WAYS[:5]),
+        *((GATED_WAYS[i][1], "bfloat16", GATED_WAYS[i][0], True) for i in (1, 4)),
+    ],
+    ids=str,
+)
+def test_integers_are_exact(
+    way: dict[str, Any], dtype: str, m: int, gated: bool
+) -> None:
+    n = GATED_N if gated else N
+    weight, x, expected = integers(dtype, m, way, n, gated=gated)
+    case: Case = (*AFFINE, "marlin", dtype, m, way)
+    plan = cuda_cases.plan_of(case, epilogue=Epilogue(gated=gated), n=n)
+    run = launcher.product(possible(plan))
+    arrays = arguments(weight, "marlin")
+    y = same_bits(lambda: run(x, *arrays))
+    assert np.array_equal(exact(y), expected)
 
 
 @on_gpu
-def test_a_global_scale() -> None:
-    case: Case = ("nvfp4", 4, 16, "marlin", "float16", 20, STAGED_WAYS[3])
-    drawn, x = draw(case)
-    weight = replace(drawn, global_scale=mx.array(GLOBAL_SCALE))
-    run = product_of(case, global_scale=True)
-    arrays = arguments(weight, "marlin")
-    y = same_bits(lambda: run(x, *arrays))
-    assert_right(y, x, weight.decoded, "float16")
+@pytest.mark.parametrize("name", cuda_experts.CALLS)
+def test_experts(name: str) -> None:
+    call = cuda_experts.CALLS[name]
+    y = same_bits(call.run())
+    assert oracles.error(y, call.expected) < oracles.TOLERANCES[call.case[4]]
+
+
+@on_gpu
+@pytest.mark.parametrize("case", cuda_experts.ROUTINGS, ids=str)
+def test_experts_are_chosen_and_added_up(case: cuda_experts.Choice) -> None:
+    case.check(launches.route)
+    case.check_sum(launches.combine)
+    same_bits(lambda: launches.route(case.logits, case.each, case.of_all, case.last)[1])
 
 
 @on_gpu
@@ -314,16 +221,11 @@ def test_the_public_call_and_its_reasons() -> None:
 @on_gpu
 def test_gradients_of_rotated_heads() -> None:
     """MLX's rope has none of its `freqs` on a GPU: it raises."""
-    mx.random.seed(3)
-    linear = nn.Linear(128, ROTATED_N, bias=False)
-    linear.set_dtype(mx.float16)
-    layer = MarlinLinear.from_linear(linear, 64, 4, layout="marlin")
-    norm, positions = nn.RMSNorm(128), positions_of(3, EACH)
-    norm.set_dtype(mx.float16)
-    x = mx.random.normal((3, 1, 128)).astype(mx.float16)
+    layer, norm, x = layer_of(), norm_module(), rows_of(3)
+    positions, freqs = arrays_of(3, EACH)
 
     def inside(x: mx.array) -> mx.array:
-        total: mx.array = layer.rotated(x, norm, EACH, (), positions, freqs_of(EACH))
+        total: mx.array = layer.rotated(x, norm, EACH, (), positions, freqs)
         return (total * total).sum()
 
     def apart(x: mx.array) -> mx.array:

@@ -8,7 +8,6 @@ import pytest
 import mlx_marlin
 from mlx_marlin.backends import arguments, launcher
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
-from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products import repacking
 from mlx_marlin.products.packing import pack
@@ -18,31 +17,29 @@ from support.cuda_launches import FUSED, RING, SPLIT, WHOLE, K, N, blanks, plan_
 from support.recorder import Recorder
 
 
-def test_hoppers_kernel_is_launched_with_its_loaders(recorder: Recorder) -> None:
-    plan = plan_of(**RING)
-
-    launcher.product(plan)(*blanks(plan))
-
-    (built,), (call,) = recorder.built, recorder.called
-    assert built["shared_memory"] == plan.threadgroup_bytes == 512 + 4 * 16 * 128 * 2
-    assert call["threadgroup"] == (plan.threads, 1, 1) == (384, 1, 1)
-    assert call["grid"] == (plan.num_threadgroups * 384, 1, 1)
-
-
-def test_a_product_is_one_launch_of_whole_blocks(recorder: Recorder) -> None:
-    plan = plan_of(**WHOLE, layout="marlin")
+@pytest.mark.parametrize(
+    ("way", "threads", "shared"),
+    [
+        (WHOLE | {"layout": "marlin"}, 32 * 3 * 2, 3 * 2 * 16 * 36 * 4),
+        (RING, 32 * (4 * 2 + 4), 512 + 4 * 16 * 128 * 2),  # with its loaders
+    ],
+    ids=str,
+)
+def test_a_product_is_one_launch_of_whole_blocks(
+    recorder: Recorder, way: dict[str, Any], threads: int, shared: int
+) -> None:
+    plan = plan_of(**way)
 
     y = launcher.product(plan)(*blanks(plan))
 
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     (built,), (call,) = recorder.built, recorder.called
-    assert built["shared_memory"] == plan.threadgroup_bytes == 3 * 2 * 16 * 36 * 4
+    assert built["shared_memory"] == plan.threadgroup_bytes == shared
     assert built["input_names"] == ["x", "w", "scales", "numbers"]
     assert built["output_names"] == ["out"]
     assert "atomic_outputs" not in built
-    threads = 32 * 3 * 2
     assert call["grid"] == (plan.num_threadgroups * threads, 1, 1)
-    assert call["threadgroup"] == (threads, 1, 1)
+    assert call["threadgroup"] == (plan.threads, 1, 1) == (threads, 1, 1)
     assert call["output_shapes"] == [(9, N)]
     assert "init_value" not in call
     assert call["template"] == [*cuda_arguments.product_template(plan).items()]
@@ -65,10 +62,6 @@ def test_each_part_is_an_array_of_its_own(
     assert [each.shape for each in results] == [(9, columns) for columns in parts]
     built, call = recorder.built[-1], recorder.called[-1]
     assert built["output_names"] == ["out0", "out1", "out2"]
-    declared = (
-        "marlin::SplitOutput<T, PARTS> out = {{out0, out1, out2}, parts, shape[0]};"
-    )
-    assert f"const {declared}\n" in built["source"]
     assert call["output_dtypes"] == [mx.float16] * 3
 
 
@@ -82,20 +75,6 @@ def test_layers_that_share_x_are_a_kernels_outputs(recorder: Recorder) -> None:
 
     assert [each.shape for each in results] == [(2, 3, 32), (2, 3, N - 32)]
     assert recorder.called[-1]["output_shapes"] == [each.shape for each in results]
-
-
-def test_the_numbers_of_parts_follow(recorder: Recorder) -> None:
-    plan = plan_of(**WHOLE, epilogue=Epilogue(parts=(40, N - 40)))
-
-    launcher.product(plan)(*blanks(plan))
-
-    assert (
-        len(arguments.shape(plan))
-        == len(arguments.schedule(plan))
-        == cuda_source.SECTION
-    )
-    *_, numbers = recorder.called[0]["inputs"]
-    assert numbers[2 * cuda_source.SECTION :].tolist() == [0, 40, N]
 
 
 def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> None:
@@ -117,19 +96,6 @@ def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> Non
         plan.threadgroup_bytes,
         0,
     ]
-
-
-def test_kernels_are_told_apart_by_their_text(recorder: Recorder) -> None:
-    def built(**options: Any) -> tuple[str, str, str]:
-        recorder.built.clear()
-        plan = plan_of(**options)
-        launcher.product(plan)(*blanks(plan))
-        first = recorder.built[0]
-        return first["name"], first["header"], first["source"]
-
-    text = cuda_source.of_product(plan_of(**WHOLE))
-    assert built(**WHOLE) == ("marlin_mma", text.header, text.source)
-    assert built(**SPLIT)[1] == cuda_source.of_product(plan_of(**SPLIT)).header
 
 
 def test_another_block_is_another_kernel_and_the_same_is_built_once(

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import Strategy
+from mlx_marlin.planning.work.tiles import Kernel
 from support.cuda_strategies import DEVICES, H200, OURS, SERVED, SMALL, covered
 from support.profiles import drawn
 
@@ -72,14 +72,25 @@ def test_wished_plans_cover_their_product(
     assert covered(plan) == Counter(every)
 
 
-@pytest.mark.parametrize("warps_k", [1, 3, 5, 9, 16, 28])
-def test_wished_warps_along_k_leave_room_for_the_tiles(warps_k: int) -> None:
-    problem = Problem(m=8, n=28672, k=8192)
+LARGE = Problem(m=16, n=28672, k=8192, group_size=128, layout="marlin")
 
-    plan = planner.make(problem, device=H200, simdgroups_k=warps_k)
+
+@pytest.mark.parametrize(
+    ("kernel", "warps_k"),
+    [
+        *product(["mma"], [1, 3, 5, 9, 16, 28]),
+        *product(["mma_staged", "wgmma"], [1, 2, 3, 4, 6]),
+    ],
+)
+def test_wished_warps_along_k_leave_room_for_the_tiles(
+    kernel: Kernel, warps_k: int
+) -> None:
+    plan = planner.make(LARGE, device=H200, kernel=kernel, simdgroups_k=warps_k)
 
     assert plan.simdgroups_k == warps_k
-    assert 1 <= plan.simdgroups_n <= limits.MOST_SIMDGROUPS // warps_k
+    assert plan.simdgroups_n >= 1
+    most = {"mma": 28, "mma_staged": 32, "wgmma": 28}
+    assert plan.simdgroups <= most[kernel]
 
 
 def test_wishes_about_work_are_kept() -> None:
@@ -93,6 +104,11 @@ def test_wishes_about_work_are_kept() -> None:
     assert split.work.slices == 4
     assert stream.num_threadgroups == 77
     assert stream.needs_second_pass
+    for buffers in (4, 8, 12):
+        plan = planner.make(
+            LARGE, device=H200, kernel="wgmma", buffers=buffers, simdgroups_k=1
+        )
+        assert plan.buffers == buffers
 
 
 @pytest.mark.parametrize(
@@ -100,19 +116,35 @@ def test_wishes_about_work_are_kept() -> None:
     [
         ({"kernel": "gemv"}, "kernel='gemv' is not one of CUDA's"),
         ({"simdgroups_m": 2}, "simdgroups_m=2, expected 1"),
-        ({"strategy": "hytis"}, "two widths"),
+        ({"kernel": "mma", "loaders": 4}, "loaders=4, expected 0"),
+        ({"kernel": "mma", "buffers": 4}, "buffers=4, expected 0"),
+        ({"buffers": 4}, "buffers=4, expected 0"),
+        ({"kernel": "wgmma", "loaders": 2}, "loaders=2, expected 4"),
+        ({"kernel": "mma_staged", "loaders": 0}, "loaders=0, expected 4"),
+        ({"strategy": "hytis"}, "two widths, which mma has not"),
+        ({"kernel": "wgmma", "strategy": "hytis"}, "two widths, which wgmma has not"),
         ({"fragments_m": 8}, "fragments_m=8 is not one of"),
+        ({"kernel": "mma", "fragments_m": 6}, "fragments_m=6 is not one of"),
+        ({"kernel": "wgmma", "fragments_m": 1}, "fragments_m=1 is not one of"),
+        ({"kernel": "mma_staged", "fragments_m": 6}, "fragments_m=6 is not one of"),
         ({"simdgroups_n": 9}, "simdgroups_n=9"),
         ({"simdgroups_n": 0}, "simdgroups_n=0"),
         ({"simdgroups_k": 0}, "simdgroups_k=0"),
         ({"simdgroups_k": 29}, "simdgroups_k=29"),
         ({"simdgroups_n": 4, "simdgroups_k": 8}, "simdgroups_n=4 x simdgroups_k=8"),
+        ({"kernel": "wgmma", "simdgroups_k": 7}, "simdgroups_k=7|at most 28"),
+        (
+            {"kernel": "wgmma", "simdgroups_n": 5, "simdgroups_k": 4},
+            "make 36 simdgroups",
+        ),
+        ({"kernel": "wgmma", "buffers": 3}, "buffers=3 is not one of"),
+        ({"kernel": "mma_staged", "buffers": 3}, "buffers=3 is not one of"),
         ({"reduction": "atomic", "strategy": "split_k"}, "no atomic sums"),
     ],
 )
-def test_wishes_that_are_metals_are_refused(overrides: Any, words: str) -> None:
+def test_wishes_that_cannot_be_met_are_refused(overrides: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        planner.make(Problem(m=8, n=512, k=1024), device=H200, **overrides)
+        planner.make(LARGE, device=H200, **overrides)
 
 
 def test_apples_chips_have_no_such_kernel() -> None:

@@ -100,23 +100,38 @@ def test_a_plan_survives_json(plan: Plan) -> None:
     assert measurement_json.result(kept, lambda *_: type(plan)) == result
 
 
-def plan_of(**fields: Any) -> Plan:
-    """Returns a plan of 8 x 64 columns, two tiles side by side, fields replaced."""
-    defaults = {
-        "problem": Problem(m=8, n=128, k=512),
-        "kernel": "mma",
-        "tile": Tile(m=8, n=64),
-        "fragments_m": 1,
-        "simdgroups_n": 2,
-        "simdgroups_k": 4,
-        "work": data_parallel(2, 8),
-    }
-    return CudaPlan(**{**defaults, **fields})
-
-
+PROBLEM = Problem(m=8, n=128, k=512)
+PACKED = Problem(m=32, n=128, k=1024, layout="marlin")
+MMA: dict[str, Any] = {
+    "problem": PROBLEM,
+    "kernel": "mma",
+    "tile": Tile(m=8, n=64),
+    "fragments_m": 1,
+    "simdgroups_n": 2,
+    "simdgroups_k": 4,
+    "work": data_parallel(2, 8),
+}
+WGMMA: dict[str, Any] = {
+    "problem": PACKED,
+    "kernel": "wgmma",
+    "tile": Tile(m=32, n=64),
+    "fragments_m": 4,
+    "simdgroups_n": 2,
+    "simdgroups_k": 1,
+    "work": data_parallel(2, 16),
+    "buffers": 2,
+    "loaders": 4,
+}
+"""Of 64 columns, two tiles side by side."""
 SPLIT = Work(strategy="split_k", tiles=2, k_tiles=8, threadgroups=4, slices=2)
-
+STREAM = Work(strategy="stream_k", tiles=2, k_tiles=8, threadgroups=3, slices=8)
 HYTIS = replace(data_parallel(2, 8), strategy="hytis", whole=1)
+INVARIANT = replace(PROBLEM, invariant=True)
+
+
+def test_plans_of_fields_are_valid() -> None:
+    for fields in (MMA, WGMMA, MMA | {"problem": INVARIANT}):
+        assert CudaPlan(**fields).problem == fields["problem"]
 
 
 @pytest.mark.parametrize(
@@ -125,37 +140,59 @@ HYTIS = replace(data_parallel(2, 8), strategy="hytis", whole=1)
         ({"fragments_m": 5, "tile": Tile(m=40, n=64)}, "fragments_m=5"),
         ({"simdgroups_k": 15}, "more than 28 simdgroups"),
         ({"simdgroups_k": 0}, "simdgroups_k=0"),
-        (
-            {"simdgroups_n": 9, "tile": Tile(m=8, n=288)},
-            "simdgroups_n=9 must be 1 to 8",
-        ),
+        ({"simdgroups_n": 9, "tile": Tile(m=8, n=288)}, "simdgroups_n=9 must be 1 to"),
         ({"tile": Tile(m=8, n=32)}, "tile.n and tile.k are 64 and 64"),
-        ({"tile": Tile(m=16, n=64)}, "makes tiles of 8 rows"),
+        ({"tile": Tile(m=16, n=64)}, "makes tiles of 8 rows, got tile.m=16"),
         ({"tile": Tile(m=8, n=64, k=128)}, "64 and 64 for groups of 64"),
         ({"buffers": 2}, "buffers=0"),
         ({"work": data_parallel(4, 8)}, "2 tiles of 8 k tiles"),
         ({"work": HYTIS}, "tiles of one width"),
         ({"work": SPLIT, "reduction": "atomic"}, "no atomic sums"),
         ({"work": SPLIT}, "are split"),
-        ({"problem": Problem(m=8, n=128, k=512, dtype="float32")}, "float32"),
         (
-            {"problem": Problem(m=8, n=128, k=512, scale_dtype="float32")},
-            "scales in float32",
+            {"problem": INVARIANT, "work": STREAM, "reduction": "workspace"},
+            "invariant=True needs",
+        ),
+        ({"problem": replace(PROBLEM, dtype="float32")}, "and dtype is float32"),
+        ({"problem": replace(PROBLEM, scale_dtype="float32")}, "scales in float32"),
+    ],
+)
+def test_what_mma_cannot_do_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CudaPlan(**MMA | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"problem": replace(PACKED, layout="mlx")}, "packed weights, and layout is m"),
+        ({"problem": replace(PACKED, invariant=True)}, "another order than mma's"),
+        ({"problem": replace(PACKED, group_size=16)}, "no groups of 16 integers"),
+        ({"fragments_m": 1, "tile": Tile(m=8, n=64)}, "fragments_m=1 is not one of"),
+        ({"fragments_m": 5, "tile": Tile(m=40, n=64)}, "fragments_m=5 is not one of"),
+        ({"loaders": 0}, "loaders=4, got .*loaders=0"),
+        ({"loaders": 8}, "loaders=4, got .*loaders=8"),
+        ({"buffers": 0}, "buffers=0 is not one of .2, 4, 6, 8, .* fragments_m=4"),
+        ({"buffers": 3}, "buffers=3 is not one of"),
+        ({"buffers": 34}, "buffers=34 is not one of"),
+        (
+            {"fragments_m": 3, "tile": Tile(m=24, n=64)},
+            "buffers=2 is not one of .4, 8, 12, .*32. for fragments_m=3",
+        ),
+        ({"simdgroups_k": 2}, "buffers=2 is not one of .4, 6, .* simdgroups_k=2"),
+        ({"simdgroups_k": 3, "buffers": 8}, "is not one of .6, 12, .*simdgroups_k=3"),
+        ({"simdgroups_k": 0}, "simdgroups_k=0 at least 1"),
+        ({"simdgroups_n": 0}, "simdgroups_n=0 must be 1 to 8"),
+        (
+            {"simdgroups_k": 7, "buffers": 8},
+            "simdgroups_n=2 x simdgroups_k=7 make 32 simdgroups .* at most 28",
+        ),
+        (
+            {"simdgroups_n": 5, "simdgroups_k": 4, "buffers": 6},
+            "simdgroups_n=5 x simdgroups_k=4 make 36 simdgroups",
         ),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(
-    fields: dict[str, Any], words: str
-) -> None:
-    assert plan_of().kernel == "mma"
+def test_what_stages_cannot_do_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan_of(**fields)
-
-
-def test_an_invariant_plan_cuts_k_alike_for_all_rows() -> None:
-    problem = Problem(m=8, n=128, k=512, invariant=True)
-    stream = Work(strategy="stream_k", tiles=2, k_tiles=8, threadgroups=3, slices=8)
-
-    assert plan_of(problem=problem).problem.invariant
-    with pytest.raises(ValueError, match="invariant=True needs"):
-        plan_of(problem=problem, work=stream, reduction="workspace")
+        CudaPlan(**WGMMA | fields)

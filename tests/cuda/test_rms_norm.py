@@ -1,6 +1,8 @@
 """RMSNorm fused into a CUDA product: kernels on the CPU, plans and layers."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -15,17 +17,20 @@ from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
-from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.backends.source import NORM, OPERANDS
 from mlx_marlin.planning.epilogue import Epilogue
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
-from support.cuda_cases import EPSILON, GATED, NORMED_WAYS, Case, norm_of, normalized
-from support.format_cases import arguments, rounded
-from support.marks import needs_emulator
+from support.cuda_cases import EPSILON, GATED, NORMED_WAYS, Case, normalized
+from support.format_cases import rounded
+from support.gate_and_up import layer_of
 from support.oracles import exact
 from support.profiles import sampled
+from support.rotated_layers import norm_module
 
 H200 = cuda_cases.h200()
+PACKED = ("affine", 4, 64, "marlin", "float16")
 RTX = CudaDevice.named("NVIDIA GeForce RTX 4090")
 FORMATS = (
     ("affine", 4, 128, "marlin"),
@@ -37,7 +42,6 @@ FORMATS = (
 
 
 @sampled(1)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("m", "way"), NORMED_WAYS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -54,55 +58,31 @@ def test_rows_of_ones_are_exact(m: int, way: dict[str, Any], dtype: str) -> None
 
 
 @sampled(2)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_kind_of_weight(format: tuple[str, int, int, str], dtype: str) -> None:
-    cuda_on_cpu.check_normed((*format, dtype, *NORMED_WAYS[1]))
+    cuda_on_cpu.check((*format, dtype, *NORMED_WAYS[1]), norm=EPSILON)
 
 
 @sampled(2)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("epilogue", cuda_cases.EPILOGUES, ids=str)
 def test_epilogues_follow(epilogue: Epilogue) -> None:
-    m, way = NORMED_WAYS[1]
-    case: Case = ("affine", 4, 64, "marlin", "float16", m, way)
-    weight, x = cuda_cases.draw(case)
-    norm, finish = norm_of(x), cuda_cases.operands(m)
-    plan = cuda_on_cpu.plan_of(case, epilogue=epilogue, norm=EPSILON)
-
-    y = epilogues.whole(cuda_on_cpu.run(plan, x, weight, *finish, norm))
-
-    product = normalized(x, norm, EPSILON) @ weight.decoded.T
-    expected = epilogues.finished(product, finish, epilogue)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+    cuda_on_cpu.check((*PACKED, *NORMED_WAYS[1]), epilogue=epilogue, norm=EPSILON)
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_arrays_may_begin_anywhere() -> None:
-    case: Case = ("affine", 4, 64, "marlin", "float16", *NORMED_WAYS[1])
-    weight, x = cuda_cases.draw(case)
-    norm = norm_of(x)
-    arrays = (x, *arguments(weight, "marlin"), norm)
-    x, *others, moved = map(cuda_cases.moved, arrays)
-
+    names = (*OPERANDS, *NORM)
     with metal_emulator.emulated(trace=True):  # no race, nothing outside
-        y = launcher.product(cuda_on_cpu.plan_of(case, norm=EPSILON))(
-            x, *others, x, x, x, moved
-        )
-
-    expected = normalized(x, norm, EPSILON) @ weight.decoded.T
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
+        cuda_on_cpu.check((*PACKED, *NORMED_WAYS[1]), names=names, norm=EPSILON)
 
 
 RESULTS: tuple[dict[str, Any], ...] = ({}, {"gated": True}, {"parts": (64, 128)})
 
 
 @sampled(2)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rows", [(), (1,), (2, 4), (3, 3), (0,)], ids=str)
 @pytest.mark.parametrize("result", RESULTS, ids=str)
@@ -128,7 +108,6 @@ def test_a_layer_takes_its_norm(
     assert fused == (few and not (bias and gated))
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_gradients_are_those_of_norm_and_product() -> None:
     layer, norm = layer_of(), norm_module()
@@ -150,7 +129,6 @@ def test_gradients_are_those_of_norm_and_product() -> None:
         assert oracles.error(ours, exact(own)) < 1e-3
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_two_norms_of_a_layer_are_told_apart() -> None:
     layer, norm = layer_of(), norm_module()
@@ -165,7 +143,6 @@ def test_two_norms_of_a_layer_are_told_apart() -> None:
     assert oracles.error(second, expected) < oracles.TOLERANCES["float16"]
 
 
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 def test_a_norm_of_other_features_is_refused_by_mlx() -> None:
     norm = nn.RMSNorm(64)
@@ -174,19 +151,22 @@ def test_a_norm_of_other_features_is_refused_by_mlx() -> None:
         layer_of().normed(mx.zeros((1, 128), mx.float16), norm)
 
 
-@pytest.mark.usefixtures("stock")
-def test_with_stock_mlx_the_norm_comes_first() -> None:
-    assert_apart(layer_of(), norm_module())
-
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("how", ["invariant", "mlx", "wide norm", "another norm"])
-def test_and_where_kernels_have_none(how: str) -> None:
-    layer = layer_of(layout="mlx" if how == "mlx" else "marlin")
+@pytest.mark.parametrize(
+    "how", ["stock", "invariant", "mlx", "wide norm", "another norm"]
+)
+def test_where_kernels_have_no_norm_it_comes_first(
+    how: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("stock" if how == "stock" else "on_cpu")
+    layer = layer_of("mlx" if how == "mlx" else "marlin")
     layer.invariant = how == "invariant"
     norm = norm_module(Shifted if how == "another norm" else nn.RMSNorm)
-    assert_apart(layer, norm, mx.float32 if how == "wide norm" else mx.float16)
+    if how == "wide norm":
+        norm.weight = norm.weight.astype(mx.float32)
+    x = mx.random.normal((2, 128)).astype(mx.float16)
+
+    assert mx.array_equal(layer.normed(x, norm), layer(norm(x)))
+    assert not any(plan.problem.norm for plan in launcher.plans_built())
 
 
 class Shifted(nn.RMSNorm):
@@ -194,28 +174,6 @@ class Shifted(nn.RMSNorm):
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.fast.rms_norm(x, 1 + self.weight, self.eps)
-
-
-def assert_apart(
-    layer: MarlinLinear, norm: nn.RMSNorm, dtype: mx.Dtype = mx.float16
-) -> None:
-    x = mx.random.normal((2, 128)).astype(mx.float16)
-    norm.weight = norm.weight.astype(dtype)
-    assert mx.array_equal(layer.normed(x, norm), layer(norm(x)))
-    assert not any(plan.problem.norm for plan in launcher.plans_built())
-
-
-def norm_module(cls: type[nn.RMSNorm] = nn.RMSNorm) -> nn.RMSNorm:
-    norm = cls(128, eps=EPSILON)
-    norm.weight = norm_of(mx.zeros((1, 128), mx.float16))
-    return norm
-
-
-def layer_of(layout: str = "marlin", *, bias: bool = False) -> MarlinLinear:
-    mx.random.seed(3)
-    linear = nn.Linear(128, 192, bias=bias)
-    linear.set_dtype(mx.float16)
-    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
 
 
 @given(
@@ -258,45 +216,31 @@ def test_rows_are_normalized_before_where_blocks_would_do_it_too_often() -> None
         assert planner.stock_reason(asked, H200) is None
 
 
+def planned(
+    m: int, n: int, k: int, *, invariant: bool = False, **overrides: Any
+) -> Plan:
+    asked = problem_of(m, n, k, layout="marlin", norm=1e-5, invariant=invariant)
+    return planner.make(asked, device=H200, **overrides)
+
+
+NEEDED = "needs kernel='mma' and reduction='none'"
+NEGATIVE = "must be at least 0 and of one product"
+
+
 @pytest.mark.parametrize(
-    ("m", "k", "more", "words"),
+    ("make", "words"),
     [
-        (9, 128, {}, "up to 8 rows in 77824 bytes, and there are 9 of 128"),
-        (8, 4352, {}, "and there are 8 of 4352"),
-        (1, 128, {"invariant": True}, "no rows with invariant=True"),
+        (partial(planned, 9, 64, 128), "8 rows in 77824 bytes, and there are 9 of 128"),
+        (partial(planned, 8, 64, 4352), "and there are 8 of 4352"),
+        (partial(planned, 1, 64, 128, invariant=True), "no rows with invariant=True"),
+        (partial(Problem, m=1, n=64, k=64, norm=1e-5, batch=2), NEGATIVE),
+        (partial(Problem, m=1, n=64, k=64, norm=-1e-5), NEGATIVE),
+        (partial(planned, 8, 192, 1024, strategy="split_k", k_parallel=2), NEEDED),
+        *((partial(planned, 8, 192, 1024, kernel=k), NEEDED) for k in OF_CUDA[1:]),
     ],
 )
-def test_more_rows_are_refused(
-    m: int, k: int, more: dict[str, Any], words: str
+def test_what_a_norm_cannot_have_is_refused(
+    make: Callable[[], object], words: str
 ) -> None:
-    asked = problem_of(m, 64, k, layout="marlin", norm=1e-5, **more)
     with pytest.raises(ValueError, match=words):
-        planner.make(asked, device=H200)
-
-
-@pytest.mark.parametrize("more", [{"batch": 2}, {"norm": -1e-5}])
-def test_a_norm_is_of_one_product_and_adds_nothing_negative(
-    more: dict[str, Any],
-) -> None:
-    with pytest.raises(ValueError, match="must be at least 0 and of one product"):
-        Problem(**({"m": 1, "n": 64, "k": 64, "norm": 1e-5} | more))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [{"strategy": "split_k", "k_parallel": 2}, *({"kernel": k} for k in OF_CUDA[1:])],
-)
-def test_other_plans_are_refused(overrides: dict[str, Any]) -> None:
-    asked = problem_of(8, 192, 1024, layout="marlin", norm=1e-5)
-    with pytest.raises(ValueError, match="needs kernel='mma' and reduction='none'"):
-        planner.make(asked, device=H200, **overrides)
-
-
-def test_the_text_declares_the_rows_and_reads_the_norm() -> None:
-    asked = problem_of(1, 192, 1024, layout="marlin", epilogue=GATED, norm=1e-5)
-    plan = planner.choose(asked, H200)
-    text = source.of_product(plan)
-
-    assert text.name == "marlin_mma_gated_normed"
-    assert text.input_names == ("x", "w", "scales", "norm", "numbers")
-    assert "const auto rows = marlin::normed<EPSILON>(x, norm);\n" in text.source
+        make()

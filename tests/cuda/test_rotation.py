@@ -1,5 +1,6 @@
 """Heads that a product rotates as it stores them: kernels on the CPU, and layers."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -8,13 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
-from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
-from support.choose import Choose
 from support.cuda_cases import (
     EPSILON,
     GATED_WAYS,
@@ -26,7 +24,7 @@ from support.cuda_cases import (
     Case,
     normalized,
 )
-from support.marks import needs_emulator
+from support.cuda_products import Product
 from support.oracles import exact
 from support.profiles import sampled
 from support.rotated_layers import (
@@ -53,10 +51,7 @@ HEADS: tuple[Heads, ...] = (
 )
 """Rotations, columns and parts: heads of several sizes, none, and all rotated."""
 
-EACH_HEADS = [*zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False)]
-"""Twice, with each kernel in turn, and with a bias or without."""
-
-NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
+NORMED: tuple[tuple[Heads, int, dict[str, int]], ...] = (
     ((NORMED_HEADS, 256, PARTS), 0, {}),
     ((replace(NORMED_HEADS, per_row=False), 256, ()), 4, {}),
     ((replace(OF_128, per_row=True), 384, (128, 256)), 0, {"simdgroups_n": 4}),
@@ -71,9 +66,48 @@ NORMED_ROTATIONS: tuple[tuple[Heads, int, dict[str, int]], ...] = (
 )
 """Of heads with norms: kernels, and tiles that have one head or several."""
 
+FORMATS = (
+    ("affine", 3, 32, "marlin", "bfloat16"),
+    ("nvfp4", 4, 16, "marlin", "float16"),
+    ("affine", 8, 64, "mlx", "bfloat16"),
+)
+
+PACKED = ("affine", 4, 64, "marlin", "float16")
+
+
+def rotated(
+    heads: Heads, way: int, bias: bool, overrides: dict[str, int] | None = None
+) -> Product:
+    (rotation, n, parts), (m, own) = heads, GATED_WAYS[way]
+    epilogue = Epilogue(bias=bias, rotation=rotation, parts=parts)
+    return Product((*PACKED, m, own | (overrides or {})), epilogue, n)
+
+
+def products() -> Iterator[tuple[str, Product]]:
+    """Yields products whose heads are rotated, by their kind."""
+    # Twice, with each kernel in turn, and with a bias or without.
+    for each in zip(2 * HEADS, cycle((1, 3, 4)), cycle((False, True)), strict=False):
+        yield "heads of any size", rotated(*each)
+    for heads, way, overrides in NORMED:
+        yield "heads with norms", rotated(heads, way, bool(way % 2), overrides)
+    for format in FORMATS:
+        case: Case = (*format, *GATED_WAYS[0])
+        yield "formats", Product(case, Epilogue(rotation=ROTATION), ROTATED_N)
+    m, way = NORMED_WAYS[1]
+    for bias in (False, True):
+        case = (*PACKED, m, way | {"simdgroups_n": 6})
+        epilogue = Epilogue(bias=bias, rotation=EACH, parts=PARTS)
+        yield "normalized rows", Product(case, epilogue, ROTATED_N, norm=EPSILON)
+
+
+@sampled(4, 16)
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("kind", "product"), [*products()], ids=str)
+def test_heads_are_rotated(kind: str, product: Product) -> None:
+    cuda_on_cpu.check_product(product)
+
 
 @sampled(1)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("call", "dtype"), [*zip(GATED_WAYS, cycle(limits.DTYPES), strict=False)], ids=str
@@ -95,60 +129,7 @@ def test_integers_are_exact_at_the_first_place(
     assert np.array_equal(y, expected)
 
 
-@sampled(1, 8)
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("heads", "way", "bias"), EACH_HEADS, ids=str)
-def test_heads_of_any_size(heads: Heads, way: int, bias: bool) -> None:
-    rotation, n, parts = heads
-    case: Case = ("affine", 4, 64, "marlin", "float16", *GATED_WAYS[way])
-    cuda_on_cpu.check_rotated(
-        case, Epilogue(bias=bias, rotation=rotation, parts=parts), n
-    )
-
-
-@sampled(1)
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("heads", "way", "overrides"), NORMED_ROTATIONS, ids=str)
-def test_heads_may_be_normalized_before(
-    heads: Heads, way: int, overrides: dict[str, int]
-) -> None:
-    (rotation, n, parts), (m, own) = heads, GATED_WAYS[way]
-    case: Case = ("affine", 4, 64, "marlin", "float16", m, own | overrides)
-    bias = bool(way % 2)
-    epilogue = Epilogue(bias=bias, rotation=rotation, parts=parts)
-    cuda_on_cpu.check_rotated(case, epilogue, n)
-
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    "format",
-    [
-        ("affine", 3, 32, "marlin", "bfloat16"),
-        ("nvfp4", 4, 16, "marlin", "float16"),
-        ("affine", 8, 64, "mlx", "bfloat16"),
-    ],
-    ids=str,
-)
-def test_formats(format: tuple[str, int, int, str, str]) -> None:
-    case: Case = (*format, *GATED_WAYS[0])
-    cuda_on_cpu.check_rotated(case, Epilogue(rotation=ROTATION), ROTATED_N)
-
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("bias", [False, True])
-def test_rows_may_be_normalized_before(bias: bool) -> None:
-    m, way = NORMED_WAYS[1]
-    case: Case = ("affine", 4, 64, "marlin", "float16", m, way | {"simdgroups_n": 6})
-    epilogue = Epilogue(bias=bias, rotation=EACH, parts=PARTS)
-    cuda_on_cpu.check_rotated(case, epilogue, ROTATED_N, norm=EPSILON)
-
-
 @sampled(2)
-@needs_emulator
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("streams", [1, 3, 12])
 @pytest.mark.parametrize("rotation", [ROTATION, EACH, NORMED_HEADS])
@@ -178,7 +159,7 @@ def test_a_layer_rotates_its_heads(
     assert (built[-1].norm is not None) == (streams <= 8)
 
 
-@needs_emulator
+@sampled(2)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("rotation", [EACH, NORMED_HEADS])
 @pytest.mark.parametrize("parts", [(), PARTS], ids=str)
@@ -237,13 +218,20 @@ def test_gradients_are_those_of_mlxs_operations(
         assert oracles.error(each, exact(truth)) < most
 
 
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
-    "how", ["invariant", "mlx", "wide bias", "wide norms", "small heads", "large heads"]
+    "how",
+    [
+        *("stock", "emulator", "invariant", "mlx", "wide bias", "wide norms"),
+        *("small heads", "large heads", "a vector"),
+    ],
 )
-def test_where_kernels_have_no_rotation_there_is_none(how: str) -> None:
-    layer = layer_of(layout="mlx" if how == "mlx" else "marlin", bias=True)
+def test_where_kernels_have_no_rotation_there_is_none(
+    how: str, request: pytest.FixtureRequest
+) -> None:
+    served = {"stock": "stock", "emulator": "kernels"}.get(how, "on_cpu")
+    request.getfixturevalue(served)
+    n = 512 if how == "large heads" else ROTATED_N
+    layer = layer_of("mlx" if how == "mlx" else "marlin", n=n, bias=True)
     layer.invariant = how == "invariant"
     if how == "wide bias":
         layer["bias"] = layer["bias"].astype(mx.float32)
@@ -252,29 +240,9 @@ def test_where_kernels_have_no_rotation_there_is_none(how: str) -> None:
         "small heads": Rotation(32, 64),
         "large heads": Rotation(512, 512, norm=EPSILON),
     }.get(how, ROTATION)
-    if how == "large heads":
-        layer = layer_of(n=512, bias=True)
-    assert_none(layer, rotation, mx.float32 if how == "wide norms" else mx.float16)
+    x = rows_of(1)[0, 0] if how == "a vector" else rows_of(2)
+    dtype = mx.float32 if how == "wide norms" else mx.float16
+    arrays = *arrays_of(2, rotation), cuda_cases.norms_of(rotation, dtype)
 
-
-@needs_emulator
-@pytest.mark.usefixtures("on_cpu")
-def test_nor_of_a_vector() -> None:
-    x, arrays = rows_of(1)[0, 0], arrays_of(1, ROTATION)
-    assert layer_of().rotated(x, norm_module(), ROTATION, (), *arrays) is None
-
-
-@pytest.mark.parametrize("name", ["emulator", "stock"])
-def test_nor_elsewhere(backend: Choose, name: str) -> None:
-    if name == "emulator" and metal_emulator.unavailable() is not None:
-        pytest.skip("the emulator does not run here")
-    backend(name)
-    assert_none(layer_of(), ROTATION)
-
-
-def assert_none(
-    layer: MarlinLinear, rotation: Rotation, norms: mx.Dtype = mx.float16
-) -> None:
-    arrays = *arrays_of(2, rotation), cuda_cases.norms_of(rotation, norms)
-    assert layer.rotated(rows_of(2), norm_module(), rotation, (), *arrays) is None
+    assert layer.rotated(x, norm_module(), rotation, (), *arrays) is None
     assert not any(plan.problem.epilogue.rotation for plan in launcher.plans_built())

@@ -14,20 +14,28 @@ from support.rotated_layers import EACH, arrays_of, layer_of, norm_module, rows_
 
 
 @pytest.mark.parametrize(
-    ("positions", "freqs", "words"),
+    ("rotation", "positions", "freqs", "words"),
     [
-        (mx.zeros(1, mx.int32), mx.ones(32), r"int32 \(1,\), expected int32 \[2\]"),
-        (mx.zeros(2, mx.int64), mx.ones(32), "positions are mlx.core.int64"),
-        (mx.zeros((), mx.int32), mx.ones(32), "expected int32"),
-        (mx.zeros(2, mx.int32), mx.ones(64), r"\(64,\), expected float32 \[32\]"),
-        (mx.zeros(2, mx.int32), mx.ones(32, mx.float16), "freqs are mlx.core.float16"),
+        (EACH, mx.zeros(1, mx.int32), mx.ones(32), r"\(1,\), expected int32 \[2\]"),
+        (EACH, mx.zeros(2, mx.int64), mx.ones(32), "positions are mlx.core.int64"),
+        (EACH, mx.zeros((), mx.int32), mx.ones(32), "expected int32"),
+        (EACH, mx.zeros(2, mx.int32), mx.ones(64), r"\(64,\), expected float32 \[32\]"),
+        (
+            EACH,
+            mx.zeros(2, mx.int32),
+            mx.ones(32, mx.float16),
+            "freqs are mlx.core.float16",
+        ),
+        # Of one place for all rows there is a number.
+        (ROTATION, mx.zeros((), mx.int32), mx.ones(32), r"int32 \[1 or more\]"),
+        (ROTATION, mx.zeros(0, mx.int32), mx.ones(32), r"int32 \[1 or more\]"),
     ],
 )
 def test_arrays_that_are_no_rotations_are_refused(
-    positions: mx.array, freqs: mx.array, words: str
+    rotation: Rotation, positions: mx.array, freqs: mx.array, words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        layer_of().rotated(rows_of(2), norm_module(), EACH, (), positions, freqs)
+        layer_of().rotated(rows_of(2), norm_module(), rotation, (), positions, freqs)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +54,12 @@ def test_norms_that_are_not_the_rotations_are_refused(
         layer_of().rotated(rows_of(2), norm_module(), rotation, (), *given)
 
 
-def test_one_place_for_all_rows_is_no_number() -> None:
-    x, norm = rows_of(2), norm_module()
-    for wrong in (mx.zeros((), mx.int32), mx.zeros(0, mx.int32)):
-        with pytest.raises(ValueError, match=r"expected int32 \[1 or more\]"):
-            layer_of().rotated(x, norm, ROTATION, (), wrong, mx.ones(32))
-
-
 LLAMA3 = {"factor": 8.0, "original_max_position_embeddings": 64}
+
+
+def with_rounded_periods(rope: nn.Module) -> nn.Module:
+    rope._freqs = rope._freqs.astype(mx.float16)
+    return rope
 
 
 @pytest.mark.parametrize(
@@ -89,14 +95,9 @@ def test_periods_are_a_ropes(rope: nn.Module) -> None:
         rope_utils.YarnRoPE(64, traditional=True),
         rope_utils.YarnRoPE(64, scaling_factor=32.0, mscale=-10),
         rope_utils.Llama3RoPE(64, traditional=True, scaling_config=LLAMA3),
+        with_rounded_periods(rope_utils.Llama3RoPE(64, scaling_config=LLAMA3)),
     ],
     ids=lambda rope: type(rope).__name__,
 )
 def test_other_ropes_have_none(rope: nn.Module) -> None:
-    assert freqs_of(rope, 64) is None
-
-
-def test_nor_has_one_whose_periods_are_rounded() -> None:
-    rope = rope_utils.Llama3RoPE(64, scaling_config=LLAMA3)
-    rope._freqs = rope._freqs.astype(mx.float16)
     assert freqs_of(rope, 64) is None

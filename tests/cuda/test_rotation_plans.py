@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.cuda import source
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import TILE_N
 from support import cuda_cases
@@ -99,61 +100,39 @@ def test_what_is_no_rotation_is_refused(more: dict[str, Any], words: str) -> Non
         Epilogue(**{"rotation": ROTATION, **more})
 
 
-@pytest.mark.parametrize("more", [{"n": 224}, {"n": 128}, {"batch": 2}])
-def test_there_are_whole_heads_of_one_product(more: dict[str, Any]) -> None:
-    sizes = {"m": 1, "n": 256, "k": 64} | more
-    with pytest.raises(ValueError, match="needs one product of whole heads"):
-        Problem(**sizes, epilogue=Epilogue(rotation=ROTATION))
+def of_heads(*, n: int, batch: int = 1) -> Problem:
+    epilogue = Epilogue(rotation=ROTATION)
+    return Problem(m=1, n=n, k=64, batch=batch, epilogue=epilogue)
+
+
+WHOLE_HEADS = "needs one product of whole heads"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("make", "words"),
     [
-        ({"simdgroups_n": 3}, "simdgroups_n=3, reduction='none'"),
-        ({"strategy": "split_k", "k_parallel": 2}, "reduction='workspace'"),
+        (lambda: of_heads(n=224), WHOLE_HEADS),
+        (lambda: of_heads(n=128), WHOLE_HEADS),
+        (lambda: of_heads(n=256, batch=2), WHOLE_HEADS),
+        (lambda: planned(simdgroups_n=3), "simdgroups_n=3, reduction='none'"),
+        (
+            lambda: planned(simdgroups_n=2, strategy="split_k", k_parallel=2),
+            "reduction='workspace'",
+        ),
+        (
+            lambda: planned(replace(OF_128, columns=256), simdgroups_n=2),
+            "a multiple of 4 as simdgroups_n",
+        ),
+        (lambda: planned(Rotation(32, 64)), "32 columns, and heads have 32 features"),
+        (
+            lambda: planner.make(asked(layout="mlx")),
+            r"rotation=.* needs a CUDA kernel",
+        ),
     ],
 )
-def test_a_plan_that_parts_halves_is_refused(
-    overrides: dict[str, Any], words: str
-) -> None:
+def test_what_parts_heads_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        planner.make(asked(), device=H200, **{"simdgroups_n": 2} | overrides)
-
-
-def test_a_plan_that_parts_heads_with_norms_is_refused() -> None:
-    problem = asked(replace(OF_128, columns=256))
-    with pytest.raises(ValueError, match="a multiple of 4 as simdgroups_n"):
-        planner.make(problem, device=H200, simdgroups_n=2)
-
-
-def test_metals_kernels_have_no_rotation() -> None:
-    with pytest.raises(ValueError, match=r"rotation=.* needs a CUDA kernel"):
-        planner.make(asked(layout="mlx"))
-
-
-def test_halves_that_are_no_whole_tiles_are_refused() -> None:
-    with pytest.raises(ValueError, match="32 columns, and heads have 32 features"):
-        planner.make(asked(Rotation(32, 64)), device=H200)
-
-
-def test_the_text_declares_the_rotation_and_reads_its_arrays() -> None:
-    plan = planner.choose(asked(parts=PARTS), H200)
-    text = source.of_product(plan)
-
-    assert text.name == "marlin_mma_rotated"
-    assert text.input_names == ("x", "w", "scales", "positions", "freqs", "numbers")
-    assert text.output_names == ("out0", "out1", "out2")
-    words = "y rotated in heads of 64 up to column 192 in parts of 128, 64, 64"
-    assert words in plan.problem.explain()
-
-
-def test_the_text_declares_norms_of_heads_and_reads_their_weights() -> None:
-    plan = planner.choose(asked(NORMED_HEADS), H200)
-    text = source.of_product(plan)
-
-    assert text.name == "marlin_mma_rotated_norms"
-    assert text.input_names[3:] == ("positions", "freqs", "q_norm", "k_norm", "numbers")
-    assert "column 192, normalized before (eps 4)" in plan.problem.explain()
+        make()
 
 
 def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
@@ -173,3 +152,7 @@ def asked(
 ) -> Problem:
     epilogue = Epilogue(rotation=rotation, parts=parts)
     return problem_of(1, ROTATED_N, 1024, layout=layout, epilogue=epilogue)
+
+
+def planned(rotation: Rotation = ROTATION, **overrides: Any) -> Plan:
+    return planner.make(asked(rotation), device=H200, **overrides)

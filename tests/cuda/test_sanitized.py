@@ -12,20 +12,20 @@ from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from support import cuda_cases
-from support.marks import needs_emulator
+from support.cuda_products import Product
+from support.profiles import sampled
 
 NAMES = [*cuda_sanitized.runs()]
+KINDS = ("decode", "format", "epilogue", "gated", "anywhere", "normed", "batch")
 
 
 def test_every_format_way_and_epilogue_is_watched() -> None:
-    cases = [str(case) for case in cuda_cases.cases()]
-
-    for case in cases:
-        assert f"format {case}" in NAMES
+    for case in cuda_cases.cases():
+        assert f"format {Product(case)}" in NAMES
     for way in (*cuda_cases.WAYS, *cuda_cases.RING_WAYS):
         for dtype in limits.DTYPES:
             assert any(str(way) in name and dtype in name for name in NAMES)
-    for kind in ("large block", "gated", "normed", "batch", "anywhere", "decode"):
+    for kind in (*KINDS, "large block", "rotated", "experts"):
         assert any(name.startswith(kind) for name in NAMES)
     epilogues = [name for name in NAMES if name.startswith("epilogue")]
     # Of each kernel, and of splits that a reduce finishes.
@@ -63,11 +63,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_sanitized, "prepare", lambda _: None)
 
 
-@needs_emulator
+@sampled(2)
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(
-    "kind", ["format", "epilogue", "gated", "normed", "batch", "anywhere", "decode"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_of_each_kind_is_right(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +90,6 @@ def test_what_is_wrong_is_told(
         return lambda x, *_: mx.zeros((x.shape[0], cuda_cases.N), x.dtype)
 
     monkeypatch.setattr(launcher, "product", product)
-    monkeypatch.setattr(cuda_sanitized, "prepare", lambda _: None)
     some = dict([*cuda_sanitized.runs().items()][:2])
     monkeypatch.setattr(cuda_sanitized, "runs", lambda: some)
 

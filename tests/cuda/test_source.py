@@ -13,11 +13,19 @@ from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.cuda import source as cuda_source
-from mlx_marlin.backends.metal import arguments as metal_arguments
-from mlx_marlin.backends.metal import source as metal_source
+from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.problem import Problem
-from support.cuda_launches import FUSED, RING, SPLIT, WHOLE, K, N, plan_of
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.problem import problem_of
+from support.cuda_cases import GATED, NORMED_HEADS, ROTATED_N, ROTATION
+from support.cuda_launches import FUSED, RING, SPLIT, WHOLE, plan_of
+from support.cuda_strategies import H200
+
+PACKED = WHOLE | {"layout": "marlin"}
+STAGED = RING | {"kernel": "mma_staged"}
+NORM = {"m": 8, "norm": 1e-5}
+PAIRS = PACKED | {"n": ROTATED_N, "simdgroups_n": 4}
+OF_HEADS = ("positions", "freqs")
 
 
 @pytest.fixture
@@ -41,71 +49,70 @@ def powerset(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from combinations(names, size)
 
 
-def included(file: str) -> str:
-    """Returns the last line of a header that names a file."""
-    return f'#include "{(source.shader_folder() / file).as_posix()}"\n'
+def split_header(text: Source) -> tuple[str, str]:
+    """Returns what a header defines, and the file that it includes."""
+    folder = re.escape(source.shader_folder().as_posix())
+    form = rf'((?:#define .*\n)?)// [0-9a-f]{{16}}\n#include "{folder}/(.*)"\n'
+    found = re.fullmatch(form, text.header)
+    assert found
+    return found[1], found[2]
 
 
-def text_of(file: str) -> str:
-    return (source.shader_folder() / file).read_text()
+@pytest.mark.parametrize(
+    ("fields", "threads", "file"),
+    [
+        (WHOLE, 3 * 2 * 32, "product"),
+        (RING, (4 * 2 + 4) * 32, "staged"),
+        (STAGED, (3 * 2 + 4) * 32, "staged"),
+    ],
+    ids=str,
+)
+def test_a_header_names_a_file_and_says_how_large_a_block_is(
+    fields: dict[str, Any], threads: int, file: str
+) -> None:
+    text = cuda_source.of_product(plan_of(**fields))
+    fused = cuda_source.of_product(plan_of(**fields, epilogue=FUSED))
 
-
-def body_of(text: source.Source, file: str) -> str:
-    """Returns what stands before a body in a kernel's source."""
-    body = text_of(file)
-    assert text.source.endswith(body)
-    return text.source[: -len(body)]
-
-
-PLACES = "const int* shape = numbers + 0;\nconst int* schedule = numbers + 7;\n"
-
-
-def test_a_header_names_a_file_and_says_how_large_a_block_is() -> None:
-    plan = plan_of(**WHOLE, layout="marlin")
-    text = cuda_source.of_product(plan)
-    fused = cuda_source.of_product(plan_of(**WHOLE, layout="marlin", epilogue=FUSED))
-
-    threads, digest, include = text.header.splitlines(keepends=True)
-    assert threads == f"#define THREADS {plan.threads}\n"
-    assert re.fullmatch("// [0-9a-f]{16}\n", digest)
-    assert include == included("cuda/product_decls.cuh")
+    include = f"cuda/{file}_decls.cuh"
+    assert split_header(text) == (f"#define THREADS {threads}\n", include)
     assert fused.header == text.header
-    biases = "const auto* biases = scales;\n"
-    plain = "const marlin::Plain epilogue{};\n"
-    rows = "const auto rows = marlin::plain_rows(x);\n"
-    assert body_of(text, "cuda/mma.cu") == biases + PLACES + plain + rows
-    assert body_of(fused, "cuda/mma.cu") == (
-        f"{biases}const T* multiplier = nullptr;\n{PLACES}"
-        f"const int* parts = numbers + 14;\n{declarations.FUSED.declaration}{rows}"
-    )
-    assert (text.name, fused.name) == ("marlin_mma", "marlin_mma_fused")
 
 
-def test_so_does_that_of_the_reduce_and_metals_is_another() -> None:
-    plan, fused = plan_of(**SPLIT), plan_of(**SPLIT, epilogue=FUSED)
-    metal, text = metal_source.kernel_source("reduce"), cuda_source.of_reduce(plan)
-
-    digest = cuda_source.of_product(plan).header.splitlines()[1]
-    assert text.header == f"{digest}\n{included('cuda/reduce_decls.cuh')}"
-    assert body_of(text, "cuda/reduce.cu") == PLACES + declarations.AS_IT_IS.declaration
-    own = body_of(cuda_source.of_reduce(fused), "cuda/reduce.cu")
-    assert own.startswith(f"const T* multiplier = nullptr;\n{PLACES}")
-    assert metal.source == metal_source.stripped(text_of("kernels/reduce.metal"))
-    assert "#include" not in metal.header
+def test_the_header_of_a_kernel_without_a_block_of_its_own_defines_nothing() -> None:
+    plan = plan_of(**SPLIT)
+    for file, text in (
+        ("reduce", cuda_source.of_reduce(plan)),
+        ("dequantize", cuda_source.of_dequantize(plan.problem)),
+    ):
+        assert split_header(text) == ("", f"cuda/{file}_decls.cuh")
 
 
-def test_and_that_of_what_decodes() -> None:
-    plan = plan_of(**WHOLE, layout="marlin")
-    metal, text = (
-        metal_source.kernel_source("dequantize"),
-        cuda_source.of_dequantize(plan.problem),
-    )
+@pytest.mark.parametrize(
+    ("fields", "name", "inputs"),
+    [
+        (PACKED, "mma", ()),
+        (PACKED | {"epilogue": FUSED}, "mma_fused", ("bias", "residual")),
+        (RING, "wgmma", ()),
+        (RING | {"epilogue": FUSED}, "wgmma_fused", ("bias", "residual")),
+        (STAGED, "mma_staged", ()),
+        (PAIRS | {"epilogue": GATED}, "mma_gated", ()),
+        (PAIRS | NORM | {"epilogue": GATED}, "mma_gated_normed", ("norm",)),
+        (PAIRS | {"epilogue": Epilogue(rotation=ROTATION)}, "mma_rotated", OF_HEADS),
+        (
+            PAIRS | {"epilogue": Epilogue(rotation=NORMED_HEADS)},
+            "mma_rotated_norms",
+            (*OF_HEADS, "q_norm", "k_norm"),
+        ),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_named_by_its_text_and_reads_no_array_more(
+    fields: dict[str, Any], name: str, inputs: tuple[str, ...]
+) -> None:
+    text = cuda_source.of_product(plan_of(**fields))
 
-    assert text.header.endswith(included("cuda/dequantize_decls.cuh"))
-    before = "const auto* biases = scales;\nconst int* shape = numbers + 0;\n"
-    assert body_of(text, "cuda/dequantize.cu") == before
-    assert text.input_names == ("w", "scales", "numbers")
-    assert metal.source == metal_source.stripped(text_of("kernels/dequantize.metal"))
+    assert text.name == f"marlin_{name}"
+    assert text.input_names == ("x", "w", "scales", *inputs, "numbers")
 
 
 NVFP4 = {"mode": "nvfp4", "group_size": 16, "scale_dtype": "uint8"}
@@ -140,7 +147,7 @@ def test_an_epilogues_arrays_are_inputs_where_there_are_any(
         multiply="multiplier" in names,
         residual="residual" in names,
     )
-    whole = plan_of(**WHOLE, layout="marlin", epilogue=epilogue)
+    whole = plan_of(**PACKED, epilogue=epilogue)
     split = plan_of(**SPLIT, layout="marlin", epilogue=epilogue)
 
     finish = (*names, "numbers")
@@ -148,6 +155,17 @@ def test_an_epilogues_arrays_are_inputs_where_there_are_any(
     assert cuda_source.of_product(whole).input_names == (*product, *finish)
     assert cuda_source.of_product(split).input_names == (*product, "numbers")
     assert cuda_source.of_reduce(split).input_names == ("partials", *finish)
+
+
+@pytest.mark.parametrize("each", [0, 2])
+def test_experts_read_rows_only_where_they_are_named(each: int) -> None:
+    gather = GatherProblem(
+        problem=problem_of(8, 64, 128), experts=4, pairs_per_row=each
+    )
+    text = cuda_source.gather_source(planner.choose_gather(gather, H200))
+
+    read = ("x", "w", "scales", "biases", "experts")
+    assert text.input_names == (*read, *(() if each else ("sources",)), "numbers")
 
 
 @pytest.mark.parametrize("file", ["cuda/instructions.cuh", "lib/words.metal"])
@@ -162,81 +180,23 @@ def test_a_header_changes_with_any_file_that_it_may_include(
     before = headers()
     assert headers() == before
 
-    (copied / file).write_text(text_of(file) + "// changed\n")
+    with (copied / file).open("a") as changed:
+        changed.write("// changed\n")
 
     assert not {*headers()} & {*before}
 
 
-def test_template_arguments_are_in_order() -> None:
-    plan = plan_of(**WHOLE, group_size=128, layout="marlin", bits=8)
+def test_what_a_kernel_need_not_do_is_a_template_argument() -> None:
+    """Wrong values of others are wrong results; these may cost time alone."""
+    whole = cuda_arguments.product_template(plan_of(**WHOLE))
+    split = cuda_arguments.product_template(plan_of(**SPLIT, epilogue=FUSED, batch=2))
 
-    assert list(cuda_arguments.product_template(plan).items()) == [
-        ("FRAGMENTS_M", 2),
-        ("SIMDGROUPS_N", 3),
-        ("SIMDGROUPS_K", 2),
-        ("WHOLE", True),
-        ("SINGLE", True),
-        ("BATCHED", False),
-        ("MODE", 0),
-        ("BITS", 8),
-        ("GROUP", 128),
-        ("PACKED", True),
-    ]
-
-
-@pytest.mark.parametrize(("kernel", "tiles_n"), [("wgmma", 4), ("mma_staged", 3)])
-def test_hoppers_kernels_have_another_header_and_bodies(
-    kernel: str, tiles_n: int
-) -> None:
-    plan = plan_of(**RING | {"kernel": kernel})
-    text = cuda_source.of_product(plan)
-    fused = cuda_source.of_product(plan_of(**RING | {"kernel": kernel}, epilogue=FUSED))
-
-    threads, _, include = text.header.splitlines(keepends=True)
-    assert threads == f"#define THREADS {32 * (2 * tiles_n + 4)}\n"
-    assert include == included("cuda/staged_decls.cuh")
-    assert fused.header == text.header
-    assert body_of(text, f"cuda/{kernel}.cu")
-    assert body_of(fused, f"cuda/{kernel}.cu")
-    assert (text.name, fused.name) == (f"marlin_{kernel}", f"marlin_{kernel}_fused")
-    assert text.input_names == ("x", "w", "scales", "numbers")
-
-
-def test_hoppers_template_arguments_have_the_stages() -> None:
-    found = [*cuda_arguments.product_template(plan_of(**RING, m=40, bits=3)).items()]
-
-    assert found == [
-        ("FRAGMENTS_M", 6),
-        ("SIMDGROUPS_N", 3),
-        ("SIMDGROUPS_K", 2),
-        ("STAGES", 4),
-        ("WHOLE", True),
-        ("SINGLE", True),
-        ("BATCHED", False),
-        ("MODE", 0),
-        ("BITS", 3),
-        ("GROUP", 64),
-        ("PACKED", True),
-    ]
-
-
-def test_an_epilogue_is_the_products_or_the_reduces() -> None:
-    finish = {"T": "float16", "BIAS": True, "ACTIVATION": 1, "MULTIPLY": False}
-    finish |= {"RESIDUAL": True, "PARTS": 1}
-    whole = plan_of(**WHOLE, epilogue=FUSED)
-    split = plan_of(**SPLIT, epilogue=FUSED, batch=2)
-
-    template = cuda_arguments.product_template(whole)
-    assert list(template.items())[-6:] == list(finish.items())
-    assert "T" not in cuda_arguments.product_template(split)
-    assert cuda_arguments.product_template(split)["WHOLE"] is False
-    reduce = {"ROWS": 4, "BATCHED": True, "SIMDGROUPS_N": 2}
-    assert cuda_arguments.reduce_template(split) == reduce | finish
-    plain = cuda_arguments.reduce_template(plan_of(**SPLIT))
-    assert plain == {"ROWS": 4, "BATCHED": False, "SIMDGROUPS_N": 2, "T": "float16"}
-
-
-def test_metals_reduce_has_no_such_argument() -> None:
-    plan = planner.make(Problem(m=9, n=N, k=K), strategy="split_k", k_parallel=2)
-
-    assert "SIMDGROUPS_N" not in metal_arguments.reduce_template(plan)
+    names = ("WHOLE", "SINGLE", "BATCHED")
+    assert [whole[name] for name in names] == [True, True, False]
+    assert [split[name] for name in names] == [False, True, True]
+    # An epilogue is the product's or the reduce's.
+    finish = {"BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS", "T"}
+    assert not finish & {*whole, *split}
+    fused = cuda_arguments.product_template(plan_of(**WHOLE, epilogue=FUSED))
+    assert fused.keys() - whole.keys() == finish
+    assert cuda_arguments.reduce_template(plan_of(**SPLIT)).keys() & finish == {"T"}

@@ -4,7 +4,6 @@ A stage of 64 rows has no room there: these tiles run on a GPU only, as do sever
 slices of more than 24 rows. `test_kernels_on_cpu.py` has what all kernels share.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import cycle, islice, product
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import FORMATS
-from support import cuda_cases, format_cases
+from support import cuda_cases
 from support.cuda_cases import RING_ROWS, RING_WAYS, STAGED_WAYS, WGMMA_WAYS, Case
 from support.cuda_on_cpu import SHARED_LIMIT, check, plan_of
 from support.marks import needs_emulator
@@ -51,7 +50,7 @@ def every_case() -> Iterator[Case]:
 
 
 def facts(case: Case) -> set[object]:
-    """Returns what a covering set has to meet: all that chooses another text."""
+    """Returns what a covering set has to meet."""
     mode, bits, group_size, _, dtype, m, way = case
     codes = FORMATS[mode, bits].codes
     group = {32: "step 32", 128: "a stage's"}.get(group_size, "step 64")
@@ -67,13 +66,6 @@ def facts(case: Case) -> set[object]:
         (plan.kernel, plan.fragments_m, group),
         ("way", RING_WAYS.index(way), in_halves),
     }
-
-
-def covering() -> list[Case]:
-    """Returns few cases that meet every fact."""
-    cases = [*every_case()]
-    chosen = format_cases.covering(range(len(cases)), lambda i: facts(cases[i]))
-    return [cases[i] for i in chosen]
 
 
 def stages_of(plan: Plan) -> list[list[int]]:
@@ -95,17 +87,6 @@ def test_what_the_emulator_has_memory_for_is_nearly_everything() -> None:
     assert {plan.simdgroups_k for plan in BLOCKS.values()} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("way", RING_WAYS, ids=str)
-def test_all_ways_but_data_parallel_split_tiles(way: dict[str, Any]) -> None:
-    plan = block_of(12, way)
-    splits = Counter(
-        split.tile
-        for threadgroup in range(plan.num_threadgroups)
-        for split in plan.work.splits(threadgroup)
-    )
-    assert (max(splits.values()) > 1) == (plan.strategy != "data_parallel")
-
-
 @pytest.mark.parametrize("m", [12, 20, 30])
 @pytest.mark.parametrize("way", RING_WAYS, ids=str)
 def test_stages_pass_the_rings_end(way: dict[str, Any], m: int) -> None:
@@ -124,7 +105,7 @@ def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -
 
 
 @sampled(2, 24)
-@pytest.mark.parametrize("case", covering(), ids=str)
+@pytest.mark.parametrize("case", cuda_cases.covering(every_case(), facts), ids=str)
 def test_formats(case: Case) -> None:
     check(case)
 

@@ -17,6 +17,9 @@ from mutants.mutant import Detector, Mutant
 from support import cuda_experts, cuda_on_cpu, launches
 from support.choose import Choose
 from support.cuda_cases import (
+    EPSILON,
+    GATED,
+    GATED_N,
     GATED_WAYS,
     HEAD_EPSILON,
     ROTATION,
@@ -24,7 +27,7 @@ from support.cuda_cases import (
     WAYS,
     WGMMA_WAYS,
 )
-from support.cuda_on_cpu import check_moved
+from support.cuda_on_cpu import check
 from support.marks import needs_emulator
 
 pytestmark = [pytest.mark.mutant, needs_emulator]
@@ -85,29 +88,27 @@ NORMED_HEADS = Epilogue(
     rotation=Rotation(128, 512, per_row=True, norm=HEAD_EPSILON, queries=256),
     parts=(512, 128),
 )
-CHECKS: dict[str, Callable[[Any], None]] = {
+CHECKS: dict[str, Callable[[Any], object]] = {
     "packed, numbers that cancel, three slices": cuda_on_cpu.check_order,
-    "packed, three results": partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
-    "packed, gate and up, two slices": cuda_on_cpu.check_gated,
+    "packed, three results": partial(check, epilogue=Epilogue(parts=(40, 70, 90))),
+    "packed, gate and up, two slices": partial(check, epilogue=GATED, n=GATED_N),
     "packed, rotated heads, two slices": partial(
-        cuda_on_cpu.check_rotated, epilogue=ROTATED, n=sum(ROTATED.parts)
+        check, epilogue=ROTATED, n=sum(ROTATED.parts)
     ),
     "packed, rotated heads with norms, two slices": partial(
-        cuda_on_cpu.check_rotated, epilogue=NORMED_HEADS, n=sum(NORMED_HEADS.parts)
+        check, epilogue=NORMED_HEADS, n=sum(NORMED_HEADS.parts)
     ),
     "packed, rotated heads at places of a million": partial(
-        cuda_on_cpu.check_rotated,
+        check,
         epilogue=ROTATED,
         n=sum(ROTATED.parts),
         first=1_000_000,
     ),
-    "packed batch, streams": cuda_on_cpu.check_batch,
-    "packed, normalized rows, three warps a row and two": cuda_on_cpu.check_normed,
-    "packed, normalized rows, odd offset of x": partial(
-        cuda_on_cpu.check_normed, names="x"
-    ),
+    "packed batch, streams": partial(check, batch=3),
+    "packed, normalized rows, three warps a row and two": partial(check, norm=EPSILON),
+    "packed, normalized rows, odd offset of x": partial(check, norm=EPSILON, names="x"),
     "packed, normalized rows, odd offset of the norm's weight": partial(
-        cuda_on_cpu.check_normed, names=("norm",)
+        check, norm=EPSILON, names=("norm",)
     ),
     "nvfp4 with a global scale, rows decoded in blocks": partial(
         cuda_on_cpu.check_decoded, transposed=True
@@ -308,7 +309,7 @@ def detect(detector: Detector, case: str) -> str | None:
         with metal_emulator.emulated(
             workers=1, trace=detector in REPORTS, time_limit=TIME_LIMIT
         ):
-            judge = CHECKS.get(case, partial(check_moved, names=MOVED.get(case, ())))
+            judge = CHECKS.get(case, partial(check, names=MOVED.get(case, ())))
             judge(CASES[case])
     except AssertionError:
         return "wrong" if detector == Detector.WRONG_RESULT else None

@@ -4,7 +4,7 @@ Integer cases are compared bit for bit, floats with exactly decoded weights in f
 and with the same product in plain numbers of the same dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
 from typing import Any
 
@@ -29,51 +29,25 @@ N, TILES_K = 200, 7
 RING_K = 1216
 """Values of k where x comes in stages: more than there may be, the last one half."""
 Case = tuple[str, int, int, str, str, int, dict[str, Any]]
+Place = Callable[[mx.array], mx.array]
 STREAMS = {"strategy": "stream_k", "minimum": 1}
+HYBRID = {"strategy": "hybrid", "minimum": 1, "whole": 2, "simdgroups_n": 1}
 """Of products as small as these, the usual minimum of k tiles leaves no split."""
 WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3},
     {"strategy": "stripe", "num_threadgroups": 2, "k_parallel": 3, "simdgroups_n": 3},
     {"strategy": "split_k", "k_parallel": 3, "simdgroups_n": 1, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 7, "simdgroups_n": 2, "simdgroups_k": 2},
-    {
-        "strategy": "hybrid",
-        "minimum": 1,
-        "num_threadgroups": 6,
-        "whole": 2,
-        "simdgroups_n": 1,
-    },
+    HYBRID | {"num_threadgroups": 6},
     {"strategy": "data_parallel", "simdgroups_n": 7, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 40, "simdgroups_n": 1, "simdgroups_k": 1},
 )
 _RING_WAYS: tuple[dict[str, Any], ...] = (
-    {
-        "strategy": "data_parallel",
-        "simdgroups_n": 2,
-        "simdgroups_k": 3,
-        "buffers": 12,
-    },
-    {
-        "strategy": "stripe",
-        "num_threadgroups": 2,
-        "k_parallel": 3,
-        "simdgroups_n": 3,
-    },
-    {
-        "strategy": "split_k",
-        "k_parallel": 2,
-        "simdgroups_n": 1,
-        "simdgroups_k": 2,
-    },
+    {"strategy": "data_parallel", "simdgroups_n": 2, "simdgroups_k": 3, "buffers": 12},
+    {"strategy": "stripe", "num_threadgroups": 2, "k_parallel": 3, "simdgroups_n": 3},
+    {"strategy": "split_k", "k_parallel": 2, "simdgroups_n": 1, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 2, "simdgroups_k": 2},
-    {
-        "strategy": "hybrid",
-        "minimum": 1,
-        "num_threadgroups": 4,
-        "whole": 2,
-        "simdgroups_n": 1,
-        "buffers": 8,
-    },
+    HYBRID | {"num_threadgroups": 4, "buffers": 8},
     {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 2},
     {**STREAMS, "num_threadgroups": 3, "simdgroups_n": 6},
 )
@@ -194,6 +168,13 @@ def cases() -> Iterator[Case]:
         yield mode, bits, group_size, layout, *next(turn)
 
 
+def covering(cases: Iterable[Case], facts: Callable[[Case], set[object]]) -> list[Case]:
+    """Returns few cases that meet every fact: all that chooses another text."""
+    known = [*cases]
+    chosen = format_cases.covering(range(len(known)), lambda i: facts(known[i]))
+    return [known[i] for i in chosen]
+
+
 def plan_of(
     case: Case,
     *,
@@ -302,17 +283,19 @@ def norms_of(rotation: Rotation, dtype: mx.Dtype) -> tuple[mx.array, ...]:
     return q, k
 
 
-def drawn_bias(n: int, dtype: mx.Dtype) -> mx.array:
-    return mx.random.normal((n,), key=mx.random.key(4)).astype(dtype)
-
-
-def operands(m: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Returns a bias [N], a multiplier [m, N] and a residual [m, N]."""
+def operands(
+    m: int, n: int = N, dtype: mx.Dtype = mx.float16
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns a bias [n], a multiplier [m, n] and a residual [m, n]."""
     keys = mx.random.split(mx.random.key(5), 3)
-    shapes = ((N,), (m, N), (m, N))
+    shapes = ((n,), (m, n), (m, n))
     drawn = [mx.random.normal(s, key=k) for s, k in zip(shapes, keys, strict=True)]
-    bias, multiplier, residual = (each.astype(mx.float16) for each in drawn)
+    bias, multiplier, residual = (each.astype(dtype) for each in drawn)
     return bias, multiplier, residual
+
+
+def as_it_is(array: mx.array) -> mx.array:
+    return array
 
 
 def moved(array: mx.array) -> mx.array:

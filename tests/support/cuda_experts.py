@@ -16,19 +16,14 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles
-from support.cuda_cases import Case, k_of
+from support.cuda_cases import Case, Place, as_it_is, k_of
 from support.expert_products import gated_by
 from support.format_cases import Weight
 from support.oracles import Floats, exact
 
-Place = Callable[[mx.array], mx.array]
 EXPERTS, N, GATED_N = 6, 70, 96
 UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
 """More pairs of an expert than a tile of 8 rows has, of others none or one."""
-
-
-def as_it_is(array: mx.array) -> mx.array:
-    return array
 
 
 @dataclass(frozen=True)

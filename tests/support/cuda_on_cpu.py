@@ -10,7 +10,6 @@ reads of what was never written, accesses out of bounds and misaligned ones here
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,12 @@ from metal_emulator import metal_kernel
 from mlx_marlin import cache
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.cuda import limits
-from mlx_marlin.backends.source import OPERANDS
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import dispatch
-from support import cuda_cases, drawn_arrays, epilogues, format_cases, oracles, orders
-from support.cuda_cases import (
-    EPSILON,
-    GATED,
-    GATED_N,
-    Case,
-    drawn_bias,
-    freqs_of,
-    norm_of,
-    normalized,
-    positions_of,
-)
+from support import cuda_cases, drawn_arrays, format_cases, oracles, orders
+from support.cuda_cases import Case
+from support.cuda_products import Product
 from support.format_cases import Weight
 
 HOST = Path(__file__).parent / "cuda_host"
@@ -163,11 +151,22 @@ def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
     return launcher.product(plan)(x, *arrays, *finish)
 
 
-def check(case: Case) -> None:
-    """Compares a product of drawn arrays with float64."""
-    weight, x = cuda_cases.draw(case)
-    y = run(plan_of(case), x, weight)
-    cuda_cases.assert_right(y, x, weight.decoded, case[4])
+def check(case: Case, *, names: Collection[str] = (), **more: Any) -> Plan:
+    """Checks a product of drawn arrays, and returns its plan.
+
+    Args:
+        case: The product.
+        names: Arrays that begin an element after their buffers do.
+        **more: What else there is to it: fields of `Product`.
+    """
+    return check_product(Product(case, **more), names)
+
+
+def check_product(product: Product, names: Collection[str] = ()) -> Plan:
+    """Compares a product with float64, and returns its plan."""
+    plan = plan_of(product.case, **product.options)
+    product.assert_right(product.run(plan, cuda_cases.moved, names)())
+    return plan
 
 
 def check_order(case: Case) -> None:
@@ -177,66 +176,6 @@ def check_order(case: Case) -> None:
     arrays = drawn_arrays.stored(problem, orders.ones(problem))
     y = launcher.product(plan)(orders.one_in_each_trip(problem), *arrays)
     orders.assert_promised(y, plan)
-
-
-def check_parts(case: Case, parts: tuple[int, ...]) -> None:
-    """Likewise of a product whose results are several arrays."""
-    weight, x = cuda_cases.draw(case)
-    results = run(plan_of(case, epilogue=Epilogue(parts=parts)), x, weight)
-    y = mx.concatenate([*results], axis=-1)
-    cuda_cases.assert_right(y, x, weight.decoded, case[4])
-
-
-def check_gated(case: Case) -> None:
-    """Likewise of gate and up, whose results are multiplied."""
-    weight, x = cuda_cases.draw(case, n=GATED_N)
-    y = run(plan_of(case, epilogue=GATED, n=GATED_N), x, weight)
-    expected = epilogues.finished(oracles.exact(x) @ weight.decoded.T, (), GATED)
-    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
-
-
-def check_normed(case: Case, names: Collection[str] = ()) -> None:
-    """Likewise of rows that are normalized before, where these arrays are moved."""
-    weight, x = cuda_cases.draw(case)
-    norm = cuda_cases.norm_of(x)
-    x = cuda_cases.moved(x) if "x" in names else x
-    norm = cuda_cases.moved(norm) if "norm" in names else norm
-    y = run(plan_of(case, norm=EPSILON), x, weight, x, x, x, norm)
-    expected = cuda_cases.normalized(x, norm, EPSILON) @ weight.decoded.T
-    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
-
-
-def check_rotated(
-    case: Case, epilogue: Epilogue, n: int, norm: float | None = None, first: int = -2
-) -> None:
-    """Likewise of heads that are rotated, and of rows that are normalized before."""
-    weight, x = cuda_cases.draw(case, n=n)
-    plan = plan_of(case, epilogue=epilogue, n=n, norm=norm)
-    rotation, bias, scale = epilogue.rotation, drawn_bias(n, x.dtype), norm_of(x)
-    assert rotation is not None
-    positions, freqs = positions_of(len(x), rotation, first), freqs_of(rotation)
-    given = positions, freqs, *cuda_cases.norms_of(rotation, x.dtype)
-    last = () if norm is None else (scale,)
-    y = run(plan, x, weight, bias, x, x, *given, *last)
-    y = mx.concatenate([*y], axis=1) if epilogue.parts else y
-    rows = oracles.exact(x) if norm is None else normalized(x, scale, norm)
-    total = rows @ weight.decoded.T
-    total = total + oracles.exact(bias) if epilogue.bias else total
-    expected = epilogues.rotated(total, rotation, *given)
-    assert y.shape == expected.shape
-    assert oracles.error(y, expected) < oracles.TOLERANCES[case[4]]
-
-
-def check_moved(case: Case, names: Collection[str]) -> None:
-    """Likewise where these arrays begin an element after their buffers do."""
-    weight, x = cuda_cases.draw(case)
-    arrays = (x, *format_cases.arguments(weight, case[3]))
-    given = [
-        cuda_cases.moved(each) if name in names else each
-        for name, each in zip(OPERANDS, arrays, strict=True)
-    ]
-    y = launcher.product(plan_of(case))(*given)
-    cuda_cases.assert_right(y, x, weight.decoded, case[4])
 
 
 def check_infinite(case: Case) -> None:
@@ -250,27 +189,11 @@ def check_infinite(case: Case) -> None:
     cuda_cases.assert_right(y[1:], x[1:], weight.decoded, case[4])
 
 
-def check_batch(case: Case) -> None:
-    """Likewise for three weights, each with an x of its own."""
-    drawn = [cuda_cases.draw(case, seed) for seed in (1, 2, 3)]
-    each = (format_cases.arguments(weight, case[3]) for weight, _ in drawn)
-    arrays = [mx.stack(parts) for parts in zip(*each, strict=True)]
-    x = mx.stack([x for _, x in drawn])
-    plan = plan_of(case, batch=3)
-    # What is split is finished by the reduce.
-    assert plan.needs_second_pass == plan.is_split
-    y = launcher.product(plan)(x, *arrays)
-    for i, (weight, own) in enumerate(drawn):
-        cuda_cases.assert_right(y[i], own, weight.decoded, case[4])
-
-
 def check_decoded(case: Case, transposed: bool) -> None:
-    """Likewise for a weight that is decoded in blocks; of nvfp4 with a global scale."""
-    drawn, x = cuda_cases.draw(case)
-    has_scale = case[0] == "nvfp4"
-    scale = mx.array(format_cases.GLOBAL_SCALE) if has_scale else None
-    weight = replace(drawn, global_scale=scale)
-    problem = plan_of(case, global_scale=has_scale).problem
+    """Checks a weight that is decoded in blocks; of nvfp4 with a global scale."""
+    product = Product(case, global_scale=case[0] == "nvfp4")
+    ((weight, x),) = product.drawn
+    problem = plan_of(case, **product.options).problem
     plan = DequantizePlan(problem=problem, transposed=transposed, chunk=128)
     assert len(plan.chunks) > 1
     matrix = weight.decoded if transposed else weight.decoded.T

@@ -7,7 +7,7 @@ import mlx.nn as nn
 
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import Rotation
-from support import cuda_cases
+from support import cuda_cases, gate_and_up
 from support.cuda_cases import EPSILON, HEAD_EPSILON, ROTATED_N, ROTATION, norm_of
 
 EACH = replace(ROTATION, per_row=True)
@@ -26,8 +26,8 @@ def rows_of(streams: int) -> mx.array:
     return drawn.astype(mx.float16)
 
 
-def norm_module() -> nn.RMSNorm:
-    norm = nn.RMSNorm(128, eps=EPSILON)
+def norm_module(cls: type[nn.RMSNorm] = nn.RMSNorm) -> nn.RMSNorm:
+    norm = cls(128, eps=EPSILON)
     norm.weight = norm_of(mx.zeros((1, 128), mx.float16))
     return norm
 
@@ -35,7 +35,4 @@ def norm_module() -> nn.RMSNorm:
 def layer_of(
     layout: str = "marlin", *, n: int = ROTATED_N, bias: bool = False
 ) -> MarlinLinear:
-    mx.random.seed(3)
-    linear = nn.Linear(128, n, bias=bias)
-    linear.set_dtype(mx.float16)
-    return MarlinLinear.from_linear(linear, 64, 4, layout=layout)
+    return gate_and_up.layer_of(layout, n, bias=bias)
