@@ -66,34 +66,24 @@ def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> 
 
 
 @emulator_only
-@drawn(6, 30, plan=dequantize_plans(), seed=st.integers(0, 2**16))
-def test_a_product_with_a_decoded_weight_is_right(
+@drawn(6, 36, plan=dequantize_plans(), seed=st.integers(0, 2**16))
+def test_a_weight_is_decoded_once_and_its_product_is_right(
     plan: DequantizePlan, seed: int
 ) -> None:
     x, weight = operands(plan, seed=seed)
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
     y = launcher.dequantized_product(plan)(x, *arguments)
+    decoded = oracles.exact(launches.dequantized(plan)(*arguments))
 
     assert y.dtype == x.dtype
     assert_close(y, x, weight, plan.transposed)
-
-
-@emulator_only
-@drawn(3, 20, plan=dequantize_plans(), seed=st.integers(0, 2**16))
-def test_a_decoded_weight_is_rounded_once(plan: DequantizePlan, seed: int) -> None:
-    weight = drawn_arrays.weight_of(plan.problem, seed=seed)
-    dtype = plan.problem.dtype
-    arguments = format_cases.arguments(weight, plan.problem.layout)
-
-    decoded = oracles.exact(launches.dequantized(plan)(*arguments))
-
     scale, value, bias = map(np.abs, weight.parts)
     # A sum of two in float32, of which a zero point's is itself a product.
     sums = 2.0**-23 * (scale * value + bias)
-    rounding = oracles.ROUNDING[dtype] * np.abs(weight.decoded)
+    rounding = oracles.ROUNDING[plan.problem.dtype] * np.abs(weight.decoded)
     off = np.abs(decoded - weight.decoded)
-    assert np.all(off <= sums + rounding + oracles.SMALLEST[dtype])
+    assert np.all(off <= sums + rounding + oracles.SMALLEST[plan.problem.dtype])
 
 
 def blanks(plan: DequantizePlan) -> list[mx.array]:

@@ -21,10 +21,12 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import DTYPE_BYTES
-from support.parts_of_plans import corner, k_range
+from support.parts_of_plans import corner, k_range, product_of
 from support.strategies import ANY_FORMAT, plans, problems
 
-SMALL = problems(max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT)
+SMALL = problems(
+    max_m=20, max_n=70, max_k=768, formats=ANY_FORMAT, batches=st.integers(1, 3)
+)
 
 
 def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: Any) -> Plan:
@@ -44,7 +46,7 @@ def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: Any) -> P
 @given(plans(of=SMALL))
 def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     problem, step = plan.problem, 32  # the smallest group: no cut is finer
-    seen: Counter[tuple[int, int, int]] = Counter()
+    seen: Counter[tuple[int, int, int, int]] = Counter()
     for threadgroup in range(plan.num_threadgroups):
         for split in plan.work.splits(threadgroup):
             k_start, k_stop = k_range(plan, split)
@@ -53,14 +55,15 @@ def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
             last = col + plan.columns_of(split.tile)
             seen.update(
                 product(
+                    [product_of(plan, split.tile)],
                     range(row, min(row + plan.tile.m, problem.m)),
                     range(col, min(last, problem.n)),
                     range(k_start, k_stop, step),
                 )
             )
 
-    every = product(range(problem.m), range(problem.n), range(0, problem.k, step))
-    assert seen == Counter(every)
+    sizes = map(range, (problem.batch, problem.m, problem.n))
+    assert seen == Counter(product(*sizes, range(0, problem.k, step)))
 
 
 @given(plans())

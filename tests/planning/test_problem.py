@@ -20,6 +20,7 @@ from support.strategies import ANY_FORMAT, problems
         ({"m": 0}, ["m=0", "at least 1"]),
         ({"n": -1}, ["n=-1", "at least 1"]),
         ({"k": 0}, ["k=0", "at least 1"]),
+        ({"batch": 0}, ["batch=0", "at least 1"]),
         ({"k": 96}, ["k=96", "group_size=64"]),
         ({"group_size": 48}, ["group_size=48", "32, 64, 128"]),
         ({"bits": 7}, ["bits=7", "affine 4-bit", "nvfp4 4-bit"]),

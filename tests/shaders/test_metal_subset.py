@@ -13,7 +13,6 @@ from mlx_marlin.backends.metal import source
 from support import matmul2d
 from support.marks import needs_emulator
 from support.metal_vocabulary import used, used_tensors
-from support.shader_variants import Variant, checked, covering_variants
 
 pytestmark = needs_emulator
 
@@ -50,17 +49,6 @@ REVIEWED_TENSORS = {
     "of two cooperative operands are valid"
 }
 """The same for tensor operations."""
-
-REVIEWED_OPERANDS = {
-    (
-        "float",
-        "half",
-        "float",
-        "float",
-    ): "MLX ships it with the operands exchanged; the "
-    "guard computes known answers of every lane first, and exact codes serve otherwise"
-}
-"""The same for types of the sum, the two operands and the addend of a product."""
 
 TEXTS = {
     text.name: text.header + text.source
@@ -115,24 +103,6 @@ def test_nothing_was_reviewed_in_vain() -> None:
     tensors = set[str]().union(*map(used_tensors, TEXTS.values()))
     assert {*REVIEWED_TENSORS} <= tensors
     assert {*REVIEWED_TENSORS} & {*MLX["tensor_names"]} == set()
-
-
-def test_matrices_meet_in_types_that_meet_in_mlx_too() -> None:
-    kinds: dict[str, list[Variant]] = {}
-    for each in covering_variants():
-        if each.kernel in ("gemm_register", "gemm_staged", "gather"):
-            kinds.setdefault(each.source.name, []).append(each)
-
-    operands = frozenset[tuple[str, ...]]().union(*map(checked, kinds.values()))
-    assert len(kinds) == 9
-
-    assert operands == {
-        ("float", "half", "half", "float"),
-        ("float", "bfloat", "bfloat", "float"),
-        ("float", "half", "float", "float"),
-        ("float", "float", "float", "float"),
-    }
-    assert operands - {*map(tuple, MLX["multiply_accumulate"])} == {*REVIEWED_OPERANDS}
 
 
 def test_the_list_is_of_the_pinned_mlx() -> None:
