@@ -250,38 +250,29 @@ def large(rows: int) -> tuple[mx.array, tuple[mx.array, ...]]:
     return x, (w, factors, factors)
 
 
-@pytest.mark.parametrize("rows", [16, 2048])
+@pytest.mark.parametrize(
+    ("name", "rows"), [(None, 16), (None, 2048), ("metal", 2048), ("emulator", 2048)]
+)
 def test_on_a_mac_many_rows_are_multiplied_by_decoded_weights(
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
     decoded: list[DequantizePlan],
+    name: str | None,
     rows: int,
 ) -> None:
     pretend_a_mac(backend, monkeypatch)
+    backend(name)
     x, native = large(rows)
 
     assert mlx_marlin.why_not(x, *native) is None
 
-    # Rows enough, or none; a native weight has no way back of its own.
-    assert [each.problem.m for each in decoded] == [2048] * (rows == 2048)
+    # Rows enough, or none; who forces a back end sees our kernels run.
+    is_decoded = rows == 2048 and name is None
+    assert [each.problem.m for each in decoded] == [2048] * is_decoded
     assert all(each.transposed for each in decoded)
-
-
-@pytest.mark.parametrize("name", ["metal", "emulator"])
-def test_who_forces_a_back_end_sees_our_kernels_run(
-    backend: Choose,
-    monkeypatch: pytest.MonkeyPatch,
-    decoded: list[DequantizePlan],
-    name: str,
-) -> None:
-    pretend_a_mac(backend, monkeypatch)
-    backend(name)
-    x, native = large(2048)
-
-    assert mlx_marlin.why_not(x, *native) is None
-
-    assert decoded == []
-    assert [each.problem.m for each in launcher.plans_built()] == [2048]
+    assert [each.problem.m for each in launcher.plans_built()] == (
+        [] if is_decoded else [rows]
+    )
 
 
 @pytest.mark.parametrize("transpose", [True, False])

@@ -67,22 +67,6 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     assert_rows_keep_their_bits(problem, Device.named(chip), seed=n)
 
 
-def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
-    """So that a bit that depends on the cut would show."""
-    found = {
-        (plan.strategy, plan.simdgroups_k > 1)
-        for chip in CHIPS
-        for n, k, group_size in SHAPES
-        for plan in planned(
-            Problem(m=1, n=n, k=k, group_size=group_size, invariant=True),
-            Device.named(chip),
-        ).values()
-    }
-
-    assert ("split_k", True) in found
-    assert {strategy for strategy, _ in found} == {"split_k", "data_parallel"}
-
-
 @drawn(
     2,
     20,

@@ -1,7 +1,5 @@
 """The products of the shaders against float64."""
 
-from dataclasses import replace
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -184,19 +182,6 @@ def crosses(plan: Plan) -> bool:
     groups = range(plan.num_threadgroups)
     products = ({product_of(plan, s.tile) for s in plan.work.splits(g)} for g in groups)
     return any(len(each) > 1 for each in products)
-
-
-@sampled(1)
-@pytest.mark.parametrize("reduction", ["workspace", "atomic"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
-def test_all_strategies_compute_the_product(
-    problem: Problem, dtype: str, reduction: Reduction
-) -> None:
-    problem = replace(problem, dtype=dtype, scale_dtype=dtype)
-    x, native = drawn_arrays.arrays(problem, seed=3)
-    for plan in strategies.one_of_each(problem, reduction=reduction):
-        assert_close_to_stock(run(plan, x, native), plan, x, native)
 
 
 @ANY

@@ -12,6 +12,8 @@ import pytest
 
 import metal_emulator
 from mlx_marlin.backends import kernels
+from mlx_marlin.backends.metal import limits
+from mlx_marlin.backends.metal.source import BODIES
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.weights.formats import CODES, FORMATS
@@ -31,31 +33,15 @@ from support.shader_variants import (
 
 pytestmark = needs_emulator
 
-KERNELS = (
-    "marlin_gemv",
-    "marlin_gemv_fused",
-    "marlin_gemv_atomic",
-    "marlin_gemv_gated",
-    "marlin_gemv_normed",
-    "marlin_gemv_normed_gated",
-    "marlin_gemm_register",
-    "marlin_gemm_register_fused",
-    "marlin_gemm_register_atomic",
-    "marlin_gemm_register_gated",
-    "marlin_gemm_staged",
-    "marlin_gemm_staged_fused",
-    "marlin_gemm_staged_atomic",
-    "marlin_gemm_tensor",
-    "marlin_gemm_tensor_fused",
-    "marlin_gemm_tensor_atomic",
-    "marlin_reduce",
-    "marlin_reduce_fused",
-    "marlin_dequantize",
-    "marlin_gather",
-    "marlin_gather_fused",
-    "marlin_pack",
-    "marlin_unpack",
-)
+NO_PRODUCTS = {
+    *("add_norm", "combine", "rotate_heads", "route"),
+    *("operand_probe", "tensor_layout", "tensor_probe"),
+}
+"""Bodies of which there are no instances to choose from."""
+KERNELS = [
+    *(f"marlin_{body}" for body in BODIES if body not in NO_PRODUCTS),
+    *(f"marlin_{kernel}_atomic" for kernel in limits.KERNELS),
+]
 MOST = 450
 """Instances that an ordinary run checks."""
 
