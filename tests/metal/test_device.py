@@ -384,22 +384,17 @@ def test_the_profiler_is_asked_when_the_registry_does_not_say(
 
 
 @pytest.mark.parametrize(
-    "answer", [None, "exit 3", "echo garbage", profiler('"many"'), profiler(99999999)]
+    "answer",
+    [None, "exit 3", "echo garbage", profiler('"many"'), profiler(99999999), HANG],
 )
-def test_without_any_count_the_table_stands_in(mac: Tools, answer: str | None) -> None:
+def test_without_any_count_the_table_stands_in(
+    monkeypatch: pytest.MonkeyPatch, mac: Tools, answer: str | None
+) -> None:
     mac("Apple M3 Max", **({} if answer is None else {"system_profiler": answer}))
+    monkeypatch.setattr(detection, "SLOW", 0.5)  # a tool that hangs is left
 
     assert detection.gpu_cores() is None
     assert devices.current() == Device.named("M3 Max")
-
-
-def test_a_tool_that_hangs_is_left(
-    monkeypatch: pytest.MonkeyPatch, install: Tools
-) -> None:
-    monkeypatch.setattr(detection, "SLOW", 0.2)
-    install(system_profiler=HANG)
-
-    assert detection.gpu_cores() is None
 
 
 @pytest.mark.parametrize("answer", [None, "exit 1", "echo"])

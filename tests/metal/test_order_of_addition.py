@@ -40,22 +40,6 @@ def test_every_plan_adds_in_ascending_k(plan: Plan, seed: int) -> None:
     orders.assert_promised(y, plan)
 
 
-def test_partial_sums_are_added_in_ascending_k() -> None:
-    problem = Problem(m=3, n=40, k=512, dtype="float32", scale_dtype="float32")
-    plan = planner.make(problem, strategy="split_k", k_parallel=7)
-    random = np.random.default_rng(0)
-    size = plan.workspace_shape
-    assert size[0] == 7
-    partials = random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)
-
-    y = launches.reduction(plan)(mx.array(partials.astype(np.float32)))
-
-    expected = np.zeros(size[1:], np.float32)
-    for partial in partials.astype(np.float32):
-        expected += partial
-    np.testing.assert_array_equal(np.array(y), expected)
-
-
 @sampled(2, 4)
 @pytest.mark.skipif(
     selection.backend() == "metal" and not current().has_tensor_units,

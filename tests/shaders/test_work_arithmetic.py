@@ -1,5 +1,6 @@
 """The shaders' 32-bit arithmetic of work is Python's, for large sizes too."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,31 @@ def test_the_shaders_find_the_same_owner_from_a_rounded_guess(
         st.lists(_positions(work), min_size=1, max_size=shader_functions.LENGTH)
     )
 
+    assert_owned(work, positions)
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("tiles", "ranges"), [(2**18 + 1, 65535), (2**17 + 5, 40_001), (2**20 + 3, 7)]
+)
+def test_a_guess_beyond_float32_finds_the_owner_too(tiles: int, ranges: int) -> None:
+    work = Work(
+        strategy="stream_k",
+        tiles=tiles,
+        k_tiles=1024,
+        threadgroups=ranges,
+        slices=1024,
+        minimum=8,
+    )
+    assert work.total > 2**24
+    cuts = [work.cut(member) for member in range(0, work.ranges, 1 + work.ranges // 30)]
+    beside = (cut - 1 for cut in cuts if cut)
+
+    assert_owned(work, [*cuts, *beside, work.total - 1])
+
+
+def assert_owned(work: Work, positions: list[int]) -> None:
+    """Checks who has k tiles, and where their ranges begin and end."""
     found = shader_functions.owners(work, positions)
 
     for position, (member, begin, end) in zip(positions, found, strict=True):
