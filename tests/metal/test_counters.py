@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from metal_emulator import Counters, emulated, trace
 from mlx_marlin.backends import launcher, planner
-from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
-from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import FORMATS
 from support import drawn_arrays, format_cases, strategies
+from support.finished_products import EVERYTHING
 from support.parts_of_plans import corner
 from support.profiles import drawn, sampled
 from support.trace_mode import emulator_only
@@ -38,43 +37,33 @@ def chosen(m: int, n: int = 256, k: int = 512) -> Plan:
     return plan
 
 
-@sampled(1)
-@pytest.mark.parametrize(("m", "times"), [(8, 1), (12, 1), (16, 1), (32, 2)])
-def test_weights_are_read_once_by_each_row_of_simdgroups(m: int, times: int) -> None:
-    plan = chosen(m)
-    problem = plan.problem
-
-    found = counters(plan).of("w")
-
-    assert plan.m_tiles * plan.simdgroups_m == times
-    assert found.read_bytes == times * problem.n * problem.k // 2
-    assert found.repeated_read_bytes == 0
-
-
-@pytest.mark.parametrize("m", [8, 16, 32])
-def test_scales_and_biases_are_read_as_often_as_weights(m: int) -> None:
-    plan = chosen(m)
+@sampled(3)
+@pytest.mark.parametrize(
+    ("m", "k", "times"),
+    [(8, 512, 1), (9, 512, 1), (16, 512, 1), (32, 512, 2), (16, 2048, 1)],
+)
+def test_each_row_of_simdgroups_reads_and_multiplies_once(
+    m: int, k: int, times: int
+) -> None:
+    plan = chosen(m, k=k)
     problem = plan.problem
     groups_bytes = 2 * problem.n * problem.groups
 
     found = counters(plan)
 
-    times = plan.m_tiles * plan.simdgroups_m
+    assert plan.m_tiles * plan.simdgroups_m == times
+    assert found.of("w").read_bytes == times * problem.n * problem.k // 2
+    assert found.of("w").repeated_read_bytes == 0
     assert found.of("scales").read_bytes == times * groups_bytes
     assert found.of("biases").read_bytes == times * groups_bytes
-
-
-@pytest.mark.parametrize("m", [8, 9, 16, 32])
-def test_there_is_one_matrix_product_for_every_8_by_8_by_8(m: int) -> None:
-    plan = chosen(m)
-    problem = plan.problem
-    rows = plan.m_tiles * plan.tile.m // 8
-
-    found = counters(plan)
-
-    assert rows == -(-m // 8)
-    assert found.count("matrix") == rows * (problem.n // 8) * (problem.k // 8)
-    assert found.count("matrix memory") == 0
+    # One product of matrices for every 8 by 8 by 8.
+    assert found.count("matrix") == -(-m // 8) * (problem.n // 8) * (problem.k // 8)
+    assert found.count("matrix memory") == found.count("simdgroup barrier") == 0
+    # Barriers come with splits and not with k.
+    assert found.count("barrier") == barriers(plan)
+    assert found.threadgroup_bytes == plan.threadgroup_bytes
+    scratch = found.of("scratch")
+    assert scratch.bank_cycles == scratch.accesses
 
 
 COUNTED = (
@@ -91,13 +80,24 @@ COUNTED = (
 """Every kind of codes, one plane and two, lanes with eight and with sixteen codes."""
 
 
-def ragged(
-    mode: str, bits: int, group_size: int, layout: str, *, m: int, n: int = 75
-) -> Plan:
-    """Chooses a plan of a product that ends inside a tile of k, if groups allow."""
+@sampled(5, 20)
+@pytest.mark.parametrize("m", [8, 13, 16])
+@pytest.mark.parametrize(
+    ("mode", "bits", "group_size", "layout"),
+    [
+        (mode, bits, group_size, layout)
+        for mode, bits, group_size in COUNTED
+        for layout in FORMATS[mode, bits].layouts
+    ],
+)
+def test_no_format_reads_weights_twice_or_needs_more_products_barriers_or_memory(
+    mode: str, bits: int, group_size: int, layout: str, m: int
+) -> None:
+    """The product ends inside a tile of k, if groups allow."""
+    packed = layout == "marlin"
     problem = Problem(
         m=m,
-        n=n,
+        n=75 if packed else 64,
         k=7 * FORMATS[mode, bits].k_multiple(group_size),
         group_size=group_size,
         bits=bits,
@@ -107,62 +107,16 @@ def ragged(
     )
     plan = planner.choose(problem, strategies.KNOWN_DEVICES[0])
     assert plan.kernel == "gemm_register"
-    return plan
-
-
-@sampled(2, 14)
-@pytest.mark.parametrize("m", [8, 13, 16])
-@pytest.mark.parametrize(("mode", "bits", "group_size"), COUNTED)
-def test_packed_weights_are_read_once_in_whole_lines(
-    mode: str, bits: int, group_size: int, m: int
-) -> None:
-    plan = ragged(mode, bits, group_size, "marlin", m=m)
-    problem = plan.problem
-
-    found = counters(plan).of("w")
-
-    # Tiles are stored whole along n; the last one is read to the end of k.
-    assert found.read_bytes == 96 * problem.k * bits // 8
-    assert found.repeated_read_bytes == 0
-    assert found.read_bytes / (128 * found.lines_128) >= 0.95
-
-
-@sampled(3, 12)
-@pytest.mark.parametrize("m", [8, 13, 16])
-@pytest.mark.parametrize(
-    ("mode", "bits", "group_size"),
-    [each for each in COUNTED if each in format_cases.OF_MLX],
-)
-def test_native_weights_are_read_once(
-    mode: str, bits: int, group_size: int, m: int
-) -> None:
-    plan = ragged(mode, bits, group_size, "mlx", m=m, n=64)
-
-    found = counters(plan).of("w")
-
-    assert found.read_bytes == plan.problem.code_bytes
-    assert found.repeated_read_bytes == 0
-
-
-@sampled(3, 16)
-@pytest.mark.parametrize("m", [8, 13])
-@pytest.mark.parametrize(
-    ("mode", "bits", "group_size", "layout"),
-    [
-        (mode, bits, group_size, layout)
-        for mode, bits, group_size in COUNTED
-        for layout in FORMATS[mode, bits].layouts
-    ],
-)
-def test_no_format_needs_more_products_barriers_or_memory(
-    mode: str, bits: int, group_size: int, layout: str, m: int
-) -> None:
-    plan = ragged(mode, bits, group_size, layout, m=m)
 
     found = counters(plan)
 
+    # Tiles are stored whole along n; the last one is read to the end of k.
+    words = found.of("w")
+    assert words.read_bytes == (96 if packed else 64) * problem.k * bits // 8
+    assert words.repeated_read_bytes == 0
+    assert not packed or words.read_bytes / (128 * words.lines_128) >= 0.95
     # 75 columns are ten row fragments of w: those past the last are left out.
-    assert found.count("matrix") == -(-m // 8) * 10 * (plan.problem.k // 8)
+    assert found.count("matrix") == -(-m // 8) * -(-problem.n // 8) * (problem.k // 8)
     assert found.count("matrix memory") == 0
     assert found.count("barrier") == barriers(plan)
     assert found.threadgroup_bytes == plan.threadgroup_bytes
@@ -202,41 +156,6 @@ def barriers(plan: Plan) -> int:
     return splits(plan) * (1 if plan.is_whole else 2)
 
 
-@sampled(2)
-@pytest.mark.parametrize("m", [8, 16, 32])
-@pytest.mark.parametrize("k", [512, 2048])
-def test_barriers_come_with_splits_and_not_with_k(m: int, k: int) -> None:
-    plan = chosen(m, k=k)
-
-    found = counters(plan)
-
-    assert found.count("barrier") == barriers(plan)
-    assert found.count("simdgroup barrier") == 0
-    assert found.threadgroup_bytes == plan.threadgroup_bytes
-
-
-def test_epilogues_have_no_bank_conflicts() -> None:
-    plan = chosen(8)
-
-    scratch = counters(plan).of("scratch")
-
-    assert scratch.bank_cycles == scratch.accesses
-
-
-@sampled(1)
-@pytest.mark.parametrize("m", [3, 11])
-def test_every_strategy_reads_each_weight_once_for_each_row_of_tiles(m: int) -> None:
-    problem = Problem(m=m, n=160, k=512)
-    for plan in strategies.one_of_each(problem):
-        found = counters(plan)
-
-        assert plan.m_tiles == (1 if m == 3 else 2)
-        assert found.of("w").read_bytes == plan.m_tiles * problem.code_bytes
-        assert found.count("barrier") == barriers(plan)
-        slots = found.of("out").written_bytes
-        assert slots == traffic_of_results(plan)
-
-
 def traffic_of_results(plan: Plan) -> int:
     """Returns the bytes that the splits of all tiles write."""
     problem = plan.problem
@@ -250,29 +169,18 @@ def traffic_of_results(plan: Plan) -> int:
 
 
 @drawn(
-    3, 12, case=strategies.cases(), seed=st.integers(0, 99), workers=st.integers(1, 2)
-)
-def test_no_plan_races_or_strays(
-    case: strategies.Case, seed: int, workers: int
-) -> None:
-    plan, x, native = case
-
-    with emulated(seed=seed, workers=workers, trace=True):
-        mx.eval(launcher.product(plan)(x, *stored(plan, native)))
-
-
-@drawn(
-    3,
-    8,
+    4,
+    16,
     plan=strategies.runnable_plans(max_k=256, formats=strategies.ANY_FORMAT),
     seed=st.integers(0, 99),
+    workers=st.integers(1, 2),
 )
-def test_no_plan_of_any_format_races_or_strays(plan: Plan, seed: int) -> None:
+def test_no_plan_races_or_strays(plan: Plan, seed: int, workers: int) -> None:
     problem = plan.problem
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=seed)
     weight = drawn_arrays.weight_of(problem, seed=seed)
 
-    with emulated(seed=seed, trace=True):
+    with emulated(seed=seed, workers=workers, trace=True):
         format_cases.run(plan, x, weight)
 
 
@@ -289,21 +197,22 @@ RAGGED = {
 @pytest.mark.parametrize("problem", RAGGED.values(), ids=RAGGED)
 def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> None:
     """In trace mode; what a reduce reads is checked too."""
-    epilogue = Epilogue(bias=True, activation="silu", multiply=True, residual=True)
     x, native = drawn_arrays.arrays(problem, seed=4)
     finish = drawn_arrays.finish_arrays(problem, seed=5)
-    for fused in (False, True):
-        asked = replace(problem, epilogue=epilogue) if fused else problem
+    for asked in (problem, replace(problem, epilogue=EVERYTHING)):
         for plan in strategies.one_of_each(asked, reduction=reduction):
-            weight = stored(plan, native)
             with emulated(trace=True):
-                y = launcher.product(plan)(x, *weight, *(finish if fused else ()))
-                mx.eval(y)
+                drawn_arrays.run(plan, x, native, *finish)
 
 
-def stored(plan: Plan, native: drawn_arrays.Native) -> drawn_arrays.Native:
-    """Packs a weight if the plan wants it so."""
-    if plan.problem.layout == "mlx":
-        return native
-    packed = pack(*native, group_size=plan.problem.group_size)
-    return packed.words, packed.scales, packed.scales
+@sampled(1)
+@pytest.mark.parametrize("m", [3, 11])
+def test_every_strategy_reads_each_weight_once_for_each_row_of_tiles(m: int) -> None:
+    problem = Problem(m=m, n=160, k=512)
+    for plan in strategies.one_of_each(problem):
+        found = counters(plan)
+
+        assert plan.m_tiles == (1 if m == 3 else 2)
+        assert found.of("w").read_bytes == plan.m_tiles * problem.code_bytes
+        assert found.count("barrier") == barriers(plan)
+        assert found.of("out").written_bytes == traffic_of_results(plan)

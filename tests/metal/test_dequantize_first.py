@@ -66,34 +66,24 @@ def assert_close(y: mx.array, x: mx.array, weight: Weight, transposed: bool) -> 
 
 
 @emulator_only
-@drawn(6, 30, plan=dequantize_plans(), seed=st.integers(0, 2**16))
-def test_a_product_with_a_decoded_weight_is_right(
+@drawn(6, 36, plan=dequantize_plans(), seed=st.integers(0, 2**16))
+def test_a_weight_is_decoded_once_and_its_product_is_right(
     plan: DequantizePlan, seed: int
 ) -> None:
     x, weight = operands(plan, seed=seed)
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
     y = launcher.dequantized_product(plan)(x, *arguments)
+    decoded = oracles.exact(launches.dequantized(plan)(*arguments))
 
     assert y.dtype == x.dtype
     assert_close(y, x, weight, plan.transposed)
-
-
-@emulator_only
-@drawn(3, 20, plan=dequantize_plans(), seed=st.integers(0, 2**16))
-def test_a_decoded_weight_is_rounded_once(plan: DequantizePlan, seed: int) -> None:
-    weight = drawn_arrays.weight_of(plan.problem, seed=seed)
-    dtype = plan.problem.dtype
-    arguments = format_cases.arguments(weight, plan.problem.layout)
-
-    decoded = oracles.exact(launches.dequantized(plan)(*arguments))
-
     scale, value, bias = map(np.abs, weight.parts)
     # A sum of two in float32, of which a zero point's is itself a product.
     sums = 2.0**-23 * (scale * value + bias)
-    rounding = oracles.ROUNDING[dtype] * np.abs(weight.decoded)
+    rounding = oracles.ROUNDING[plan.problem.dtype] * np.abs(weight.decoded)
     off = np.abs(decoded - weight.decoded)
-    assert np.all(off <= sums + rounding + oracles.SMALLEST[dtype])
+    assert np.all(off <= sums + rounding + oracles.SMALLEST[plan.problem.dtype])
 
 
 def blanks(plan: DequantizePlan) -> list[mx.array]:
@@ -260,38 +250,29 @@ def large(rows: int) -> tuple[mx.array, tuple[mx.array, ...]]:
     return x, (w, factors, factors)
 
 
-@pytest.mark.parametrize("rows", [16, 2048])
+@pytest.mark.parametrize(
+    ("name", "rows"), [(None, 16), (None, 2048), ("metal", 2048), ("emulator", 2048)]
+)
 def test_on_a_mac_many_rows_are_multiplied_by_decoded_weights(
     backend: Choose,
     monkeypatch: pytest.MonkeyPatch,
     decoded: list[DequantizePlan],
+    name: str | None,
     rows: int,
 ) -> None:
     pretend_a_mac(backend, monkeypatch)
+    backend(name)
     x, native = large(rows)
 
     assert mlx_marlin.why_not(x, *native) is None
 
-    # Rows enough, or none; a native weight has no way back of its own.
-    assert [each.problem.m for each in decoded] == [2048] * (rows == 2048)
+    # Rows enough, or none; who forces a back end sees our kernels run.
+    is_decoded = rows == 2048 and name is None
+    assert [each.problem.m for each in decoded] == [2048] * is_decoded
     assert all(each.transposed for each in decoded)
-
-
-@pytest.mark.parametrize("name", ["metal", "emulator"])
-def test_who_forces_a_back_end_sees_our_kernels_run(
-    backend: Choose,
-    monkeypatch: pytest.MonkeyPatch,
-    decoded: list[DequantizePlan],
-    name: str,
-) -> None:
-    pretend_a_mac(backend, monkeypatch)
-    backend(name)
-    x, native = large(2048)
-
-    assert mlx_marlin.why_not(x, *native) is None
-
-    assert decoded == []
-    assert [each.problem.m for each in launcher.plans_built()] == [2048]
+    assert [each.problem.m for each in launcher.plans_built()] == (
+        [] if is_decoded else [rows]
+    )
 
 
 @pytest.mark.parametrize("transpose", [True, False])

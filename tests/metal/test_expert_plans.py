@@ -227,72 +227,42 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
         planned()
 
 
-@sampled(1)
+@sampled(3, 12)
 @emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_each_weight_is_read_once_for_all_rows_that_chose_it(layout: str) -> None:
-    native = weights(4, 64, "affine", 4, 64, mx.float16)
-    packed = pack(*native)
-    stored = (packed.words, packed.scales, packed.scales)
-    x = mx.random.normal((8, K)).astype(mx.float16)
-    plan = MetalGatherPlan(
-        gather=GatherProblem(problem=Problem(m=8, n=64, k=K, layout=layout), experts=4),
-        fragments_m=1,
-        simdgroups_m=1,
-        simdgroups_k=2,
-        dot_rows=2,
-        operand="offset",
-    )
-    sources = mx.arange(8, dtype=mx.uint32)
-    chosen = mx.array([1, 3, 1, 1, 3, 3, 3, 1], mx.uint32)
-    weight = native if layout == "mlx" else stored
-
-    counters = metal_emulator.trace(
-        launcher.gather_product(plan), x, *weight, chosen, sources
-    )
-
-    read = counters[0].of("w")
-    assert read.read_bytes == 2 * 64 * K // 2  # two of four experts were chosen
-    assert read.repeated_read_bytes == 0
-    scales = 2 * 64 * (K // 64) * 2
-    assert counters[0].of("scales").read_bytes == scales * (1 + (layout == "marlin"))
-
-
-FEW = [1, 2, 0, 2, 1, 2]
-"""Experts that one row chose, two rows and three."""
-
-
-@sampled(2)
-@emulator_only
 @pytest.mark.parametrize(("simdgroups_m", "simdgroups_k"), [(1, 4), (2, 2)])
 @pytest.mark.parametrize("dot_rows", [0, 1, 2])
-def test_an_expert_of_few_rows_costs_no_matrix_product(
-    dot_rows: int, simdgroups_m: int, simdgroups_k: int
+def test_a_weight_is_read_once_for_the_rows_that_chose_it_few_by_dot_products(
+    dot_rows: int, simdgroups_m: int, simdgroups_k: int, layout: str
 ) -> None:
-    packed = pack(*weights(4, 64, "affine", 4, 64, mx.bfloat16))
+    native = weights(4, 64, "affine", 4, 64, mx.bfloat16)
+    problem = Problem(
+        m=6, n=64, k=K, layout=layout, dtype="bfloat16", scale_dtype="bfloat16"
+    )
     plan = MetalGatherPlan(
-        gather=GatherProblem(
-            problem=Problem(m=6, n=64, k=K, layout="marlin", dtype="bfloat16"),
-            experts=4,
-        ),
+        gather=GatherProblem(problem=problem, experts=4),
         fragments_m=1,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         dot_rows=dot_rows,
         operand="exact",
     )
+    packed = pack(*native)
+    stored = (packed.words, packed.scales, packed.scales)
+    weight = native if layout == "mlx" else stored
     x = mx.random.normal((6, K)).astype(mx.bfloat16)
-    pairs = mx.array(FEW, mx.uint32), mx.arange(6, dtype=mx.uint32)
-    weight = packed.words, packed.scales, packed.scales
+    # Three experts, that one row chose, two rows and three, and one of nobody's.
+    pairs = mx.array([1, 2, 0, 2, 1, 2], mx.uint32), mx.arange(6, dtype=mx.uint32)
 
-    counters = metal_emulator.trace(launcher.gather_product(plan), x, *weight, *pairs)[
-        0
-    ]
+    (found, *_) = metal_emulator.trace(
+        launcher.gather_product(plan), x, *weight, *pairs
+    )
 
-    read = counters.of("w")
-    assert read.read_bytes == 3 * 64 * K // 2  # nobody chose one of four experts
-    assert read.repeated_read_bytes == 0
-    assert counters.count("matrix") == (3 - dot_rows) * (64 // 8) * (K // 8)
+    assert found.of("w").read_bytes == 3 * 64 * K // 2
+    assert found.of("w").repeated_read_bytes == 0
+    scales = 3 * 64 * (K // 64) * 2
+    assert found.of("scales").read_bytes == scales * (1 + (layout == "marlin"))
+    assert found.count("matrix") == (3 - dot_rows) * (64 // 8) * (K // 8)
 
 
 def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:

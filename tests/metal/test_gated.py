@@ -75,7 +75,7 @@ def gated_plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@drawn(5, 24, plan=gated_plans(), seed=st.integers(0, 2**16))
+@drawn(3, 24, plan=gated_plans(), seed=st.integers(0, 2**16))
 def test_every_plan_gates_its_product(plan: Plan, seed: int) -> None:
     assert_gated(plan, seed)
 
@@ -112,6 +112,7 @@ def test_traced_twice_in_any_order_the_bits_are_the_same(m: int, layout: str) ->
             assert mx.array_equal(first, drawn_arrays.run(plan, x, native, x, x, x))
 
 
+@sampled(2)
 @emulator_only
 @pytest.mark.parametrize("m", [1, 2, 8])
 def test_a_launch_reads_each_weight_once(m: int) -> None:
@@ -173,11 +174,8 @@ def test_the_guard_checks_the_same_instance(m: int, layout: str) -> None:
         assert small.problem.epilogue.gated
     if m < 40:
         assert known_answers.fault_of(plan) is None
-
-
-def test_a_ragged_half_is_checked_by_a_ragged_half() -> None:
-    plan = planner.make(problem_of(8, 2 * 1001, k=512), device=DEVICE)
-    assert [small.problem.columns for small in miniatures(plan)] == [51]
+    ragged = planner.make(problem_of(8, 2 * 1001, k=512), device=DEVICE)
+    assert [small.problem.columns for small in miniatures(ragged)] == [51]
 
 
 @given(

@@ -1,9 +1,9 @@
 """`gemm_tensor` against float64, in trace mode where the emulator runs it."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import LAYOUTS
 from support import drawn_arrays, format_cases, oracles, strategies
+from support.drawn_arrays import another_schedule
 from support.finished_products import EVERYTHING, assert_finished
 from support.format_cases import Variant
 from support.format_oracle import assert_close
@@ -33,18 +34,6 @@ pytestmark = pytest.mark.skipif(
 M5_MAX = named("Apple M5 Max")
 ROWS = (1, 5, 8, 9, 16, 17, 24, 31, 32, 33, 40, 64, 70)
 DTYPES = ("float16", "bfloat16")
-
-
-def traced(seed: int, trace: bool = True) -> AbstractContextManager[object]:
-    """Sets the emulator's order of threadgroups, and whether it looks for races.
-
-    Elsewhere it does nothing.
-    """
-    if selection.backend() != "emulator":
-        return nullcontext()
-    import metal_emulator
-
-    return metal_emulator.emulated(seed=seed, trace=trace)
 
 
 def tensor_plan(problem: Problem, **overrides: object) -> Plan:
@@ -87,9 +76,9 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
 
     # Variants that cover every pair of values are traced; others compile faster.
     trace = variant in format_cases.VARIANTS
-    with traced(seed=1, trace=trace):
+    with another_schedule(1, trace=trace):
         y = format_cases.run(plan, x, weight)
-    with traced(seed=2, trace=trace):
+    with another_schedule(2, trace=trace):
         again = format_cases.run(plan, x, weight)
 
     assert_close(y, x, weight, operand=plan.operand, dtype=dtype)
@@ -134,15 +123,7 @@ def test_all_strategies_give_the_same_integers(m: int, layout: str, dtype: str) 
     problem = Problem(
         m=m, n=150, k=11 * 64, dtype=dtype, scale_dtype=dtype, layout=layout
     )
-    draw = np.random.default_rng(problem.n)
-    x = mx.array(draw.integers(-8, 9, (m, problem.k)).astype(np.float32))
-    x = x.astype(getattr(mx, dtype))
-    _, (w, *_) = drawn_arrays.arrays(problem, seed=1)
-    shape = (problem.n, problem.groups)
-    # Sums of sixteenths below 2^20 are exact in float32, whatever their order.
-    scales = mx.array(draw.integers(-4, 5, shape) / 16, getattr(mx, dtype))
-    biases = mx.array(draw.integers(-8, 9, shape) / 16, getattr(mx, dtype))
-    weight = format_cases.Weight("affine", 4, 64, (w, scales, biases))
+    x, native, expected = drawn_arrays.integer_arrays(problem)
     divisions: tuple[dict[str, object], ...] = (
         {"strategy": "data_parallel"},
         {"strategy": "stripe", "num_threadgroups": 3},
@@ -151,13 +132,12 @@ def test_all_strategies_give_the_same_integers(m: int, layout: str, dtype: str) 
         {"strategy": "stream_k", "num_threadgroups": 7, "minimum": 1},
         {"strategy": "hybrid", "num_threadgroups": 7, "whole": 2, "minimum": 1},
     )
-    expected = (oracles.exact(x) @ weight.decoded.T).astype(np.float32)
 
     for overrides in divisions:
-        with traced(seed=3):
-            y = format_cases.run(tensor_plan(problem, **overrides), x, weight)
+        with another_schedule(3, trace=m > 32):
+            y = drawn_arrays.run(tensor_plan(problem, **overrides), x, native)
 
-        rounded = mx.array(expected).astype(getattr(mx, dtype))
+        rounded = mx.array(expected.astype(np.float32)).astype(y.dtype)
         np.testing.assert_array_equal(oracles.exact(y), oracles.exact(rounded))
 
 
@@ -186,21 +166,17 @@ def test_results_in_parts_are_those_of_the_whole() -> None:
     assert mx.array_equal(mx.concatenate([*parts], axis=-1), whole)
 
 
-def test_a_batch_is_as_many_products() -> None:
+@sampled(1, 2)
+@pytest.mark.parametrize("k_parallel", [2, 1])
+def test_a_batch_is_as_many_products(k_parallel: int) -> None:
     problem = Problem(m=18, n=70, k=192, batch=3)
     x, native = drawn_arrays.arrays(problem, seed=5)
+    plan = tensor_plan(problem, strategy="split_k", k_parallel=k_parallel)
 
-    for split in (
-        {"strategy": "data_parallel"},
-        {"strategy": "split_k", "k_parallel": 2},
-    ):
-        y = drawn_arrays.run(tensor_plan(problem, **split), x, native)
+    y = drawn_arrays.run(plan, x, native)
 
-        for index in range(problem.batch):
-            one = oracles.product(
-                x[index], *(each[index] for each in native), group_size=64
-            )
-            assert oracles.error(y[index], one) < oracles.TOLERANCES["float16"]
+    for found, one in zip(y, oracles.product(x, *native, group_size=64), strict=True):
+        assert oracles.error(found, one) < oracles.TOLERANCES["float16"]
 
 
 def test_rows_do_not_depend_on_other_rows() -> None:
@@ -213,6 +189,11 @@ def test_rows_do_not_depend_on_other_rows() -> None:
     for m in (1, 9, 16, 23, 39):
         plan = tensor_plan(replace(problem, m=m), **fixed)
         assert mx.array_equal(format_cases.run(plan, x[:m], weight), of_all[:m])
+    x[5, 77] = mx.nan
+    after = format_cases.run(tensor_plan(problem, **fixed), x, weight)
+    assert mx.isnan(after[5]).all()
+    assert mx.array_equal(after[:5], of_all[:5])
+    assert mx.array_equal(after[6:], of_all[6:])
 
 
 @sampled(1, 3)
@@ -251,6 +232,7 @@ def test_two_operations_a_simdgroup_give_the_bits_of_one(
     assert_close(two, x, weight, operand=plans[1].operand, dtype=dtype)
 
 
+@sampled(2, 4)
 @pytest.mark.parametrize(("dtype", "largest"), [("float16", 65504), ("bfloat16", 1e36)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_activations_of_any_size_are_kept_as_they_are(
@@ -283,20 +265,7 @@ def test_activations_of_any_size_are_kept_as_they_are(
     assert_close(y, x, weight, operand=plan.operand, dtype=dtype)
 
 
-def test_a_row_that_is_not_finite_stays_alone() -> None:
-    problem = Problem(m=12, n=40, k=256)
-    weight = drawn_arrays.weight_of(problem, seed=10)
-    x = format_cases.activations(12, 256, dtype="float16", seed=11)
-    before = format_cases.run(tensor_plan(problem), x, weight)
-    x[5, 77] = mx.nan
-
-    after = format_cases.run(tensor_plan(problem), x, weight)
-
-    assert mx.isnan(after[5]).all()
-    others = mx.array([row for row in range(12) if row != 5])
-    assert mx.array_equal(before[others], after[others])
-
-
+@sampled(2, 5)
 @emulator_only
 @pytest.mark.parametrize(
     ("m", "fragments_m", "along_m", "along_k"),
@@ -344,24 +313,18 @@ def test_another_layout_of_operands_gives_other_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("problem", "message"),
+    ("fields", "overrides", "message"),
     [
-        (Problem(m=8, n=64, k=64, dtype="float32"), "round float32"),
-        (
-            Problem(m=8, n=64, k=64, mode="affine", group_size=16, layout="marlin"),
-            "no half holds",
-        ),
+        ({"dtype": "float32"}, {}, "round float32"),
+        ({"group_size": 16, "layout": "marlin"}, {}, "no half holds"),
+        ({}, {"strategy": "hytis"}, "gemm_tensor"),
+        ({}, {"fragments_m": 1}, "gemm_tensor"),
+        ({}, {"fragments_m": 3}, "gemm_tensor"),
     ],
 )
-def test_products_without_half_operands_are_refused(
-    problem: Problem, message: str
+def test_what_has_no_tensor_product_is_refused(
+    fields: dict[str, Any], overrides: dict[str, object], message: str
 ) -> None:
+    problem = Problem(**{"m": 8, "n": 640, "k": 64, **fields})
     with pytest.raises(ValueError, match=message):
-        tensor_plan(problem)
-
-
-def test_wide_tiles_and_other_fragments_are_refused() -> None:
-    problem = Problem(m=8, n=640, k=64)
-    for overrides in ({"strategy": "hytis"}, {"fragments_m": 1}, {"fragments_m": 3}):
-        with pytest.raises(ValueError, match="gemm_tensor"):
-            tensor_plan(problem, **overrides)
+        tensor_plan(problem, **overrides)

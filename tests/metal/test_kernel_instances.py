@@ -111,18 +111,11 @@ def test_formats_have_instances_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_experiments_are_listed_on_request(asked: bool) -> None:
-    listed = mlx_marlin.variants(mode="mxfp4", dtype="float16", experiments=asked)
+def test_a_wish_narrows_the_list_and_asks_for_experiments(asked: bool) -> None:
+    form = {"mode": "mxfp4", "dtype": "bfloat16", "layout": "marlin"}
+    few = [each.plan for each in mlx_marlin.variants(**form, experiments=asked)]
 
-    assert ("gemm_staged" in {each.plan.kernel for each in listed}) == asked
-
-
-def test_a_wish_narrows_the_list() -> None:
-    few = mlx_marlin.variants(mode="mxfp4", dtype="bfloat16", layout="marlin")
-    problems = {each.plan.problem for each in few}
-
-    assert problems
-    for problem in problems:
-        known = problem.mode, problem.dtype, problem.layout
-        assert known == ("mxfp4", "bfloat16", "marlin")
+    assert ("gemm_staged" in {plan.kernel for plan in few}) == asked
+    found = {(p.mode, p.dtype, p.layout) for p in (plan.problem for plan in few)}
+    assert found == {("mxfp4", "bfloat16", "marlin")}
     assert [*mlx_marlin.variants(mode="mxfp5")] == []

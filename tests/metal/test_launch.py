@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import metal_emulator
 import mlx_marlin
@@ -64,6 +65,7 @@ def kernel_calls(plan: Plan) -> list[Node]:
 def blanks(problem: Problem) -> list[mx.array]:
     """Makes arguments of a product, never evaluated."""
     dtype, scale_dtype = getattr(mx, problem.dtype), getattr(mx, problem.scale_dtype)
+    several = problem.result_shape[:-2]
     words: tuple[int, ...] = (problem.n, problem.k * problem.bits // 32)
     scales: tuple[int, ...] = (problem.n, problem.groups)
     if problem.layout == "marlin":
@@ -71,22 +73,15 @@ def blanks(problem: Problem) -> list[mx.array]:
         words = (n // 32, k // 64, 64 * problem.bits)
         stored = 32 * problem.format.parameters
         scales = (n // 32, -(-k // problem.group_size), stored)
+    result = problem.result_shape
+    finish = () if problem.epilogue == PLAIN else (result[-1:], result, result)
     return [
-        mx.zeros((problem.m, problem.k), dtype),
-        mx.zeros(words, mx.uint32),
-        mx.zeros(scales, scale_dtype),
-        mx.zeros(scales, scale_dtype),
-        *finish(problem),
+        mx.zeros((*several, problem.m, problem.k), dtype),
+        mx.zeros((*several, *words), mx.uint32),
+        mx.zeros((*several, *scales), scale_dtype),
+        mx.zeros((*several, *scales), scale_dtype),
+        *(mx.zeros(shape, dtype) for shape in finish),
     ]
-
-
-def finish(problem: Problem) -> list[mx.array]:
-    """Makes an epilogue's arrays, if there is one."""
-    if problem.epilogue == PLAIN:
-        return []
-    result = (problem.m, problem.n)
-    dtype = getattr(mx, problem.dtype)
-    return [mx.zeros(shape, dtype) for shape in (result[1:], result, result)]
 
 
 def arguments_of(node: Node) -> list[str]:
@@ -98,14 +93,17 @@ def arguments_of(node: Node) -> list[str]:
 
 PLANS = strategies.plans(
     of=strategies.problems(
-        max_k=1024, formats=strategies.ANY_FORMAT, epilogues=strategies.EPILOGUES
+        max_k=1024,
+        formats=strategies.ANY_FORMAT,
+        epilogues=strategies.EPILOGUES,
+        batches=st.integers(1, 3),
     )
 )
 
 
 @pytest.mark.usefixtures("metal")
 @given(plan=PLANS)
-@settings(max_examples=60)
+@settings(max_examples=80)
 def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     problem = plan.problem
 
@@ -113,37 +111,26 @@ def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
 
     # MLX zeroes atomic sums inside the call that adds to them, by one dispatch more.
     assert len(calls) == plan.dispatches - (plan.reduction == "atomic")
+    assert len(calls) == 1 + plan.needs_second_pass
     first, last = calls[0], calls[-1]
-    result = ((problem.m, problem.n), getattr(mx, problem.dtype))
+    result = (problem.result_shape, getattr(mx, problem.dtype))
     assert [each[1:] for each in last.outputs] == [result]
     assert first.grid == (plan.num_threadgroups * plan.threads, 1, 1)
     assert first.threadgroup == (plan.threads, 1, 1)
     sums = plan.workspace_shape if plan.reduction == "workspace" else result[0]
     dtype = mx.float32 if plan.is_split else result[1]
-    assert [each[1:] for each in first.outputs] == [(sums, dtype)]
-    assert len(calls) == 1 + plan.needs_second_pass
+    assert [(prod(each[1]), each[2]) for each in first.outputs] == [(prod(sums), dtype)]
     if plan.needs_second_pass:
         if prod(sums) >= kernels.IN_CONSTANT:
             assert last.inputs[0] == first.outputs[0]
-        assert last.grid == (-(-problem.m // 4) * problem.n, 1, 1)
+        threads = problem.batch * -(-problem.m // 4) * problem.n
+        assert last.grid == (threads, 1, 1)
         assert prod(last.threadgroup) <= 256
+    assert_only_numbers_are_constants(plan, calls)
+    assert_templates_are_the_plans(plan, calls)
 
 
-def spaces_of(node: Node) -> dict[str, str]:
-    """Returns the address space of each buffer."""
-    return {
-        each.split("* ")[-1].split()[0]: "constant" if "constant" in each else "device"
-        for each in arguments_of(node)
-        if "[[buffer" in each
-    }
-
-
-@pytest.mark.usefixtures("metal")
-@given(plan=PLANS)
-@settings(max_examples=60)
-def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
-    calls = kernel_calls(plan)
-
+def assert_only_numbers_are_constants(plan: Plan, calls: Sequence[Node]) -> None:
     numbers = dict.fromkeys(("shape", "schedule"), "constant")
     finishing: dict[str, str] = {}
     if plan.problem.epilogue != PLAIN:
@@ -162,35 +149,16 @@ def test_only_numbers_arrive_as_constants(plan: Plan) -> None:
     assert ("atomic<float>" in out) == (plan.reduction == "atomic")
 
 
-@pytest.mark.usefixtures("metal")
-@pytest.mark.parametrize("reduction", ["workspace", "atomic"])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (7, 1)])
-def test_few_partial_sums_are_no_constants(
-    m: int, n: int, reduction: Reduction
-) -> None:
-    problem = Problem(m=m, n=n, k=256)
-    plan = planner.make(problem, strategy="split_k", k_parallel=2, reduction=reduction)
-
-    _, finish = kernel_calls(plan)
-
-    assert spaces_of(finish)["partials"] == "device"
+def spaces_of(node: Node) -> dict[str, str]:
+    """Returns the address space of each buffer."""
+    return {
+        each.split("* ")[-1].split()[0]: "constant" if "constant" in each else "device"
+        for each in arguments_of(node)
+        if "[[buffer" in each
+    }
 
 
-def instance(values: Mapping[str, arguments.TemplateValue]) -> str:
-    """Returns how MLX spells template arguments."""
-    metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
-    return ", ".join(
-        metal[value] if isinstance(value, str) else str(int(value))
-        for value in values.values()
-    )
-
-
-@pytest.mark.usefixtures("metal")
-@given(plan=PLANS)
-@settings(max_examples=60)
-def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
-    calls = kernel_calls(plan)
-
+def assert_templates_are_the_plans(plan: Plan, calls: Sequence[Node]) -> None:
     templates = [
         metal_arguments.product_template(plan),
         metal_arguments.reduce_template(plan),
@@ -203,6 +171,29 @@ def test_the_template_arguments_are_the_plans(plan: Plan) -> None:
         assert declared is not None
         names = [each.split()[-1] for each in declared[1].split(", ")]
         assert names == [*template]
+
+
+def instance(values: Mapping[str, arguments.TemplateValue]) -> str:
+    """Returns how MLX spells template arguments."""
+    metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
+    return ", ".join(
+        metal[value] if isinstance(value, str) else str(int(value))
+        for value in values.values()
+    )
+
+
+@pytest.mark.usefixtures("metal")
+@pytest.mark.parametrize("reduction", ["workspace", "atomic"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 3), (7, 1)])
+def test_few_partial_sums_are_no_constants(
+    m: int, n: int, reduction: Reduction
+) -> None:
+    problem = Problem(m=m, n=n, k=256)
+    plan = planner.make(problem, strategy="split_k", k_parallel=2, reduction=reduction)
+
+    _, finish = kernel_calls(plan)
+
+    assert spaces_of(finish)["partials"] == "device"
 
 
 @pytest.fixture
@@ -285,30 +276,22 @@ def test_the_emulators_factory_takes_the_same_calls(
 def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     recorder: Recorder,
 ) -> None:
-    problem = Problem(m=1, n=1, k=32, group_size=32)
-    x, w, scales, biases = blanks(problem)
+    affine = Problem(m=1, n=1, k=32, group_size=32)
+    form = {"group_size": 32, "bits": 8, "mode": "mxfp8", "scale_dtype": "uint8"}
+    for problem in (affine, Problem(m=1, n=3, k=64, **form)):
+        x, w, scales, biases = blanks(problem)
+        launcher.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
 
-    launcher.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
-
-    _, w, scales, biases, shape, schedule = recorder.called[0]["inputs"]
+    of_affine, of_bytes = (each["inputs"] for each in recorder.called)
+    _, w, scales, biases, shape, schedule = of_affine
     assert w.tolist() == [3] * 4 + [0] * 4
     assert scales.tolist() == [2] + [0] * 7
     assert biases.tolist() == [1] + [0] * 7
     assert shape.tolist() == [1, 1, 32, 1, 1, 1, 0]
     assert schedule.tolist() == [1, 1, 1, 1, 1, 0, 1]
-
-
-def test_so_are_few_scales_of_one_byte(recorder: Recorder) -> None:
-    problem = Problem(
-        m=1, n=3, k=64, group_size=32, bits=8, mode="mxfp8", scale_dtype="uint8"
-    )
-    x, w, scales, _ = blanks(problem)
-
-    launcher.product(planner.make(problem))(x, w, scales + 2, scales + 2)
-
-    _, w, scales, biases, *_ = recorder.called[0]["inputs"]
+    _, w, scales, *_ = of_bytes
     assert w.shape == (3, 16)
-    assert scales.tolist() == biases.tolist() == [2] * 6 + [0] * 2
+    assert scales.tolist() == [2] * 6 + [0] * 2
     assert scales.dtype == mx.uint8
 
 
@@ -406,6 +389,7 @@ def machine(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 )
 def test_what_the_machine_has_decides_otherwise(
     machine: Callable[..., None],
+    backend: Choose,
     has_metal: bool,
     has_cuda: bool,
     default: mx.DeviceType,
@@ -413,17 +397,10 @@ def test_what_the_machine_has_decides_otherwise(
 ) -> None:
     machine(has_metal, default, None, has_cuda)
 
-    assert selection.backend() == expected
-    assert selection.forced_backend() is None
-
-
-def test_an_empty_environment_variable_is_no_wish(
-    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine(False, mx.cpu, None)
-    monkeypatch.setenv(selection.ENVIRONMENT, "")
-
-    assert selection.backend() == "emulator"
+    for value in (None, ""):  # an empty value is no wish
+        backend(value)
+        assert selection.backend() == expected
+        assert selection.forced_backend() is None
 
 
 def test_without_a_compiler_stock_answers_after_one_warning(

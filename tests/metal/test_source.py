@@ -14,7 +14,7 @@ from mlx_marlin.backends.metal.operands import OPERANDS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
-from mlx_marlin.weights.formats import CODES, GROUP_SIZES, SUPER_BLOCK, TILE_K, TILE_N
+from mlx_marlin.weights.formats import CODES, SUPER_BLOCK, TILE_K, TILE_N
 from support import strategies
 
 KERNELS = ("gemv", "gemm_register", "gemm_staged", "gemm_tensor")
@@ -28,17 +28,9 @@ FILES = sorted(source.shader_folder().rglob("*.metal"))
 
 
 def test_the_shaders_lie_in_two_folders() -> None:
-    folders = {path.parent.name for path in FILES}
-
-    assert folders == {"kernels", "lib"}
+    assert {path.parent.name for path in FILES} == {"kernels", "lib"}
     kernels = {path.stem for path in FILES if path.parent.name == "kernels"}
-    of_products = {name + "_fused" * fused for name, fused in ALL}
-    of_products |= {"gemv_gated", "gemm_register_gated"}
-    of_products |= {"gemv_normed", "gemv_normed_gated", "gather_fused"}
-    assert kernels == of_products | {
-        *("dequantize", "gather", "pack", "unpack", "tensor_layout", "tensor_probe"),
-        *("add_norm", "combine", "operand_probe", "rotate_heads", "route"),
-    }
+    assert kernels == metal_source.BODIES.keys()
 
 
 def text_of(kernel: str, fused: bool) -> source.Source:
@@ -54,67 +46,6 @@ def is_fused(plan: Plan) -> bool:
 def test_every_shader_is_ascii(path: Path) -> None:
     # MLX hands the text to Metal as an ASCII string.
     assert path.read_bytes().isascii()
-
-
-DEPENDENCIES = {
-    "gemm_register": ("fragments",),
-    "gemm_staged": ("fragments", "staging"),
-    "gemm_tensor": ("tensor_fragments",),
-}
-
-
-@pytest.mark.parametrize(("kernel", "fused"), ALL)
-def test_a_kernel_is_its_body_with_the_libraries_before_it(
-    kernel: str, fused: bool
-) -> None:
-    text = text_of(kernel, fused)
-
-    folder = source.shader_folder()
-    body = kernel + "_fused" * fused
-    assert text.name == f"marlin_{body}"
-    own = (folder / "kernels" / f"{body}.metal").read_text()
-    assert text.source == metal_source.stripped(own)
-    libraries: tuple[str, ...] = (*metal_source.WEIGHT, "epilogue", "tiling")
-    libraries = (*libraries, *DEPENDENCIES.get(kernel, ()), kernel)
-    if kernel == "reduce":
-        libraries = ("work", "epilogue", "reduce")
-    included = metal_source.TENSOR_HEADER if kernel == "gemm_tensor" else ""
-    assert text.header == included + metal_source.header(libraries)
-    # A function of the kernel's own file has the line that it has there.
-    files = [(folder / "lib" / f"{name}.metal").read_text() for name in libraries]
-    function = f"METAL_FUNC void {kernel}("
-    lines = [0, *included.splitlines(), *"\n".join(files).splitlines()]
-    assert text.header.splitlines().index(function) == lines.index(function)
-    operands = ("partials",) if kernel == "reduce" else ("x", "w", "scales", "biases")
-    finish = ("bias", "multiplier", "residual", "parts") if fused else ()
-    assert text.input_names == (*operands, "shape", "schedule", *finish)
-    assert not text.atomic
-    assert text_of(kernel, fused) is text
-
-
-def test_the_kernel_of_plain_weights_reads_them_as_the_products_do() -> None:
-    text, product = (
-        metal_source.kernel_source("dequantize"),
-        metal_source.kernel_source("gemv"),
-    )
-
-    folder = source.shader_folder()
-    own = (folder / "kernels" / "dequantize.metal").read_text()
-    assert text.header == metal_source.header((*metal_source.WEIGHT, "dequantize"))
-    files = [
-        (folder / "lib" / f"{name}.metal").read_text()
-        for name in (*metal_source.WEIGHT, "dequantize")
-    ]
-    assert text.header.count("\n") == "\n".join(files).count("\n") + 2
-    decode = metal_source.stripped(files[metal_source.WEIGHT.index("values")]).split(
-        "}\n"
-    )[0]
-    assert decode in text.header
-    assert decode in product.header
-    assert text.source == metal_source.stripped(own)
-    assert text.name == "marlin_dequantize"
-    assert text.input_names == ("w", "scales", "biases", "shape")
-    assert not re.search(r"(w|scales|biases|shape)_(shape|strides|ndim)", text.source)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -155,59 +86,6 @@ def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
     weight = arguments.weight_template(plan.problem)
     assert_all_used(metal_source.kernel_source("dequantize").source, weight)
     assert weight.items() <= metal_arguments.product_template(plan).items()
-
-
-@given(plan=PLANS)
-def test_the_template_says_what_the_plan_says(plan: Plan) -> None:
-    template = metal_arguments.product_template(plan)
-
-    assert template["SIMDGROUPS_K"] == plan.simdgroups_k
-    assert template["TILES_N"] == plan.simdgroups_n
-    assert template["WHOLE"] == plan.is_whole
-    assert template["MODE"] == CODES.index(plan.problem.format.codes)
-    assert template["BITS"] == plan.problem.bits
-    group_size = plan.problem.group_size
-    assert template["GROUP"] == (0 if group_size not in GROUP_SIZES else group_size)
-    assert template["PACKED"] == (plan.problem.layout == "marlin")
-    if not plan.has_tensor_operations:
-        assert template["RAGGED"] == (plan.problem.n % 32 != 0)
-    assert template["OPERAND"] == OPERANDS.index(plan.operand)
-    if plan.kernel == "gemv":
-        assert template["ROWS"] == plan.problem.m
-    else:
-        rows = 8 * int(template["FRAGMENTS_M"]) * int(template["SIMDGROUPS_M"])
-        assert rows == plan.tile.m
-    assert template.get("BUFFERS", 0) == plan.buffers
-    assert template.get("LOADERS", 0) == plan.loaders
-    if plan.buffers:
-        assert template["FRAGMENT_BYTES"] == (4 if plan.problem.in_float else 2)
-
-
-FLAGS = ("BIAS", "ACTIVATION", "MULTIPLY", "RESIDUAL", "PARTS")
-
-
-@given(plan=PLANS)
-def test_an_epilogue_comes_once_and_last(plan: Plan) -> None:
-    first, last = (
-        metal_arguments.product_template(plan),
-        metal_arguments.reduce_template(plan),
-    )
-    epilogue = plan.problem.epilogue
-
-    finishing = first if plan.reduction == "none" else last
-    assert ("BIAS" in first) == is_fused(plan)
-    if plan.reduction != "none" or is_fused(plan):
-        assert finishing["T"] == plan.problem.dtype
-    if epilogue != PLAIN:
-        assert [finishing[flag] for flag in FLAGS] == [
-            epilogue.bias,
-            ACTIVATIONS.index(epilogue.activation),
-            epilogue.multiply,
-            epilogue.residual,
-            max(len(epilogue.parts), 1),
-        ]
-    elif plan.reduction != "none":
-        assert last["T"] == plan.problem.dtype
 
 
 def test_activations_have_the_numbers_of_the_shaders() -> None:

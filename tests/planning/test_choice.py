@@ -13,7 +13,7 @@ from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.cost.rates import level_seconds
 from mlx_marlin.backends.metal.cost.residency import product_registers
-from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.kernel_choice import default_kernel
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.operands import operand_of
@@ -142,39 +142,28 @@ def test_a_small_product_is_not_split_for_less_than_the_error_of_the_model() -> 
 
 
 @given(plans(of=problems(formats=ANY_FORMAT)), devices())
-def test_independent_launches_hide_the_dispatches(plan: Plan, chip: Device) -> None:
+def test_a_prediction_counts_dispatches_and_is_never_faster_than_memory(
+    plan: Plan, chip: Device
+) -> None:
     prediction = planner.predict(plan, chip)
 
-    each = level_seconds(chip)
     hidden = prediction.seconds - prediction.independent_seconds
-    assert hidden == pytest.approx(plan.dispatches * each)
-    assert f"{prediction.seconds * 1e6:.1f} us in a chain" in prediction.explain()
-    assert "us independently (model, not measured)" in prediction.explain()
-
-
-@given(plans(of=problems(formats=ANY_FORMAT)), devices())
-def test_a_prediction_is_never_faster_than_memory(plan: Plan, chip: Device) -> None:
-    prediction = planner.predict(plan, chip)
-
-    floor = plan.problem.bytes / (chip.bandwidth_gbs * 1e9)
-    assert prediction.seconds > floor
+    assert hidden == pytest.approx(plan.dispatches * level_seconds(chip))
+    assert prediction.seconds > plan.problem.bytes / (chip.bandwidth_gbs * 1e9)
     assert prediction.stretch >= 1 - 1e-9
     assert prediction.bound in {"memory", "issue", "loads"}
-    assert "model, not measured" in prediction.explain()
+    assert f"{prediction.seconds * 1e6:.1f} us in a chain" in prediction.explain()
+    assert "us independently (model, not measured)" in prediction.explain()
 
 
 @pytest.mark.parametrize(
     ("rows", "tile_m", "fragments_m", "simdgroups_m"),
     [
         (6, 8, 1, 1),
-        (8, 8, 1, 1),
         (9, 16, 2, 1),
         (16, 16, 2, 1),
         (17, 32, 2, 2),
-        (24, 32, 2, 2),
-        (25, 32, 2, 2),
         (33, 48, 2, 3),
-        (64, 64, 2, 4),
         (65, 64, 2, 4),
         (1000, 64, 2, 4),
     ],
@@ -190,30 +179,23 @@ def test_rows_choose_the_tile(
     assert plan.operand == ("least_offset" if fragments_m == 2 else "offset")
 
 
-@pytest.mark.parametrize("rows", [4, 16, 64])
-def test_plenty_of_tiles_are_computed_whole(rows: int) -> None:
-    plan = planner.choose(Problem(m=rows, n=40 * 32 * 8, k=4096), M3_MAX)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "is_split"),
+    [
+        (4, 10240, 4096, False),  # plenty of tiles are computed whole
+        (64, 10240, 4096, False),
+        (16, 256, 16384, True),  # few tiles and a long k: split over the cores
+        (8, 576, 576, False),  # a second dispatch would take as long as it saves
+    ],
+)
+def test_few_tiles_and_a_long_k_are_split(
+    m: int, n: int, k: int, is_split: bool
+) -> None:
+    plan = planner.choose(Problem(m=m, n=n, k=k), M3_MAX)
 
-    # Runs of whole tiles cost the same, less what a threadgroup does at first.
-    assert plan.strategy in ("data_parallel", "stripe")
-    assert not plan.is_split
-    assert plan.dispatches == 1
-
-
-def test_few_tiles_and_a_long_k_are_split_over_the_cores() -> None:
-    plan = planner.choose(Problem(m=16, n=256, k=16384), M3_MAX)
-
-    assert plan.m_tiles * plan.n_tiles == 8
-    assert plan.is_split
-    assert plan.num_threadgroups >= 40
-    assert plan.dispatches == 2
-
-
-def test_a_small_product_stays_in_one_dispatch() -> None:
-    plan = planner.choose(Problem(m=8, n=576, k=576), M3_MAX)
-
-    assert plan.dispatches == 1
-    assert plan.simdgroups_k > 1
+    assert plan.is_split == is_split
+    assert plan.dispatches == 1 + is_split
+    assert not is_split or plan.num_threadgroups >= 40
 
 
 WISHED = {
@@ -328,43 +310,19 @@ def test_streams_have_eight_trips_a_split_whatever_the_group_is(strategy: str) -
         assert plan.work.minimum == k_tiles
 
 
-def test_the_bits_of_an_invariant_product_are_planned_without_its_rows() -> None:
-    for chip in (*KNOWN_DEVICES, DEFAULT):
-        found = set()
-        for m in (1, 5, 8, 31, 64, 200):
-            problem = Problem(m=m, n=576, k=4096, invariant=True)
-            plan = planner.choose(problem, chip)
-            assert plan.work.strategy in ("data_parallel", "split_k")
-            assert plan.kernel == "gemm_register"
-            assert plan.operand == "exact"
-            found.add((plan.work.slices, plan.simdgroups_k))
-        assert len(found) == 1
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         ({"kernel": "gemv"}, "at most 5 rows"),
-        ({"kernel": "staged"}, "kernel='staged'"),
-        ({"strategy": "diagonal"}, "strategy='diagonal'"),
-        ({"reduction": "tree"}, "reduction='tree'"),
         ({"reduction": "workspace", "strategy": "data_parallel"}, "are not split"),
-        ({"fragments_m": 4}, "fragments_m=4"),
         ({"simdgroups_m": 0}, "m >= 1"),
-        ({"simdgroups_k": 0}, "simdgroups_k=0"),
-        ({"simdgroups_k": 16}, "simdgroups_k=16"),
-        ({"k_parallel": 0}, "k_parallel=0"),
         ({"k_parallel": 99}, "k_parallel=99"),
-        ({"num_threadgroups": 0}, "num_threadgroups=0"),
         ({"strategy": "data_parallel", "num_threadgroups": 3}, "num_threadgroups=3"),
         ({"strategy": "data_parallel", "k_parallel": 2}, "k_parallel=2"),
         ({"strategy": "stream_k", "k_parallel": 2}, "does not take k_parallel=2"),
         ({"strategy": "stripe", "groups": 2}, "does not take groups=2"),
         ({"k_parallel": 2, "minimum": 3}, "no strategy takes all of k_parallel, min"),
         ({"strategy": "hybrid", "whole": 8}, "whole=8"),
-        ({"strategy": "stream_k", "minimum": 0}, "minimum=0"),
-        ({"strategy": "stream_k", "groups": 3}, "groups=3"),
-        ({"simdgroups_n": 3, "simdgroups_k": 4}, "simdgroups_n=3"),
         ({"simdgroups_n": 8}, "whole=1 tiles of simdgroups_n=8 leave no narrow ones"),
         ({"simdgroups_n": 2, "simdgroups_k": 1}, "simdgroups_n=2"),
         ({"simdgroups_n": 0}, "simdgroups_n=0 must be at least 1"),
@@ -407,19 +365,30 @@ def test_a_table_is_as_wide_as_it_may_be_and_loses_no_word(
         assert cell in text
 
 
-def test_one_row_stays_with_stock() -> None:
-    reason = planner.stock_reason(Problem(m=1, n=4096, k=4096), M3_MAX)
+@pytest.mark.parametrize(
+    ("chip", "m", "n", "words"),
+    [
+        ("M3 Max", 1, 4096, "1 row is bound by reading the weight, 25.6 us by the mod"),
+        ("M3 Max", 8, 4096, None),
+        ("M3 Max", 16, 4096, None),
+        ("M3 Max", 32, 4096, "the model gives our kernels"),
+        # Without a measurement the model decides.
+        ("M1 Max", 4, 17408, None),
+        ("M5 Max", 4, 17408, "the model gives our kernels"),
+        # A larger margin holds where stock uses matrices, and on an Ultra.
+        ("M5 Max", 32, 151936, "leaving it takes 1.30"),
+        ("M3 Ultra", 5, 17408, "leaving it takes 1.70"),
+        ("M3 Ultra", 6, 17408, "leaving it takes 1.70"),
+        ("M3 Ultra", 8, 17408, None),
+    ],
+)
+def test_stock_serves_where_the_model_sees_no_gain(
+    chip: str, m: int, n: int, words: str | None
+) -> None:
+    problem = Problem(m=m, n=n, k=4096 if n == 4096 else 5120)
+    reason = planner.stock_reason(problem, Device.named(chip))
 
-    assert reason is not None
-    assert "1 row is bound by reading the weight, 25.6 us by the model" in reason
-
-
-@pytest.mark.parametrize(("rows", "ours"), [(8, True), (16, True), (32, False)])
-def test_stock_serves_where_the_model_sees_no_gain(rows: int, ours: bool) -> None:
-    reason = planner.stock_reason(Problem(m=rows, n=4096, k=4096), M3_MAX)
-
-    assert (reason is None) == ours
-    assert ours or "the model gives our kernels" in (reason or "")
+    assert words in str(reason) if words else reason is None
 
 
 @pytest.mark.parametrize("chip", ["M3", "M3 Max", "M4", "M4 Pro", "M4 Max"])
@@ -449,14 +418,6 @@ def test_our_kernels_serve_from_the_rows_that_won_on_the_measured_chip(
     assert served == [*range(first, 17)]
 
 
-def test_on_chips_without_a_measurement_the_model_decides() -> None:
-    problem = Problem(m=4, n=17408, k=5120)
-
-    assert planner.stock_reason(problem, Device.named("M1 Max")) is None
-    reason = planner.stock_reason(problem, Device.named("M5 Max"))
-    assert "the model gives our kernels" in str(reason)
-
-
 @pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
 @pytest.mark.parametrize(("rows", "least"), [(5, 1.15), (6, 1.4), (8, 1.65), (12, 1.5)])
 def test_rows_that_stock_has_no_tensor_kernel_for_are_served_on_m5(
@@ -471,32 +432,12 @@ def test_rows_that_stock_has_no_tensor_kernel_for_are_served_on_m5(
     assert least < choice.stock.seconds / choice.prediction.seconds < 2.6
 
 
-def test_a_larger_margin_holds_on_m5_where_stock_uses_matrices() -> None:
-    problem, chip = Problem(m=32, n=151936, k=5120), Device.named("M5 Max")
-
-    assert "leaving it takes 1.30" in str(planner.stock_reason(problem, chip))
-
-
-@pytest.mark.parametrize(("rows", "ours"), [(5, False), (6, False), (8, True)])
-def test_an_ultra_needs_the_gain_that_its_contradicting_chain_leaves(
-    rows: int, ours: bool
-) -> None:
-    problem, chip = Problem(m=rows, n=17408, k=5120), Device.named("M3 Ultra")
-    reason = planner.stock_reason(problem, chip)
-
-    assert (reason is None) == ours
-    assert ours or "leaving it takes 1.70" in str(reason)
-
-
-@given(problems(layouts=st.just("marlin"), formats=ANY_FORMAT), devices())
-def test_a_packed_weight_is_never_handed_over(problem: Problem, chip: Device) -> None:
-    assert planner.stock_reason(problem, chip) is None
-
-
 @given(problems(formats=ANY_FORMAT), devices())
-def test_an_invariant_product_is_never_handed_over(
+def test_packed_weights_and_invariant_products_are_never_handed_over(
     problem: Problem, chip: Device
 ) -> None:
+    if problem.layout == "marlin":
+        assert planner.stock_reason(problem, chip) is None
     assert planner.stock_reason(replace(problem, invariant=True), chip) is None
 
 
@@ -534,12 +475,6 @@ def test_streams_come_in_groups_where_activations_do_not_stay_near() -> None:
 
     assert small.problem.activation_bytes <= 256 * 1024 < large.problem.activation_bytes
     assert (small.work.groups, large.work.groups) == (1, 8)
-
-
-@pytest.mark.parametrize("groups", [0, 3, 16])
-def test_groups_that_do_not_divide_the_work_are_refused(groups: int) -> None:
-    with pytest.raises(ValueError, match=f"groups={groups}"):
-        planner.make(Problem(m=8, n=4096, k=4096), strategy="stream_k", groups=groups)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def every_problem() -> Iterator[Problem]:
                 )
 
 
-@sampled(5)
+@sampled(2, 12)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
@@ -77,7 +77,7 @@ def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
     assert count > 10_000 / PARTS
 
 
-@sampled(5)
+@sampled(2, 12)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_plan_of_experts_has_its_registers(chip: str, part: int) -> None:

@@ -83,6 +83,7 @@ def plans(problem: Problem, device: Device) -> set[str]:
         (Device.named("M4 Max"), 16, 17408, 5120, False),
         (replace(M5_MAX, has_tensor_system=False), 16, 17408, 5120, False),
         (replace(M5_MAX, arch="applegpu_g17p"), 16, 17408, 5120, False),
+        (replace(M5_MAX, arch="applegpu_g16s"), 16, 17408, 5120, False),
         (replace(Device.named("M4 Max"), arch="applegpu_g18p"), 16, 17408, 5120, True),
     ],
     ids=str,
@@ -116,33 +117,31 @@ def test_the_kernel_is_not_compared_for_what_it_does_not_compute(
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "kernel"),
-    [
-        ("M5 Max", "", "gemm_tensor"),
-        ("M5 Max", "applegpu_g17p", "gemm_register"),
-        ("M5 Max", "applegpu_g16s", "gemm_register"),
-        ("M4 Max", "applegpu_g17s", "gemm_tensor"),
-        ("M4 Max", "", "gemm_register"),
-    ],
+    ("arch", "kernel"), [("applegpu_g17s", "gemm_tensor"), ("", "gemm_register")]
 )
 def test_mlx_s_variable_selects_the_kernel_on_any_machine(
-    name: str, arch: str, kernel: str, chip: Callable[..., None]
+    arch: str, kernel: str, chip: Callable[..., None]
 ) -> None:
-    chip(name, arch)
+    chip("M4 Max", arch)
 
     plan = planner.choose(problem_of(16, 17408, 5120), devices.current())
 
     assert plan.kernel == kernel
 
 
-@pytest.mark.parametrize("m", [9, 16, 17, 32, 64])
-@pytest.mark.parametrize(("n", "k"), LARGE)
-def test_tiles_that_fill_the_gpu_are_not_split(m: int, n: int, k: int) -> None:
+@pytest.mark.parametrize("m", [6, 9, 16, 17, 24, 32, 48, 64])
+@pytest.mark.parametrize(("n", "k"), [*LARGE, *SMALL, (512, 17408)])
+def test_tiles_that_fill_the_gpu_are_not_split_and_fit_it(
+    m: int, n: int, k: int
+) -> None:
     plan = planner.make(problem_of(m, n, k), device=M5_MAX, kernel="gemm_tensor")
 
-    assert plan.dispatches == 1
-    assert plan.simdgroups == 8 // (-(-m // 16)) * -(-m // 16) or m > 32
     assert plan.threads <= 256
+    assert plan.threadgroup_bytes <= 8192
+    if (n, k) in LARGE:
+        assert plan.dispatches == 1
+    if n == 512 and m == 16:  # few tiles are split along k
+        assert plan.dispatches == 2
 
 
 @pytest.mark.parametrize(
@@ -202,18 +201,6 @@ def test_a_tuner_tries_one_operation_a_simdgroup_too() -> None:
         return [each.fragments_m for each in found if each.kernel == "gemm_tensor"]
 
     assert (tried(16), tried(24)) == ([], [2])
-
-
-def test_few_tiles_are_split_along_k() -> None:
-    plan = planner.make(problem_of(16, 512, 17408), device=M5_MAX, kernel="gemm_tensor")
-
-    assert plan.dispatches == 2
-
-
-def test_threadgroup_memory_is_within_the_budget() -> None:
-    for m, (n, k) in product((6, 16, 24, 48, 64), (*LARGE, *SMALL)):
-        plan = planner.make(problem_of(m, n, k), device=M5_MAX, kernel="gemm_tensor")
-        assert plan.threadgroup_bytes <= 8192
 
 
 def test_a_prediction_has_three_walls() -> None:

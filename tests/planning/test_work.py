@@ -79,14 +79,6 @@ def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     assert (line[0][0], line[-1][1]) == (0, work.total)
 
 
-@drawn(30, 300, work=SMALL)
-def test_no_split_is_shorter_than_the_minimum_unless_its_tile_is(work: Work) -> None:
-    least = min(work.minimum, work.k_tiles)
-
-    for splits in splits_of_tiles(work).values():
-        assert all(split.k_tile_count >= least for _, split in splits)
-
-
 @drawn(30, 300, work=works(strategies=("stripe", "split_k")))
 def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     if work.partition == "ceil":
@@ -128,20 +120,23 @@ def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> Non
 
 
 @drawn(30, 300, work=SMALL)
-def test_slots_of_a_tile_count_its_splits_in_ascending_k(work: Work) -> None:
-    for splits in splits_of_tiles(work).values():
-        slots = [split.slot for _, split in splits]
-
-        assert slots == list(range(len(splits)))
-        assert len(splits) <= work.slots
-
-
-@drawn(30, 300, work=SMALL)
-def test_the_threadgroups_of_a_tile_are_those_that_have_it(work: Work) -> None:
+def test_the_splits_of_a_tile_are_counted_in_ascending_k_and_know_their_roles(
+    work: Work,
+) -> None:
+    least = min(work.minimum, work.k_tiles)
     found = splits_of_tiles(work)
 
     for tile in range(work.tiles):
-        assert work.threadgroups_of(tile) == [index for index, _ in found[tile]]
+        owners, splits = zip(*found[tile], strict=True)
+        assert work.threadgroups_of(tile) == [*owners]
+        assert [split.slot for split in splits] == [*range(len(splits))]
+        assert len(splits) <= work.slots
+        assert all(split.k_tile_count >= least for split in splits)
+        assert all(split.requires_fixup == (len(splits) > 1) for split in splits)
+        begins = [split.k_idx == 0 for split in splits]
+        ends = [split.k_idx + split.k_tile_count == split.k_tiles for split in splits]
+        others = [False] * (len(splits) - 1)
+        assert (begins, ends) == ([True, *others], [*others, True])
 
 
 @drawn(30, 300, work=SMALL, data=st.data())
@@ -163,47 +158,22 @@ def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
 @drawn(30, 300, work=SMALL)
 def test_counts_are_those_of_the_painted_work(work: Work) -> None:
     counts = counts_of(work)
-    pieces = sum(map(len, splits_of_tiles(work).values()))
-    of_tail = counts[work.whole :]
+    of_tiles = [*map(len, splits_of_tiles(work).values())]
+    of_threadgroups = [len([*work.splits(each)]) for each in range(work.threadgroups)]
 
+    assert work.total == sum(counts)
     assert work.idle == counts.count(0)
     assert 0 <= work.longest - max(counts) <= (work.k_tiles % work.slices > 0)
-    assert 0 <= work.longest_of_tail - max(of_tail, default=0) <= 1
-    assert work.pieces >= pieces
+    longest_of_tail = max(counts[work.whole :], default=0)
+    assert 0 <= work.longest_of_tail - longest_of_tail <= 1
+    assert work.pieces >= sum(of_tiles)
+    assert not work.is_single or max(of_threadgroups) == 1
+    assert work.is_split or max(of_tiles) == work.slots == 1
     if work.minimum == 1:
-        assert work.pieces == pieces
-    assert work.total == sum(counts)
-
-
-@drawn(30, 300, work=SMALL)
-def test_single_splits_are_counted_by_threadgroup(work: Work) -> None:
-    most = max(len([*work.splits(each)]) for each in range(work.threadgroups))
-
-    assert not work.is_single or most == 1
-    if work.minimum == 1:
-        assert work.is_single == (most == 1)
-
-
-@drawn(30, 300, work=SMALL)
-def test_work_that_is_not_split_has_one_split_a_tile(work: Work) -> None:
-    most = max(map(len, splits_of_tiles(work).values()))
-
-    assert work.is_split or most == 1
-    if work.minimum == 1:
-        assert work.is_split == (most > 1)
-        assert work.slots <= most + 1
-    assert work.slots == 1 or work.is_split
-
-
-@drawn(30, 300, work=SMALL)
-def test_a_split_knows_its_role(work: Work) -> None:
-    for splits in splits_of_tiles(work).values():
-        last = len(splits) - 1
-        for place, (_, split) in enumerate(splits):
-            end = split.k_idx + split.k_tile_count
-            assert (split.k_idx == 0) == (place == 0)
-            assert (end == split.k_tiles) == (place == last)
-            assert split.requires_fixup == (last > 0)
+        assert work.pieces == sum(of_tiles)
+        assert work.is_single == (max(of_threadgroups) == 1)
+        assert work.is_split == (max(of_tiles) > 1)
+        assert work.slots <= max(of_tiles) + 1
 
 
 @drawn(30, 300, work=STREAMS)
@@ -281,11 +251,6 @@ def test_nine_tiles_on_five_make_the_picture(
     assert picture == expected
 
 
-def test_seven_tiles_on_five_take_two_turns_either_way() -> None:
-    assert counts_of(stripe(7, 5, "ceil")) == [2, 2, 2, 1, 0]
-    assert counts_of(stripe(7, 5, "balanced")) == [1, 1, 2, 1, 2]
-
-
 def test_ceil_idles_half_the_threadgroups_just_above_a_multiple() -> None:
     assert stripe(322, 320, "ceil").idle == 320 - 161
     assert stripe(322, 320, "balanced").idle == 0
@@ -339,10 +304,9 @@ def test_a_cut_near_a_border_moves_to_the_nearer_one() -> None:
 
 @drawn(30, 300, units=st.integers(1, 2000), parts=st.integers(1, 300))
 def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> None:
-    each = ceil(units / parts)
+    cuts = [ceil_cut(part, parts, units) for part in range(parts + 1)]
 
-    for part in range(parts + 1):
-        assert ceil_cut(part, parts, units) == min(part * each, units)
+    assert cuts == [min(part * ceil(units / parts), units) for part in range(parts + 1)]
 
 
 @drawn(30, 300, total=st.integers(1, 10_000), parts=st.integers(1, 300))

@@ -2,7 +2,6 @@
 
 import pytest
 
-from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.tiles import Tile
 from mlx_marlin.planning.work.work import Work
 
@@ -31,23 +30,18 @@ def work_of(base: str, **fields: object) -> Work:
         ("stripe", {"threadgroups": 0}, ["num_threadgroups=0", "between 1 and"]),
         ("stream_k", {"minimum": 0}, ["minimum=0", "between 1 and"]),
         ("stream_k", {"groups": 0}, ["groups=0", "between 1 and 8"]),
-        ("stripe", {"slices": 0}, ["k_parallel=0", "between 1 and 8"]),
         ("stripe", {"slices": 9}, ["k_parallel=9", "between 1 and 8"]),
         ("hybrid", {"whole": -1}, ["whole=-1", "between 1 and 5"]),
-        ("hybrid", {"whole": 7}, ["whole=7", "between 1 and 5"]),
         (
             "data_parallel",
             {"threadgroups": 5},
             ["num_threadgroups=5", "between 6 and 6"],
         ),
         ("split_k", {"threadgroups": 6}, ["num_threadgroups=6", "between 12 and 12"]),
-        ("hytis", {"threadgroups": 7}, ["num_threadgroups=7", "between 6 and 6"]),
         ("data_parallel", {"whole": 0}, ["whole=0", "between 6 and 6"]),
         ("stripe", {"whole": 1}, ["whole=1", "between 0 and 0"]),
-        ("hybrid", {"whole": 0}, ["whole=0", "between 1 and 5"]),
         ("hytis", {"whole": 6}, ["whole=6", "between 1 and 5"]),
         ("data_parallel", {"slices": 2}, ["k_parallel=2", "between 1 and 1"]),
-        ("hytis", {"slices": 2}, ["k_parallel=2", "between 1 and 1"]),
         ("stream_k", {"slices": 4}, ["k_parallel=4", "between 8 and 8"]),
         ("stripe", {"minimum": 2}, ["minimum=2", "between 1 and 1"]),
         ("split_k", {"groups": 2}, ["groups=2", "between 1 and 1"]),
@@ -98,12 +92,6 @@ def test_many_even_parts_are_fine() -> None:
 def test_a_tile_is_made_of_fragments(sides: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
         Tile(**sides)
-
-
-def test_work_is_compared_by_what_was_asked() -> None:
-    assert data_parallel(3, 4) == data_parallel(3, 4)
-    assert hash(data_parallel(3, 4)) == hash(data_parallel(3, 4))
-    assert "tail" not in repr(data_parallel(3, 4))
 
 
 def test_each_k_tile_may_have_a_threadgroup_and_some_may_be_idle() -> None:

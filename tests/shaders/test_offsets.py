@@ -8,6 +8,7 @@ from mlx_marlin.backends.metal import arguments
 from mlx_marlin.weights.formats import TILE_K, TILE_N, WIDTHS
 from support import shader_functions
 from support.marks import needs_emulator
+from support.profiles import sampled
 
 pytestmark = needs_emulator
 
@@ -25,6 +26,7 @@ def test_an_expert_may_begin_beyond_32_bits(cases: list[tuple[int, int]]) -> Non
     assert offsets == [a * b for a, b in zip(experts, sizes, strict=True)][:64]
 
 
+@sampled(3, 7)
 @pytest.mark.parametrize("bits", WIDTHS)
 @given(
     n=st.integers(1, 2**16),

@@ -1,6 +1,5 @@
 """The shaders' 32-bit arithmetic of work is Python's, for large sizes too."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,49 +8,6 @@ from mlx_marlin.planning.work.division import MOST_THREADGROUPS, MOST_UNEVEN
 from mlx_marlin.planning.work.work import Work
 from support import shader_functions
 from support.marks import needs_emulator
-
-
-class Guess:
-    """A count of the steps that `range_owner` in `work.metal` takes."""
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-        self.steps = 0
-
-    @staticmethod
-    def balanced_cut(part: int, parts: int, total: int) -> int:
-        words = np.array([part, parts, total], np.uint32)
-        part_, parts_, total_ = words[:1], words[1:2], words[2:]
-        return int(
-            (part_ * (total_ // parts_) + part_ * (total_ % parts_) // parts_)[0]
-        )
-
-    def cut(self, member: int) -> int:
-        work = self.work
-        units = work.group_tiles * work.slices
-        if work.partition == "ceil":
-            unit = min(member * -(-units // work.ranges), units)
-        else:
-            unit = self.balanced_cut(member, work.ranges, units)
-        k_tile = self.balanced_cut(unit % work.slices, work.slices, work.k_tiles)
-        if min(k_tile, work.k_tiles - k_tile) < work.minimum:
-            k_tile = 0 if 2 * k_tile < work.k_tiles else work.k_tiles
-        return unit // work.slices * work.k_tiles + k_tile
-
-    def owner(self, position: int) -> int:
-        work = self.work
-        share = np.float32(position) / np.float32(work.group_tiles * work.k_tiles)
-        guess = int(np.uint32(share * np.float32(work.ranges)))
-        member = min(guess, work.ranges - 1)
-        while self.cut(member) > position:
-            member -= 1
-            self.steps += 1
-            assert member >= 0
-        while self.cut(member + 1) <= position:
-            member += 1
-            self.steps += 1
-            assert member < work.ranges
-        return member
 
 
 @st.composite
@@ -117,37 +73,34 @@ def test_the_shaders_find_the_same_owner_from_a_rounded_guess(
         st.lists(_positions(work), min_size=1, max_size=shader_functions.LENGTH)
     )
 
+    assert_owned(work, positions)
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("tiles", "ranges"), [(2**18 + 1, 65535), (2**17 + 5, 40_001), (2**20 + 3, 7)]
+)
+def test_a_guess_beyond_float32_finds_the_owner_too(tiles: int, ranges: int) -> None:
+    work = Work(
+        strategy="stream_k",
+        tiles=tiles,
+        k_tiles=1024,
+        threadgroups=ranges,
+        slices=1024,
+        minimum=8,
+    )
+    assert work.total > 2**24
+    cuts = [work.cut(member) for member in range(0, work.ranges, 1 + work.ranges // 30)]
+    beside = (cut - 1 for cut in cuts if cut)
+
+    assert_owned(work, [*cuts, *beside, work.total - 1])
+
+
+def assert_owned(work: Work, positions: list[int]) -> None:
+    """Checks who has k tiles, and where their ranges begin and end."""
     found = shader_functions.owners(work, positions)
 
     for position, (member, begin, end) in zip(positions, found, strict=True):
         assert member == work.owner(position)
         assert (begin, end) == (work.cut(member), work.cut(member + 1))
         assert begin <= position < end
-
-
-def _steps() -> list[tuple[Work, int]]:
-    """Returns work of more k tiles than float32 counts, and its last k tile."""
-    found = []
-    for tiles, ranges in ((2**18 + 1, 65535), (2**17 + 5, 40_001), (2**20 + 3, 7)):
-        work = Work(
-            strategy="stream_k",
-            tiles=tiles,
-            k_tiles=1024,
-            threadgroups=ranges,
-            slices=1024,
-            minimum=8,
-        )
-        found.append((work, work.total - 1))
-    return found
-
-
-@pytest.mark.parametrize(("work", "last"), _steps())
-def test_a_guess_beyond_float32_is_a_few_steps_off(work: Work, last: int) -> None:
-    assert last > 2**24
-    positions = [last, *(work.cut(member) for member in range(0, work.ranges, 997))]
-    for position in positions:
-        for beside in (position - 1, position):
-            if beside >= 0:
-                guess = Guess(work)
-                assert guess.owner(beside) == work.owner(beside)
-                assert guess.steps <= 2

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_marlin.backends import launcher, selection
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
-from support import format_cases
+from support import format_cases, oracles
 
 Native = tuple[mx.array, mx.array, mx.array]
 """Codes, scales and biases in MLX's layout."""
@@ -95,13 +96,42 @@ def shifted(array: mx.array, offset: int) -> mx.array:
     return mx.concatenate([padding, array.flatten()])[offset:].reshape(array.shape)
 
 
-def another_schedule(seed: int) -> AbstractContextManager[object]:
-    """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
+def integer_arrays(problem: Problem) -> tuple[mx.array, Native, oracles.Floats]:
+    """Returns operands of small integers, and their product, exact in float32.
+
+    Scales are whole sixteenths where a dtype of 16 bits is stored.
+    """
+    draw = np.random.default_rng(problem.n)
+    *several, m, _ = problem.result_shape
+    x = mx.array(draw.integers(-8, 9, (*several, m, problem.k)), mx.float32)
+    _, (w, *_) = arrays(problem, seed=1)
+    unit = 1 if problem.scale_dtype == "float32" else 1 / 16
+    shape = (*several, problem.n, problem.groups)
+    scales, biases = (
+        mx.array(draw.integers(-most, most + 1, shape) * unit, mx.float32).astype(
+            getattr(mx, problem.scale_dtype)
+        )
+        for most in (4, 8)
+    )
+    expected = oracles.product(x, w, scales, biases, group_size=problem.group_size)
+    return x.astype(getattr(mx, problem.dtype)), (w, scales, biases), expected
+
+
+def another_schedule(
+    seed: int, *, trace: bool = False
+) -> AbstractContextManager[object]:
+    """Makes the emulator run threadgroups in another order; elsewhere does nothing.
+
+    Args:
+        seed: Of the order.
+        trace: Whether it looks for races and stray accesses as well.
+    """
     if selection.backend() != "emulator":
         return nullcontext()
     import metal_emulator
 
-    return metal_emulator.emulated(seed=seed, workers=1 + seed % 3)
+    workers = None if trace else 1 + seed % 3
+    return metal_emulator.emulated(seed=seed, workers=workers, trace=trace)
 
 
 def run(

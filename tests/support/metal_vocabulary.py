@@ -119,11 +119,13 @@ def _enumerators(tokens: Tokens, at: int) -> set[str]:
     return {tokens.text(item) for item in tokens.items(at, tokens.closing(at))} - {"}"}
 
 
+@cache
 def used(text: str) -> set[str]:
     """Metal's names that a text uses: functions, types, attributes, pragmas."""
     return {*PRAGMA.findall(text), *_found(text, vocabulary())}
 
 
+@cache
 def used_tensors(text: str) -> set[str]:
     """The names of tensor operations that a text uses."""
     return _found(text, tensor_vocabulary())

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 
-import mlx.core as mx
 from hypothesis import assume
 from hypothesis import strategies as st
 
@@ -34,7 +33,6 @@ from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Reduction, Tile, k_
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from support import format_cases
-from support.drawn_arrays import Native, arrays
 
 EDGES = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128)
 """Sizes around the borders of fragments and tiles."""
@@ -296,10 +294,6 @@ def _rows(problem: Problem) -> st.SearchStrategy[tuple[int, int]]:
     return st.just((0, 1)) | matrices
 
 
-Case = tuple[Plan, mx.array, Native]
-"""A plan, activations, and the weight in MLX's layout."""
-
-
 def runnable_plans(
     *,
     max_k: int = 512,
@@ -320,14 +314,6 @@ def runnable_plans(
         batches=batches,
     )
     return plans(of=of, atomic=atomic)
-
-
-@st.composite
-def cases(draw: st.DrawFn, *, atomic: bool = True) -> Case:
-    """Draws a plan of affine codes of 4 bits and the arrays to run it on."""
-    plan = draw(runnable_plans(atomic=atomic))
-    x, native = arrays(plan.problem, seed=draw(st.integers(0, 2**16)))
-    return plan, x, native
 
 
 def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list[Plan]:
