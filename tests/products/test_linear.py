@@ -204,9 +204,15 @@ def test_an_invariant_row_has_the_same_bits_in_any_batch(packed: bool) -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_invariance_is_refused_where_stock_would_serve() -> None:
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_invariance_is_refused_where_stock_would_serve(
+    packed: bool, batch: int
+) -> None:
+    native = weight(batch=batch)
+    arguments = (pack(*native),) if packed else native
     with pytest.raises(ValueError, match="invariant=True cannot be kept"):
-        mlx_marlin.linear(activations(3, K), *weight(), invariant=True)
+        mlx_marlin.linear(activations(3, K), *arguments, invariant=True)
 
 
 def test_an_invariant_product_is_never_handed_over(
