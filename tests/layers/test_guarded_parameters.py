@@ -183,7 +183,9 @@ def test_a_bias_that_a_packed_layer_gets_later_fits_its_rows() -> None:
     assert layer(mx.zeros((2, K))).shape == (2, N)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: _pickled(m)])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
 @LAYERS
 def test_a_copy_of_a_packed_layer_is_guarded_too(
     make: Callable[[], nn.Module], copied: Callable[[nn.Module], nn.Module]
@@ -196,11 +198,6 @@ def test_a_copy_of_a_packed_layer_is_guarded_too(
     assert mx.array_equal(twin["words"], layer["words"])
     with pytest.raises(ValueError, match="words of a packed"):
         twin.words = twin.words[:-1]
-
-
-def _pickled(layer: nn.Module) -> nn.Module:
-    twin: nn.Module = pickle.loads(pickle.dumps(layer))
-    return twin
 
 
 SAVE: dict[str, Callable[[nn.Module, Path], object]] = {

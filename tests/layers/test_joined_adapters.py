@@ -185,14 +185,10 @@ def test_tools_find_the_parts_and_not_the_joined_layer(layout: str) -> None:
 
     assert names >= JOINED
     assert "joined" not in names
-    leaves = flat_modules(model.leaf_modules())
+    leaves = dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module))
     assert {path.split(".")[-1] for path in leaves} >= JOINED
     # mx.eval and optimizers do find its arrays.
     assert any(".q_proj.joined." in path for path in arrays(model))
-
-
-def flat_modules(tree: Any) -> dict[str, nn.Module]:
-    return dict(tree_flatten(tree, is_leaf=nn.Module.is_module))
 
 
 def test_each_part_shows_its_own_parameters(layout: str) -> None:

@@ -151,14 +151,11 @@ def test_parts_that_cannot_be_are_refused(parts: tuple[int, ...], words: str) ->
         mlx_marlin.linears(activations(3, K), *weight(n=80), parts=parts)
 
 
-def test_parts_have_no_operands_of_the_results_shape() -> None:
-    with pytest.raises(ValueError, match="have no multiplier and no residual"):
-        Epilogue(residual=True, parts=(1, 2))
-
-
-def test_a_problems_parts_are_its_columns() -> None:
+def test_a_problems_parts_are_its_columns_and_have_no_other_operands() -> None:
     with pytest.raises(ValueError, match=r"parts=\(1, 2\) do not add up to n=4"):
         Problem(m=1, n=4, k=64, epilogue=Epilogue(parts=(1, 2)))
+    with pytest.raises(ValueError, match="have no multiplier and no residual"):
+        Epilogue(residual=True, parts=(1, 2))
     assert Epilogue(parts=(1, 2)).explain() == "y in parts of 1, 2"
 
 

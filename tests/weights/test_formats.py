@@ -16,9 +16,9 @@ from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.format_cases import Variant, Weight
 from support.format_oracle import assert_close
 from support.profiles import sampled
-from support.trace_mode import emulator_only, needs_kernels
+from support.trace_mode import emulator_only
+from support.trace_mode import needs_kernels as kernels
 
-kernels = needs_kernels
 VARIANTS = format_cases.VARIANTS
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 TABLE = Path(__file__).parents[2] / "docs" / "formats.md"

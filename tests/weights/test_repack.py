@@ -1,6 +1,6 @@
 """The repack kernels preserve all bits, and access whole cache lines once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -215,9 +215,8 @@ def test_what_is_not_there_is_not_read() -> None:
 
 
 @pytest.fixture
-def _metal(backend: Choose) -> Iterator[None]:
+def _metal(backend: Choose) -> None:
     backend("metal")
-    return
 
 
 def recorded(function: Callable[..., Any], *arrays: mx.array) -> list[dict[str, Any]]:

@@ -153,9 +153,6 @@ def experts() -> mx.array:
     return launcher.gather_product(plan)(x, words, scales, scales, *pairs)
 
 
-STAGED = partial(product, VARIANTS[-2], kernel="gemm_staged", buffers=1)
-
-
 @pytest.mark.parametrize(
     "run",
     [
@@ -166,7 +163,7 @@ STAGED = partial(product, VARIANTS[-2], kernel="gemm_staged", buffers=1)
         ),
         pytest.param(partial(plain_numbers, "mlx"), marks=pytest.mark.slow),
         partial(plain_numbers, "marlin"),
-        STAGED,
+        partial(product, VARIANTS[-2], kernel="gemm_staged", buffers=1),
         experts,
     ],
 )
