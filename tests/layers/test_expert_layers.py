@@ -1,5 +1,6 @@
 """mlx-lm's layers of experts are converted, in either layout, and turned back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -7,11 +8,15 @@ import mlx.nn as nn
 import pytest
 from mlx.nn.layers.distributed import shard_inplace
 from mlx.utils import tree_flatten
+from mlx_lm.models.mla import MultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 import mlx_marlin
 from mlx_marlin.weights.packed_weight import PackedWeight
+from support.models import Layers, arrays
 from support.profiles import sampled
+
+Make = Callable[[], Any]
 
 
 def experts_model(**quantization: Any) -> SwitchGLU:
@@ -43,7 +48,6 @@ def test_mlx_lms_layers_of_experts_are_converted_and_turned_back(
     expected = model(x, chosen)
     before = dict(tree_flatten(model.parameters()))
     trained = [name for name, _ in tree_flatten(model.trainable_parameters())]
-    states = {name: {**vars(model[name])} for name in LAYERS}
 
     mlx_marlin.optimize(model, layout=layout)
     y = model(x, chosen)
@@ -59,58 +63,64 @@ def test_mlx_lms_layers_of_experts_are_converted_and_turned_back(
     for name in ("weight", "scales"):
         assert mx.array_equal(getattr(layer, name), before[f"up_proj.{name}"])
     mlx_marlin.restore(model)
-    after = dict(tree_flatten(model.parameters()))
-    assert [*after] == [*before]
-    assert all(mx.array_equal(after[name], before[name]) for name in before)
-    for name, state in states.items():
-        assert type(model[name]) is QuantizedSwitchLinear
-        assert vars(model[name]) == state
+    assert type(model.up_proj) is QuantizedSwitchLinear
     assert mx.array_equal(model(x, chosen), expected)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_the_layout_of_experts_can_be_changed_and_changed_back() -> None:
-    model = experts_model(group_size=32, bits=4)
-    before = dict(tree_flatten(model.parameters()))
+SEVERAL = pytest.mark.parametrize(
+    "make", [lambda: SwitchLinear(64, 96, 6), lambda: MultiLinear(64, 40, 4)]
+)
+"""Makes layers of experts and of heads."""
+
+
+@SEVERAL
+def test_layout_and_invariance_can_be_changed_and_changed_back(make: Make) -> None:
+    stock = make().to_quantized(32, 4)
+    model = Layers(stock)
+    before, attributes = arrays(model), dict(vars(stock))
     asked = (("marlin", True), ("mlx", False), ("marlin", False), ("marlin", True))
-    for layout, invariant in asked:
+    for layout, invariant in (*asked, ("mlx", True)):
         mlx_marlin.optimize(model, layout=layout, invariant=invariant)
-        for name in LAYERS:
-            layer = model[name]
-            assert (layer.layout, layer.invariant) == (layout, invariant)
-            assert isinstance(layer.packed, PackedWeight) == (layout == "marlin")
-        same = model.up_proj
+        (layer,) = model.layers
+        assert (layer.layout, layer.invariant) == (layout, invariant)
+        assert isinstance(layer.packed, PackedWeight) == (layout == "marlin")
         mlx_marlin.optimize(model, layout=layout, invariant=invariant)
-        assert model.up_proj is same
+        assert model.layers[0] is layer
 
     mlx_marlin.restore(model)
 
-    for name, array in tree_flatten(model.parameters()):
-        assert mx.array_equal(array, before[name])
+    assert type(model.layers[0]) is type(stock)
+    assert vars(model.layers[0]) == attributes
+    after = arrays(model)
+    assert after.keys() == before.keys()
+    assert all(mx.array_equal(after[name], before[name]) for name in before)
 
 
+@SEVERAL
 @pytest.mark.usefixtures("stock")
-def test_a_failure_turns_packed_experts_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mlx_marlin.optimize(experts_model(group_size=32, bits=4), layout="marlin")
-    words = [model[name]["words"] for name in LAYERS]
-    kind = type(model.up_proj)
-    original = kind.to_stock
+def test_a_failure_turns_packed_layers_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Layers(*(make().to_quantized(32, 4) for _ in range(2)))
+    mlx_marlin.optimize(model, layout="marlin")
+    first, last = model.layers
+    words = first["words"]
+    original = type(first).to_stock
 
     def failing(layer: Any) -> Any:
         if layer is last:
             raise MemoryError
         return original(layer)
 
-    last = model.down_proj
-    monkeypatch.setattr(kind, "to_stock", failing)
+    monkeypatch.setattr(type(first), "to_stock", failing)
     with pytest.raises(MemoryError):
         mlx_marlin.restore(model)
 
-    assert [model[name].layout for name in LAYERS] == ["marlin"] * 3
-    for name, expected in zip(LAYERS, words, strict=True):
-        assert mx.array_equal(model[name]["words"], expected)
+    assert [layer.layout for layer in model.layers] == ["marlin"] * 2
+    assert mx.array_equal(model.layers[0]["words"], words)
 
 
+@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_an_invariant_layer_gives_a_row_the_same_bits_in_any_batch(layout: str) -> None:

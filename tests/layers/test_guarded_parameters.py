@@ -65,6 +65,16 @@ def part() -> nn.Module:
     return second
 
 
+def zero_points() -> nn.Module:
+    return MarlinLinear.from_packed(packed_of("zero_point"))
+
+
+def symmetric_part() -> nn.Module:
+    layers = [MarlinLinear.from_packed(packed_of("symmetric")) for _ in range(2)]
+    first, _ = join(layers)
+    return first
+
+
 def embedding() -> nn.Module:
     return PackedEmbedding.from_packed(packed_of("symmetric"), mx.float16)
 
@@ -77,48 +87,45 @@ def converted(stock: nn.Module) -> nn.Module:
 LAYERS = pytest.mark.parametrize("make", [linear, experts, heads])
 
 
-def assign(layer: nn.Module, name: str, array: mx.array) -> None:
-    setattr(layer, name, array)
-
-
-def set_item(layer: nn.Module, name: str, array: mx.array) -> None:
-    layer[name] = array
-
-
-def update(layer: nn.Module, name: str, array: mx.array) -> None:
-    nn.Sequential(layer).update(tree_unflatten([(f"layers.0.{name}", array)]))
-
-
-def load(layer: nn.Module, name: str, array: mx.array) -> None:
-    nn.Sequential(layer).load_weights([(f"layers.0.{name}", array)], strict=False)
-
-
 def apply(layer: nn.Module, name: str, array: mx.array) -> None:
     old = layer[name]
     nn.Sequential(layer).apply(lambda each: array if each is old else each)
 
 
+def within(name: str, array: mx.array) -> list[tuple[str, mx.array]]:
+    """Returns a parameter as one of the first layer of an `nn.Sequential`."""
+    return [(f"layers.0.{name}", array)]
+
+
+REPLACE: dict[str, Callable[[nn.Module, str, mx.array], object]] = {
+    "attribute": setattr,
+    "item": lambda layer, *item: layer.__setitem__(*item),
+    "update": lambda layer, *item: nn.Sequential(layer).update(
+        tree_unflatten(within(*item))
+    ),
+    "load": lambda layer, *item: nn.Sequential(layer).load_weights(
+        within(*item), strict=False
+    ),
+    "apply": apply,
+}
 NAMES = {linear: ("words", "packed_scales", "bias"), heads: ("words", "packed_scales")}
 NAMES[experts], NAMES[embedding] = NAMES[linear], NAMES[heads]
 
 
-@pytest.mark.parametrize("replace", [assign, set_item, update, load, apply])
+@pytest.mark.parametrize("way", REPLACE)
 @pytest.mark.parametrize("wrong", ["shape", "dtype"])
 @pytest.mark.parametrize(
     ("make", "name"), [(make, name) for make in NAMES for name in NAMES[make]]
 )
 def test_a_packed_parameter_keeps_its_shape_and_dtype(
-    make: Callable[[], nn.Module],
-    wrong: str,
-    name: str,
-    replace: Callable[[nn.Module, str, mx.array], None],
+    make: Callable[[], nn.Module], wrong: str, name: str, way: str
 ) -> None:
     layer = make()
     old = layer[name]
     new = old[..., :-1] if wrong == "shape" else old.astype(mx.int32)
 
     with pytest.raises(ValueError, match=f"{name} of a packed ") as raised:
-        replace(layer, name, new)
+        REPLACE[way](layer, name, new)
 
     assert str(old.shape) in str(raised.value)
     assert str(new.shape) in str(raised.value)
@@ -176,7 +183,9 @@ def test_a_bias_that_a_packed_layer_gets_later_fits_its_rows() -> None:
     assert layer(mx.zeros((2, K))).shape == (2, N)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: _pickled(m)])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))]
+)
 @LAYERS
 def test_a_copy_of_a_packed_layer_is_guarded_too(
     make: Callable[[], nn.Module], copied: Callable[[nn.Module], nn.Module]
@@ -191,53 +200,41 @@ def test_a_copy_of_a_packed_layer_is_guarded_too(
         twin.words = twin.words[:-1]
 
 
-def _pickled(layer: nn.Module) -> nn.Module:
-    twin: nn.Module = pickle.loads(pickle.dumps(layer))
-    return twin
-
-
-def save_weights(model: nn.Module, folder: Path) -> None:
-    model.save_weights(str(folder / "model.safetensors"))
-
-
-def save_npz(model: nn.Module, folder: Path) -> None:
-    model.save_weights(str(folder / "model.npz"))
-
-
-def save_model(model: nn.Module, folder: Path) -> None:
-    mlx_lm.utils.save_model(folder, model)
-
-
-def donate(model: nn.Module, folder: Path) -> None:
-    mlx_lm.utils.save_model(folder, model, donate_model=True)
-
-
-SAVING = pytest.mark.parametrize("save", [save_weights, save_npz, save_model, donate])
+SAVE: dict[str, Callable[[nn.Module, Path], object]] = {
+    "safetensors": lambda model, folder: model.save_weights(
+        str(folder / "model.safetensors")
+    ),
+    "npz": lambda model, folder: model.save_weights(str(folder / "model.npz")),
+    "mlx-lm": lambda model, folder: mlx_lm.utils.save_model(folder, model),
+    "donated": lambda model, folder: mlx_lm.utils.save_model(
+        folder, model, donate_model=True
+    ),
+}
 
 
 @CONVERTED
-@SAVING
+@pytest.mark.parametrize("how", SAVE)
 def test_a_converted_model_is_saved_only_after_restore(
-    save: Callable[[nn.Module, Path], None], options: dict[str, Any], tmp_path: Path
+    how: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = mlx_marlin.optimize(tiny_llama(), **options)
 
     with pytest.raises(ValueError, match=r"call mlx_marlin\.restore\(model\) before"):
-        save(model, tmp_path)
+        SAVE[how](model, tmp_path)
 
     assert [*tmp_path.iterdir()] == []
     assert mx.allclose(model(TOKENS), tiny_llama()(TOKENS), atol=1e-4)
-    save(mlx_marlin.restore(model), tmp_path)
+    SAVE[how](mlx_marlin.restore(model), tmp_path)
+    assert_saved_in(tmp_path)
+
+
+def assert_saved_in(folder: Path) -> None:
+    """Checks the file of arrays, beside which there may be an index of them."""
+    (file,) = (path for path in folder.iterdir() if path.suffix != ".json")
     fresh = tiny_llama()
     fresh.apply(mx.zeros_like)
-    fresh.load_weights(_saved_in(tmp_path))
+    fresh.load_weights(str(file))
     assert_same_model(fresh, tiny_llama())
-
-
-def _saved_in(folder: Path) -> str:
-    """Returns the file of arrays, beside which there may be an index of them."""
-    (file,) = (path for path in folder.iterdir() if path.suffix != ".json")
-    return str(file)
 
 
 @pytest.mark.parametrize("make", [linear, experts, heads, embedding])
@@ -247,7 +244,7 @@ def test_a_packed_layer_anywhere_in_a_model_refuses_to_be_saved(
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(make()))
 
     with pytest.raises(ValueError, match=r"is packed \(layout='marlin'\): stock MLX"):
-        save_weights(model, tmp_path)
+        SAVE["safetensors"](model, tmp_path)
 
     assert [*tmp_path.iterdir()] == []
     assert len(tree_flatten(model.parameters())) > 2  # and evaluating is no saving
@@ -257,12 +254,9 @@ def test_a_packed_layer_anywhere_in_a_model_refuses_to_be_saved(
 def test_in_mlxs_layout_a_model_is_saved_as_ever(tmp_path: Path) -> None:
     model = mlx_marlin.optimize(tiny_llama(), layout="mlx")
 
-    save_model(model, tmp_path)
+    SAVE["mlx-lm"](model, tmp_path)
 
-    fresh = tiny_llama()
-    fresh.apply(mx.zeros_like)
-    fresh.load_weights(_saved_in(tmp_path))
-    assert_same_model(fresh, tiny_llama())
+    assert_saved_in(tmp_path)
 
 
 @CONVERTED
@@ -282,59 +276,43 @@ def test_a_converted_model_is_sharded_only_after_restore(
     assert mx.allclose(model(TOKENS), tiny_llama()(TOKENS), atol=1e-4)
 
 
-@LAYERS
-def test_a_packed_layer_is_not_sharded_alone(make: Callable[[], nn.Module]) -> None:
+SHARDS: dict[str, Callable[[nn.Module], Any]] = {
+    "rows": lambda layer: shard_linear(layer, "all-to-sharded"),
+    "columns": lambda layer: shard_linear(layer, sharding="sharded-to-all"),
+    "in place": lambda layer: shard_inplace(module=layer, sharding="all-to-sharded"),
+    "fully": FullyShardedModule,
+}
+OF_ALL = ("in place", "fully")
+"""What takes any layer, and a model."""
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (make, how)
+        for make in (linear, experts, heads, zero_points, part, symmetric_part)
+        for how in SHARDS
+        if how in OF_ALL or make not in (experts, heads)
+    ],
+)
+def test_a_packed_or_joined_layer_is_not_sharded_alone(
+    make: Callable[[], nn.Module], how: str
+) -> None:
     layer = make()
     before = dict(arrays(layer))
 
-    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
-        shard_inplace(layer, "all-to-sharded")
-    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
-        shard_inplace(Layers(layer), "sharded-to-all")
-    if isinstance(layer, MarlinLinear):
-        for way in ("all-to-sharded", "sharded-to-all"):
-            with pytest.raises(ValueError, match="it cannot be sharded"):
-                shard_linear(layer, way)
-    with pytest.raises(ValueError, match="it cannot be sharded"):
-        FullyShardedModule(Layers(layer))
+    for module in (layer, Layers(layer)) if how in OF_ALL else (layer,):
+        with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
+            SHARDS[how](module)
 
-    assert all(layer[name] is array for name, array in before.items())
+    assert all(arrays(layer)[name] is array for name, array in before.items())
 
 
-SHARD = pytest.mark.parametrize(
-    "shard",
-    [
-        lambda layer: shard_linear(layer, "all-to-sharded"),
-        lambda layer: shard_linear(layer, sharding="sharded-to-all"),
-        lambda layer: shard_inplace(module=layer, sharding="all-to-sharded"),
-        FullyShardedModule,
-    ],
-    ids=["rows", "columns", "in place", "fully"],
-)
-
-
-@SHARD
-@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_layer_in_a_format_that_mlx_has_not_is_not_sharded(
-    mode: str, joined: bool, shard: Callable[[nn.Module], Any]
-) -> None:
-    layer: nn.Module = MarlinLinear.from_packed(packed_of(mode))
-    if joined:
-        layer, _ = join([layer, MarlinLinear.from_packed(packed_of(mode))])
-    before = dict(arrays(layer))
-
-    with pytest.raises(ValueError, match="it cannot be sharded; shard the model"):
-        shard(layer)
-
-    assert all(layer[name] is before[name] for name in before if not joined)
-
-
-@SHARD
+@pytest.mark.parametrize("how", SHARDS)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("restored", [False, True])
 def test_columns_in_another_order_are_not_sharded(
-    layout: str, restored: bool, shard: Callable[[nn.Module], Any]
+    layout: str, restored: bool, how: str
 ) -> None:
     model = Layers(ReorderedLinear(linear(), mx.arange(K - 1, -1, -1)))
     mlx_marlin.optimize(model, layout=layout)
@@ -344,7 +322,7 @@ def test_columns_in_another_order_are_not_sharded(
     expected = layer(mx.ones((1, K)))
 
     with pytest.raises(ValueError, match="checkpoint without act-order, or one mach"):
-        shard(layer)
+        SHARDS[how](layer)
 
     assert not hasattr(layer, "weight")
     assert mx.array_equal(layer(mx.ones((1, K))), expected)

@@ -46,29 +46,17 @@ def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_restore_gives_back_every_array(layout: str) -> None:
-    model = mlx_marlin.optimize(tiny_llama(), layout=layout, join=True)
-
-    mlx_marlin.restore(model)
-
-    assert_same_model(model, tiny_llama())
-
-
-def test_parameters_are_those_of_all_layers_once() -> None:
-    model = mlx_marlin.optimize(tiny_llama())
+def test_joined_arrays_exist_once_and_come_back(layout: str) -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout=layout)
     before = sum(array.nbytes for array in arrays(model).values())
-
-    mlx_marlin.optimize(model, join=True)
-
+    mlx_marlin.optimize(model, layout=layout, join=True)
     assert sum(array.nbytes for array in arrays(model).values()) == before
 
-
-def test_converting_again_without_joining_separates() -> None:
-    model = mlx_marlin.optimize(tiny_llama(), join=True)
-
-    mlx_marlin.optimize(model)
+    mlx_marlin.optimize(model, layout=layout)
 
     assert not any(isinstance(each, MarlinPart) for each in model.modules())
+    assert_same_model(mlx_marlin.restore(model), tiny_llama())
+    mlx_marlin.optimize(model, layout=layout, join=True)
     assert_same_model(mlx_marlin.restore(model), tiny_llama())
 
 
@@ -169,6 +157,7 @@ def test_the_product_is_computed_once_and_let_go(
     assert len(calls) == 5
 
 
+@sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("change", ["scales", "bias", "new bias"])
 @pytest.mark.usefixtures("kernels")

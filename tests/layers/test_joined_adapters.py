@@ -166,23 +166,16 @@ def test_fused_adapters_are_those_of_mlxs_layers(
 
 
 @MODELS
-def test_mlx_lm_dequantizes_joined_layers(make: Make, layout: str) -> None:
-    expected = dequantize_model(make())
-
-    model = dequantize_model(joined(make, layout))
-
-    assert_same_model(model, expected)
-    assert mx.allclose(model(TOKENS), expected(TOKENS), atol=1e-4)
-
-
-@MODELS
-def test_mlx_lm_counts_the_same_parameters(make: Make, layout: str) -> None:
+def test_mlx_lm_counts_and_dequantizes_joined_layers(make: Make, layout: str) -> None:
     stock, model = make(), joined(make, layout)
+    bits = compute_bits_per_weight(stock)
 
     assert get_total_parameters(model) == get_total_parameters(stock)
-    assert compute_bits_per_weight(model) == pytest.approx(
-        compute_bits_per_weight(stock), rel=0.1
-    )
+    assert compute_bits_per_weight(model) == pytest.approx(bits, rel=0.1)
+    expected = dequantize_model(stock)
+    dequantized = dequantize_model(model)
+    assert_same_model(dequantized, expected)
+    assert mx.allclose(dequantized(TOKENS), expected(TOKENS), atol=1e-4)
 
 
 def test_tools_find_the_parts_and_not_the_joined_layer(layout: str) -> None:
@@ -192,14 +185,10 @@ def test_tools_find_the_parts_and_not_the_joined_layer(layout: str) -> None:
 
     assert names >= JOINED
     assert "joined" not in names
-    leaves = flat_modules(model.leaf_modules())
+    leaves = dict(tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module))
     assert {path.split(".")[-1] for path in leaves} >= JOINED
     # mx.eval and optimizers do find its arrays.
     assert any(".q_proj.joined." in path for path in arrays(model))
-
-
-def flat_modules(tree: Any) -> dict[str, nn.Module]:
-    return dict(tree_flatten(tree, is_leaf=nn.Module.is_module))
 
 
 def test_each_part_shows_its_own_parameters(layout: str) -> None:

@@ -11,6 +11,7 @@ import mlx_marlin
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.heads import MarlinMultiLinear
 from support.models import Layers, arrays, assert_same_model
+from support.profiles import sampled
 
 EXPERTS, N, K = 4, 64, 128
 FORMATS = [("affine", 4, 32), ("affine", 3, 64), ("mxfp4", 4, 32), ("nvfp4", 4, 16)]
@@ -76,6 +77,7 @@ def results(layer: nn.Module) -> list[mx.array]:
     return [layer(x), layer(of_n, transpose=False)]
 
 
+@sampled(4)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(

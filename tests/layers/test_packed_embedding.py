@@ -7,43 +7,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
-from mlx_marlin.products.packing import pack
 from support import format_cases, oracles
-from support.format_cases import GROUPED, Weight
-from support.packed_codes import SEEDS, packed_of
+from support.format_calls import NOT_IN_MLX
+from support.format_cases import GROUPED
+from support.packed_codes import SEEDS, packed_of, packed_weights
+from support.profiles import sampled
+from support.strategies import Grouped
 
-FORMATS = [
-    ("codebook", 4, 64),
-    ("k_codebook", 4, 32),
-    ("k_quant", 2, 16),
-    ("k_quant", 4, 32),
-    ("k_quant", 5, 32),
-    ("k_quant", 6, 16),
-]
-FORMATS += [("symmetric", 3, 64), ("zero_point", 5, 128), ("affine", 2, 16)]
 N, K = 77, 256
 
 
-def weight_of(mode: str, bits: int, group_size: int, seed: int = 0) -> Weight:
-    return format_cases.any_weight(
-        mode, bits, group_size, N, K, dtype="float16", seed=seed
-    )
-
-
 @given(
-    format=st.sampled_from(GROUPED),
+    grouped=st.sampled_from(GROUPED),
     tokens=st.lists(st.integers(0, N - 1), max_size=9),
     seed=SEEDS,
 )
 @settings(max_examples=40)
 def test_rows_of_every_format_are_those_of_the_whole_weight(
-    format: tuple[str, int, int], tokens: list[int], seed: int
+    grouped: Grouped, tokens: list[int], seed: int
 ) -> None:
-    mode, bits, group_size = format
-    k = 2 * format_cases.step_of(mode, bits, group_size)
-    weight = format_cases.any_weight(
-        mode, bits, group_size, N, k, dtype="float32", seed=seed
-    )
+    k = 2 * format_cases.step_of(*grouped)
+    weight = format_cases.any_weight(*grouped, N, k, dtype="float32", seed=seed)
     layer = PackedEmbedding.from_packed(packed_of(weight), mx.float32)
 
     rows = layer(mx.array(tokens, mx.uint32))
@@ -54,25 +38,24 @@ def test_rows_of_every_format_are_those_of_the_whole_weight(
     assert np.all(np.abs(oracles.exact(rows) - weight.decoded[tokens]) <= rounding)
 
 
-@pytest.mark.parametrize(("mode", "bits", "group_size"), FORMATS)
+@sampled(2)
+@pytest.mark.parametrize("grouped", NOT_IN_MLX, ids=str)
 @pytest.mark.usefixtures("kernels")
-def test_the_tied_head_is_the_product_with_the_weight(
-    mode: str, bits: int, group_size: int
-) -> None:
-    weight = weight_of(mode, bits, group_size)
-    layer = PackedEmbedding.from_packed(packed_of(weight), mx.bfloat16)
-    x = mx.random.normal((2, 3, K), key=mx.random.key(1)).astype(mx.float16)
+def test_the_tied_head_is_the_product_with_the_weight(grouped: Grouped) -> None:
+    k = 2 * format_cases.step_of(*grouped)
+    packed, decoded = packed_weights(grouped, n=N, k=k, dtype="float16")
+    layer = PackedEmbedding.from_packed(packed, mx.bfloat16)
+    x = mx.random.normal((2, 3, k), key=mx.random.key(1)).astype(mx.float16)
 
     y = layer.as_linear(x)
 
     assert (y.shape, y.dtype) == ((2, 3, N), mx.float16)
-    assert oracles.error(y, oracles.exact(x) @ weight.decoded.T) < 1e-3
+    assert oracles.error(y, oracles.exact(x) @ decoded.T) < 1e-3
 
 
 def test_tokens_of_any_shape_and_dtype() -> None:
-    layer = PackedEmbedding.from_packed(
-        packed_of(weight_of("k_quant", 6, 16)), mx.bfloat16
-    )
+    packed, _ = packed_weights(("k_quant", 6, 16), n=N, k=K)
+    layer = PackedEmbedding.from_packed(packed, mx.bfloat16)
     for dtype in (mx.int32, mx.uint32, mx.int64):
         rows = layer(mx.array([[1, 76], [0, 1]], dtype))
         assert (rows.shape, rows.dtype) == ((2, 2, K), mx.bfloat16)
@@ -81,9 +64,8 @@ def test_tokens_of_any_shape_and_dtype() -> None:
 
 
 def test_wrong_weights_are_refused() -> None:
-    weight = weight_of("symmetric", 4, 64)
     with pytest.raises(TypeError, match="packed must be a PackedWeight, got array"):
-        PackedEmbedding.from_packed(weight.native[0], mx.float16)
-    batch = pack(*(mx.stack([each] * 2) for each in weight.native), **weight.options)
+        PackedEmbedding.from_packed(mx.zeros((N, K)), mx.float16)
+    batch, _ = packed_weights(("symmetric", 4, 64), 2, n=N, k=K)
     with pytest.raises(ValueError, match=r"batch=\(2,\).*expected one weight"):
         PackedEmbedding.from_packed(batch, mx.float16)

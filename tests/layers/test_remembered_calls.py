@@ -98,28 +98,36 @@ def test_the_second_call_asks_nobody(layer: Layer, asked: list[str]) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, mx.float32), (40, mx.float32), (40, mx.float16)]
+)
 def test_another_shape_or_dtype_is_another_call(
-    rows: int, layer: Layer, asked: list[str]
+    rows: int, dtype: mx.Dtype, layer: Layer, asked: list[str]
 ) -> None:
-    layer.remember()
-    asked.clear()
-    if layer.kind != "experts":
-        layer(layer.ours, mx.zeros((rows, K)))
-        assert asked
-    asked.clear()
-    rows = mx.zeros((40, K), mx.float16)
-    if layer.kind != "experts":
-        for x in (rows.astype(mx.float32), rows):
-            asked.clear()
+    if layer.kind == "experts":
+        return  # as many rows as choices
+    for x in (X, mx.zeros((40, K), mx.bfloat16)):
+        for _ in range(3):
             layer(layer.ours, x)
-            assert asked  # of many rows each dtype is another call, too
+    asked.clear()
+    layer(layer.ours, mx.zeros((rows, K), dtype))
+    assert asked  # of many rows each dtype is another call, too
 
 
 def test_a_reset_expires_it(layer: Layer, asked: list[str]) -> None:
     layer.remember()
     asked.clear()
     state.reset()
+    layer(layer.ours)
+    assert asked
+
+
+def test_a_call_on_the_cpu_is_not_remembered_where_a_gpu_might_serve(
+    layer: Layer, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "may_hand_over", lambda: True)
+    layer.remember()
+    asked.clear()
     layer(layer.ours)
     assert asked
 
@@ -171,16 +179,6 @@ def test_copies_remember_for_themselves(layer: Layer) -> None:
             copied["bias"] = copied["bias"] * 0
         assert not layer(copied).any()
     assert layer(layer.ours).any()
-
-
-def test_a_call_on_the_cpu_is_not_remembered_where_a_gpu_might_serve(
-    layer: Layer, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(selection, "may_hand_over", lambda: True)
-    layer.remember()
-    asked.clear()
-    layer(layer.ours)
-    assert asked
 
 
 def test_gradients_of_scales_follow_the_layer(layer: Layer) -> None:

@@ -61,6 +61,19 @@ print(*sorted(backends & {"cuda", "metal"}))
 """
 
 
+def printed(program: str, *arguments: str, **settings: str) -> str:
+    """Returns what a program prints in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ
+        | {f"MLX_MARLIN_{name}": each for name, each in settings.items()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stdout
+
+
 @pytest.mark.parametrize("device", [True, False])
 @pytest.mark.parametrize(
     ("backend", "name", "function"),
@@ -70,37 +83,14 @@ def test_a_call_imports_one_back_end(
     backend: str, name: str, function: str, device: bool
 ) -> None:
     # Graphs of CUDA's kernels cannot be built without a device; `why_not` plans.
-    settings = {
-        "MLX_MARLIN_BACKEND": backend,
-        "MLX_MARLIN_DEVICE": name if device else "",
-    }
-    program = [sys.executable, "-c", ON_ONE_BACK_END, function]
-    run = subprocess.run(
-        program,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.split() == [backend]
+    settings = {"BACKEND": backend, "DEVICE": name if device else ""}
+    assert printed(ON_ONE_BACK_END, function, **settings).split() == [backend]
 
 
 def test_a_call_runs_functions_of_few_files() -> None:
-    settings = {
-        "MLX_MARLIN_BACKEND": "metal",
-        "MLX_MARLIN_DEVICE": "M3 Max",
-        "MLX_MARLIN_TUNED": "0",
-        "MLX_MARLIN_GUARD": "0",
-    }
-    program = [sys.executable, "-c", PROGRAM]
-    run = subprocess.run(
-        program,
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    cold, warm = (line.split() for line in run.stdout.splitlines())
+    settings = {"BACKEND": "metal", "DEVICE": "M3 Max", "TUNED": "0", "GUARD": "0"}
+    found = printed(PROGRAM, **settings)
+    cold, warm = (line.split() for line in found.splitlines())
     assert "products/matmul.py:quantized_matmul" in warm
     for functions, most in ((cold, MOST_COLD), (warm, MOST_WARM)):
         files = {name.split(":")[0] for name in functions}

@@ -33,31 +33,21 @@ def test_what_stock_serves_has_a_reason(changes: dict[str, Any], words: str) -> 
     assert isinstance(serving.serve(kind(), serving.here()), GatherPlan)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("packed", [False, True])
-def test_calls_of_other_kinds_are_mlxs(packed: bool, transpose: bool) -> None:
+def test_calls_of_other_kinds_are_mlxs_and_without_kernels_all(
+    served: str, packed: bool, transpose: bool
+) -> None:
     native = weights(4, 64, "affine", 4, 64, mx.float32)
     stored = (pack(*native),) if packed else native
-    x = mx.random.normal((5, 1, 3, K if transpose else 64))
+    rows = 1 if served == "stock" else 3
+    x = mx.random.normal((5, 1, rows, K if transpose else 64))
     chosen = mx.array([0, 3, 1, 1, 2])[:, None]
 
     y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen, transpose=transpose)
 
     expected = mx.gather_qmm(x, *native, rhs_indices=chosen, transpose=transpose)
     assert mx.array_equal(y, expected)
-
-
-@pytest.mark.usefixtures("stock")
-@pytest.mark.parametrize("packed", [False, True])
-def test_without_kernels_stock_serves(packed: bool) -> None:
-    native = weights(4, 40, "affine", 4, 64, mx.float32)
-    stored = (pack(*native),) if packed else native
-    x, chosen = mx.random.normal((5, 1, 1, K)), mx.array([[0], [1], [2], [3], [0]])
-
-    y = mlx_marlin.gather_qmm(x, *stored, rhs_indices=chosen)
-
-    assert mx.array_equal(y, mx.gather_qmm(x, *native, rhs_indices=chosen))
 
 
 EXPERTS = weights(4, 40, "affine", 4, 64, mx.float32)
@@ -86,11 +76,8 @@ def test_what_is_wrong_with_a_packed_call_is_said(
         mlx_marlin.gather_qmm(x, *arguments, **({"rhs_indices": CHOSEN} | options))
 
     assert words in str(error.value)
-
-
-def test_only_packed_weights_carry_their_scales() -> None:
     with pytest.raises(TypeError, match="scales is None"):
-        mlx_marlin.gather_qmm(mx.zeros((2, 1, 1, K)), EXPERTS[0], rhs_indices=CHOSEN)
+        mlx_marlin.gather_qmm(x, EXPERTS[0], rhs_indices=CHOSEN)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -1,7 +1,6 @@
 """`linear` finishes a product in its kernel, and keeps a row's bits if asked to."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
-from mlx_marlin.products import dispatch, eligibility
+from mlx_marlin.products import eligibility
 from mlx_marlin.products.layer_products import fused_linear
 from mlx_marlin.products.packing import pack
 from support import oracles
@@ -20,15 +19,8 @@ from support.arguments import K, N, activations, weight
 from support.choose import Choose
 from support.profiles import drawn
 
-Record = Callable[..., list[str]]
-
 OPERANDS = ("bias", "multiply", "residual")
-IN_MLX = {
-    None: lambda y: y,
-    "silu": nn.silu,
-    "gelu": nn.gelu,
-    "gelu_approx": nn.gelu_approx,
-}
+IN_MLX = {None: lambda y: y} | {name: getattr(nn, name) for name in ACTIVATIONS[1:]}
 
 
 def operands(*shape: int, dtype: mx.Dtype = mx.float16) -> dict[str, mx.array]:
@@ -82,35 +74,9 @@ def test_every_epilogue_is_what_mlx_would_do_in_float32(
     assert_finished(y, in_float32(x, native, activation, **given), rounding=2e-3)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_without_an_epilogue_it_is_the_product() -> None:
-    x, native = activations(4, K), weight()
-
-    y = mlx_marlin.linear(x, *native)
-
-    assert mx.array_equal(y, mlx_marlin.quantized_matmul(x, *native))
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Record:
-    """Returns what lists the operations in a function's graph."""
-    # MLX cannot export a function with derivatives of its own.
-    monkeypatch.setattr(dispatch, "differentiable", lambda ours, *_: ours)
-
-    def record(function: Callable[..., mx.array], *arrays: mx.array) -> list[str]:
-        names: list[str] = []
-
-        def note(node: dict[str, Any]) -> None:
-            if node["type"] == "primitive":
-                names.append(node["name"])
-
-        mx.export_function(note, function, *arrays)
-        return names
-
-    return record
-
-
-def test_an_epilogue_costs_no_dispatch(backend: Choose, recorded: Record) -> None:
+def test_an_epilogue_costs_no_dispatch(
+    backend: Choose, recorded: Callable[..., list[str]]
+) -> None:
     backend("metal")
     x, native, given = activations(8, K), weight(), operands(8, dtype=mx.float32)
     mx.eval(native, given)
@@ -124,7 +90,10 @@ def test_an_epilogue_costs_no_dispatch(backend: Choose, recorded: Record) -> Non
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_rows_stand_in_any_shape_without_a_reshape(
-    backend: Choose, recorded: Record, shape: tuple[int, ...], packed: bool
+    backend: Choose,
+    recorded: Callable[..., list[str]],
+    shape: tuple[int, ...],
+    packed: bool,
 ) -> None:
     backend("stock")
     x, native = activations(*shape, K), weight()
@@ -218,29 +187,6 @@ def test_an_unknown_activation_is_refused() -> None:
         mlx_marlin.linear(activations(3, K), *weight(), activation="tanh")
 
 
-def test_every_activation_is_one_of_mlxs() -> None:
-    assert {*ACTIVATIONS} - {"none"} == {*IN_MLX} - {None}
-    for name in ACTIVATIONS[1:]:
-        assert IN_MLX[name] is getattr(nn, name)
-
-
-@pytest.mark.parametrize(
-    ("epilogue", "said"),
-    [
-        (Epilogue(), ""),
-        (Epilogue(bias=True), "y + bias"),
-        (Epilogue(activation="silu", multiply=True), "silu(y) * multiply"),
-        (Epilogue(bias=True, multiply=True), "(y + bias) * multiply"),
-        (
-            Epilogue(bias=True, activation="gelu", residual=True),
-            "gelu(y + bias) + residual",
-        ),
-    ],
-)
-def test_an_epilogue_says_itself_as_a_formula(epilogue: Epilogue, said: str) -> None:
-    assert epilogue.explain() == said
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.usefixtures("kernels")
 def test_an_invariant_row_has_the_same_bits_in_any_batch(packed: bool) -> None:
@@ -258,13 +204,19 @@ def test_an_invariant_row_has_the_same_bits_in_any_batch(packed: bool) -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_invariance_is_refused_where_stock_would_serve() -> None:
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_invariance_is_refused_where_stock_would_serve(
+    packed: bool, batch: int
+) -> None:
+    native = weight(batch=batch)
+    arguments = (pack(*native),) if packed else native
     with pytest.raises(ValueError, match="invariant=True cannot be kept"):
-        mlx_marlin.linear(activations(3, K), *weight(), invariant=True)
+        mlx_marlin.linear(activations(3, K), *arguments, invariant=True)
 
 
 def test_an_invariant_product_is_never_handed_over(
-    backend: Choose, recorded: Record, monkeypatch: pytest.MonkeyPatch
+    backend: Choose, recorded: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

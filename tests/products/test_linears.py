@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +13,6 @@ from metal_emulator import emulated
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch
 from mlx_marlin.products.packing import pack
 from support import drawn_arrays, epilogues, oracles, strategies
 from support.arguments import K, activations, weight
@@ -88,31 +86,20 @@ def test_every_strategy_stores_every_part(problem: Problem) -> None:
             assert np.all(off <= epilogues.allowed(plan, x, native, finish))
 
 
-def graph(function: Callable[..., Any], x: mx.array) -> list[str]:
-    """Lists the operations of a function's graph, views left out."""
-    names: list[str] = []
-
-    def note(node: dict[str, Any]) -> None:
-        if node["type"] == "primitive":
-            names.append(node["name"])
-
-    mx.export_function(note, function, x)
-    return [name for name in names if name not in ("Slice", "Reshape", "Flatten")]
-
-
 def test_all_parts_take_one_dispatch(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
+    backend: Choose, recorded: Callable[..., list[str]]
 ) -> None:
     backend("metal")
-    # MLX cannot export a function with derivatives of its own.
-    monkeypatch.setattr(dispatch, "differentiable", lambda ours, *_: ours)
     x, native = activations(8, K), weight(n=96)
     mx.eval(native)
 
     def products(x: mx.array) -> tuple[mx.array, ...]:
         return mlx_marlin.linears(x, *native, parts=(32, 40, 24))
 
-    assert graph(products, x) == ["CustomKernel"]
+    views = ("Slice", "Reshape", "Flatten")
+    assert [each for each in recorded(products, x) if each not in views] == [
+        "CustomKernel"
+    ]
 
 
 @pytest.mark.usefixtures("stock")
@@ -127,30 +114,27 @@ def test_where_stock_serves_its_product_is_split() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.usefixtures("kernels")
-def test_gradients_of_the_parts_meet_in_x(packed: bool) -> None:
+def test_gradients_of_the_parts_meet_in_x_and_codes_have_none(packed: bool) -> None:
     x, native = activations(3, K), weight(n=50)
     arguments = (pack(*native),) if packed else native
 
-    def ours(x: mx.array) -> mx.array:
-        first, second = mlx_marlin.linears(x, *arguments, parts=(20, 30))
+    def ours(x: mx.array, codes: mx.array) -> mx.array:
+        stored = (
+            (replace(arguments[0], words=codes),) if packed else (codes, *native[1:])
+        )
+        first, second = mlx_marlin.linears(x, *stored, parts=(20, 30))
         return (first.square()).sum() + 3 * second.sum()
 
     def theirs(x: mx.array) -> mx.array:
         first, second = mx.split(mx.quantized_matmul(x, *native), [20], axis=-1)
         return (first.square()).sum() + 3 * second.sum()
 
-    assert mx.allclose(mx.grad(ours)(x), mx.grad(theirs)(x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("kernels")
-def test_a_gradient_of_codes_raises() -> None:
-    x, (codes, *rest) = activations(3, K), weight(n=50)
-
-    def of(codes: mx.array) -> mx.array:
-        return mlx_marlin.linears(x, codes, *rest, parts=(20, 30))[0].sum()
-
+    codes = arguments[0].words if packed else native[0]
+    assert mx.allclose(
+        mx.grad(ours)(x, codes), mx.grad(theirs)(x), rtol=1e-4, atol=1e-4
+    )
     with pytest.raises(ValueError, match="no gradient wrt uint"):
-        mx.grad(of)(codes)
+        mx.grad(ours, 1)(x, codes)
 
 
 @pytest.mark.parametrize(
@@ -167,14 +151,11 @@ def test_parts_that_cannot_be_are_refused(parts: tuple[int, ...], words: str) ->
         mlx_marlin.linears(activations(3, K), *weight(n=80), parts=parts)
 
 
-def test_parts_have_no_operands_of_the_results_shape() -> None:
-    with pytest.raises(ValueError, match="have no multiplier and no residual"):
-        Epilogue(residual=True, parts=(1, 2))
-
-
-def test_a_problems_parts_are_its_columns() -> None:
+def test_a_problems_parts_are_its_columns_and_have_no_other_operands() -> None:
     with pytest.raises(ValueError, match=r"parts=\(1, 2\) do not add up to n=4"):
         Problem(m=1, n=4, k=64, epilogue=Epilogue(parts=(1, 2)))
+    with pytest.raises(ValueError, match="have no multiplier and no residual"):
+        Epilogue(residual=True, parts=(1, 2))
     assert Epilogue(parts=(1, 2)).explain() == "y in parts of 1, 2"
 
 

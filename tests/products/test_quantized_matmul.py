@@ -53,14 +53,8 @@ X_AS: dict[str, Callable[[], mx.array]] = {
 
 
 @pytest.mark.parametrize("kind", X_AS)
-@pytest.mark.usefixtures("served_by")
+@pytest.mark.usefixtures("served")
 def test_any_x_is_multiplied_as_mlx_does(kind: str) -> None:
-    assert_as_mlx(X_AS[kind](), weight())
-
-
-@pytest.mark.parametrize("kind", X_AS)
-@pytest.mark.usefixtures("kernels")
-def test_our_kernels_read_any_x(kind: str) -> None:
     assert_as_mlx(X_AS[kind](), weight())
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -55,28 +56,13 @@ def heads(transpose: bool) -> Call:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: linear("affine", 4),
-        lambda: linear("affine", 3, bias=True),
-        lambda: linear("affine", 6),
-        lambda: linear("mxfp4", 4),
-        lambda: linear("nvfp4", 4, bias=True),
-        lambda: packed("symmetric", 128),
-        lambda: packed("symmetric", 16),
-        lambda: heads(True),
-        lambda: heads(False),
+        *(partial(linear, "affine", bits) for bits in (4, 6)),
+        partial(linear, "affine", 3, bias=True),
+        partial(linear, "mxfp4", 4),
+        partial(linear, "nvfp4", 4, bias=True),
+        *(partial(packed, "symmetric", size) for size in (128, 16)),
+        *(partial(heads, transpose) for transpose in (True, False)),
         experts,
-    ],
-    ids=[
-        "4",
-        "3",
-        "6",
-        "mxfp4",
-        "nvfp4",
-        "symmetric",
-        "groups of 16",
-        "heads",
-        "not transposed",
-        "experts",
     ],
 )
 def test_a_function_is_compiled_once_for_all_shapes(make: Callable[[], Call]) -> None:

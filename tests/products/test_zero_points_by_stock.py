@@ -8,6 +8,7 @@ from mlx_marlin import gather_qmm, linear, optimize, pack, quantized_matmul, res
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.weights.bit_streams import words_of_codes
+from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import oracles
 from support.choose import Choose
@@ -40,17 +41,18 @@ def packed_of(
     )
 
 
-def exact(x: mx.array, packed: PackedWeight) -> np.ndarray:
-    w = np.array(dequantize(packed, mx.float32), np.float64)
-    return np.array(x.astype(mx.float32), np.float64) @ w.swapaxes(-1, -2)
+def exact(x: mx.array, packed: PackedWeight) -> oracles.Floats:
+    w = oracles.exact(dequantize(packed, mx.float32))
+    return oracles.exact(x) @ w.swapaxes(-1, -2)
 
 
 @pytest.mark.parametrize(("zero", "mode"), CODES)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_a_product(dtype: mx.Dtype, zero: int, mode: str) -> None:
+def test_products_and_experts(dtype: mx.Dtype, zero: int, mode: str) -> None:
     packed = packed_of(dtype, zero=zero, mode=mode)
+    experts = packed_of(dtype, 2, zero=zero, mode=mode)
     x = mx.random.normal((3, K), key=mx.random.key(0)).astype(dtype)
-    tolerance = oracles.TOLERANCES[str(dtype).removeprefix("mlx.core.")]
+    tolerance = oracles.TOLERANCES[dtype_name(dtype)]
     for y in (
         quantized_matmul(x, packed),
         linear(x, packed, residual=mx.zeros((3, N))),
@@ -59,19 +61,11 @@ def test_a_product(dtype: mx.Dtype, zero: int, mode: str) -> None:
         assert oracles.error(y, exact(x, packed)) < tolerance
     # dtypes are promoted as elsewhere
     assert quantized_matmul(x.astype(mx.float32), packed).dtype == mx.float32
-
-
-@pytest.mark.parametrize(("zero", "mode"), CODES)
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_experts(dtype: mx.Dtype, zero: int, mode: str) -> None:
-    packed = packed_of(dtype, 2, zero=zero, mode=mode)
-    x = mx.random.normal((3, 1, K), key=mx.random.key(0)).astype(dtype)
-    y = gather_qmm(x, packed, rhs_indices=mx.array([1, 0, 1], mx.uint32))
+    y = gather_qmm(x[:, None], experts, rhs_indices=mx.array([1, 0, 1], mx.uint32))
     assert y.dtype == dtype
-    w = np.array(dequantize(packed, mx.float32), np.float64)[[1, 0, 1]]
-    expected = np.array(x.astype(mx.float32), np.float64) @ w.swapaxes(-1, -2)
-    tolerance = oracles.TOLERANCES[str(dtype).removeprefix("mlx.core.")]
-    assert oracles.error(y, expected) < tolerance
+    both = exact(x, experts)
+    expected = np.stack([both[expert, row] for row, expert in enumerate((1, 0, 1))])
+    assert oracles.error(y.squeeze(1), expected) < tolerance
 
 
 @pytest.mark.parametrize(("zero", "rounds"), [(251, True), (128, False)])

@@ -10,9 +10,9 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.products.packing import quantize
-from mlx_marlin.weights.formats import FORMATS
+from mlx_marlin.weights.formats import FORMATS, PACKED_GROUPS
 from support import oracles
-from support.format_cases import OF_MLX
+from support.format_cases import OF_MLX, SUPER_BLOCKS
 
 N, K = 48, 128
 X = mx.random.normal((2, 3, K), key=mx.random.key(1)).astype(mx.float16)
@@ -29,6 +29,14 @@ of_mlx = pytest.mark.parametrize(
     ("mode", "bits", "group_size"), [each for each in ONE_EACH if each in OF_MLX]
 )
 FLOATING = [("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)]
+NOT_IN_MLX = [
+    *(("affine", 3, size) for size in PACKED_GROUPS),
+    *(("symmetric", 8, size) for size in PACKED_GROUPS),
+    *(("zero_point", 5, size) for size in PACKED_GROUPS),
+    *(("symmetric", 4, 64), ("zero_point", 4, 64), ("codebook", 4, 64)),
+    *(each for each in ONE_EACH if each[0] in SUPER_BLOCKS),
+]
+"""Formats that only packed weights have; stock MLX serves them as its own."""
 FEW = [("affine", 3, 64), ("affine", 8, 32), *FLOATING]
 few = pytest.mark.parametrize(("mode", "bits", "group_size"), FEW)
 floating = pytest.mark.parametrize(("mode", "bits", "group_size"), FLOATING)

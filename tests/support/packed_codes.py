@@ -1,5 +1,7 @@
 """Weights of any codes, and the bits that they have after packing."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from hypothesis import strategies as st
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import CHANNEL, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
+from support import format_cases
 from support.format_cases import GROUPED, SUPER_BLOCKS, Weight, words_of_record
+from support.oracles import Floats
 
 SEEDS = st.integers(0, 2**32 - 1)
 FORMAT = ("mode", "bits", "group_size")
@@ -55,6 +59,21 @@ def any_bits(
 
 def packed_of(weight: Weight) -> PackedWeight:
     return pack(*weight.native, **weight.options)
+
+
+def packed_weights(
+    grouped: tuple[str, int, int],
+    *batch: int,
+    n: int,
+    k: int,
+    dtype: str = "float32",
+) -> tuple[PackedWeight, Floats]:
+    """Makes a weight or a batch of different ones, and what they are in float64."""
+    weight = format_cases.any_weight(
+        *grouped, math.prod(batch) * n, k, dtype=dtype, seed=n
+    )
+    native = [each.reshape(*batch, n, -1) for each in weight.native]
+    return pack(*native, **weight.options), weight.decoded.reshape(*batch, n, k)
 
 
 def assert_same_bits(actual: mx.array, expected: mx.array) -> None:

@@ -16,9 +16,9 @@ from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.format_cases import Variant, Weight
 from support.format_oracle import assert_close
 from support.profiles import sampled
-from support.trace_mode import emulator_only, needs_kernels
+from support.trace_mode import emulator_only
+from support.trace_mode import needs_kernels as kernels
 
-kernels = needs_kernels
 VARIANTS = format_cases.VARIANTS
 variants = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 TABLE = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -36,7 +36,8 @@ def shapes(draw: st.DrawFn, variant: Variant, most_k: int = 512) -> dict[str, in
     }
 
 
-def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
+def check_product(variant: Variant, shape: dict[str, int], seed: int) -> mx.array:
+    """Compares a product with float64 and returns it."""
     plan = variant.plan(**shape)
     weight = variant.weight(shape["n"], shape["k"], seed=seed)
     x = format_cases.activations(
@@ -46,9 +47,14 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
     y = format_cases.run(plan, x, weight)
 
     assert_close(y, x, weight, operand=variant.operand, dtype=variant.dtype)
+    return y
 
 
-@sampled(7)
+SAMPLE = sampled(7)
+"""The same variants in each test, so that their kernels are compiled once."""
+
+
+@SAMPLE
 @kernels
 @variants
 @given(data=st.data())
@@ -56,19 +62,31 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> None:
 def test_a_product_is_as_exact_as_promised(
     variant: Variant, data: st.DataObject
 ) -> None:
-    shape = data.draw(shapes(variant))
-
-    check_product(variant, shape, data.draw(st.integers(0, 99)))
+    check_product(variant, data.draw(shapes(variant)), data.draw(st.integers(0, 99)))
 
 
-@sampled(6)
+@SAMPLE
 @kernels
 @variants
-def test_a_large_product_is_as_exact_as_promised(variant: Variant) -> None:
+def test_a_large_product_is_exact_and_the_same_in_any_schedule(
+    variant: Variant,
+) -> None:
     m = 19 if variant.fragments else variant.rows
+    shape = {"m": m, "n": 150, "k": max(384, 2 * variant.step), "threadgroups": 7}
 
-    k = max(384, 2 * variant.step)
-    check_product(variant, {"m": m, "n": 150, "k": k, "threadgroups": 7}, 5)
+    y = check_product(variant, shape, 5)
+
+    for seed in (1, 2):
+        with drawn_arrays.another_schedule(seed):
+            again = check_product(variant, shape, 5)
+        assert mx.array_equal(again.view(mx.uint8), y.view(mx.uint8))
+
+
+@SAMPLE
+@kernels
+@variants
+def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:
+    assert_read_back(variant)
 
 
 def exact_in_float32(weight: Weight) -> Weight:
@@ -79,13 +97,7 @@ def exact_in_float32(weight: Weight) -> Weight:
     return replace(weight, native=(words, *stored))
 
 
-@sampled(6)
-@kernels
-@variants
-def test_unit_activations_read_back_every_weight_bit_for_bit(variant: Variant) -> None:
-    assert_read_back(variant)
-
-
+@sampled(3)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(("bits", "group"), [(2, 16), (4, 32), (6, 16)])
 def test_offsets_of_super_blocks_are_taken_off_before_their_bias_is_added(
@@ -142,7 +154,7 @@ def whole_numbers(weight: Weight, seed: int) -> Weight:
     return replace(weight, native=(words, *fitting), numbers=numbers)
 
 
-@sampled(7)
+@SAMPLE
 @kernels
 @variants
 @given(data=st.data())
@@ -161,27 +173,6 @@ def test_integers_come_out_exactly(variant: Variant, data: st.DataObject) -> Non
 
     expected = format_cases.rounded(ones @ weight.decoded.T, variant.dtype)
     np.testing.assert_array_equal(oracles.exact(y), expected)
-
-
-@sampled(10)
-@kernels
-@variants
-@given(data=st.data())
-@settings(max_examples=2)
-def test_another_schedule_gives_the_same_bits(
-    variant: Variant, data: st.DataObject
-) -> None:
-    shape = data.draw(shapes(variant))
-    plan = variant.plan(**shape)
-    weight = variant.weight(shape["n"], shape["k"], seed=1)
-    x = format_cases.activations(shape["m"], shape["k"], dtype=variant.dtype, seed=2)
-    expected = format_cases.run(plan, x, weight)
-
-    for seed in (1, 2):
-        with drawn_arrays.another_schedule(seed):
-            again = format_cases.run(plan, x, weight)
-
-        assert mx.array_equal(again.view(mx.uint8), expected.view(mx.uint8))
 
 
 def decode_facts(variant: Variant) -> set[object]:
@@ -258,4 +249,24 @@ def test_every_instance_computes_and_decodes(grouped: tuple[str, int, int]) -> N
 
 
 def test_the_table_in_the_documentation_is_up_to_date() -> None:
-    assert format_cases.table() in TABLE.read_text(encoding="utf-8")
+    """Of its columns all but the meaning of a weight and the kind of bytes."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| `")]
+    stated = {
+        (mode.strip(" `"), int(each)): [cell.strip() for cell in cells]
+        for mode, bits, _, *cells in rows
+        for each in bits.split(",")
+    }
+    expected = {
+        key: [
+            ", ".join(map(str, known.group_sizes)),
+            ", ".join(str(size or "a row") for size in known.packed_group_sizes),
+            ", ".join(known.scale_dtypes),
+            ", ".join(f"`{layout}`" for layout in known.layouts),
+        ]
+        for key, known in FORMATS.items()
+    }
+    for key, cells in stated.items():
+        if "bytes" in cells[2]:
+            cells[2] = "uint16" if key[0] in format_cases.SUPER_BLOCKS else "uint8"
+    assert stated == expected

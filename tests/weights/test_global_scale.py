@@ -4,13 +4,13 @@ from dataclasses import replace
 from itertools import product
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
 import metal_emulator
 import mlx_marlin
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import quantize, unpack
 from support import drawn_arrays, format_cases, launches, oracles
@@ -41,14 +41,21 @@ def with_scale(problem: Problem) -> Problem:
     return replace(problem, global_scale=True)
 
 
+def case_of(
+    variant: Variant, threadgroups: int = 7, **changes: object
+) -> tuple[Plan, mx.array, Weight]:
+    """Makes a plan of a variant with a global scale, and its operands."""
+    m = 11 if variant.fragments else variant.rows
+    plan = variant.plan(m, N, K, threadgroups=threadgroups)
+    plan = replace(plan, problem=with_scale(plan.problem), **changes)
+    x = format_cases.activations(m, K, dtype=variant.dtype, seed=2)
+    return plan, x, weight_of(variant)
+
+
 @sampled(4)
 @variants
 def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
-    m = 11 if variant.fragments else variant.rows
-    plan = variant.plan(m, N, K, threadgroups=7)
-    plan = replace(plan, problem=with_scale(plan.problem))
-    weight = weight_of(variant)
-    x = format_cases.activations(m, K, dtype=variant.dtype, seed=2)
+    plan, x, weight = case_of(variant)
 
     y = format_cases.run(plan, x, weight)
 
@@ -63,16 +70,13 @@ def test_a_product_is_as_exact_as_without(variant: Variant) -> None:
         assert mx.array_equal(again.view(mx.uint8), y.view(mx.uint8))
 
 
+@sampled(2)
 @pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> None:
     variant = replace(VARIANTS[0], layout=layout, dtype="float16", fragments=1)
-    plan = variant.plan(11, N, K)
-    plan = replace(
-        plan, problem=with_scale(plan.problem), kernel="gemm_staged", buffers=buffers
-    )
-    weight = weight_of(variant)
-    x = format_cases.activations(11, K, dtype="float16", seed=2)
+    staged = {"kernel": "gemm_staged", "buffers": buffers}
+    plan, x, weight = case_of(variant, **staged)
 
     y = format_cases.run(plan, x, weight)
 
@@ -80,15 +84,11 @@ def test_a_staged_product_is_as_exact_as_without(layout: str, buffers: int) -> N
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
 
 
-@sampled(2)
+@sampled(1)
 @emulator_only
 @pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
 def test_every_byte_that_is_read_is_the_calls_own(variant: Variant) -> None:
-    m = 11 if variant.fragments else variant.rows
-    plan = variant.plan(m, N, K, threadgroups=3)
-    plan = replace(plan, problem=with_scale(plan.problem))
-    weight = weight_of(variant)
-    x = format_cases.activations(m, K, dtype=variant.dtype, seed=3)
+    plan, x, weight = case_of(variant, threadgroups=3)
 
     with metal_emulator.emulated(trace=True):
         y = format_cases.run(plan, x, weight)
@@ -149,16 +149,6 @@ def test_it_is_no_coarser_than_a_weight_without() -> None:
     )
 
 
-def test_the_epilogue_follows_it() -> None:
-    packed = quantize(W, mode="nvfp4", global_scale=LARGEST)
-    bias = mx.random.normal((N,), key=mx.random.key(3)).astype(mx.float16)
-
-    y = mlx_marlin.linear(X, packed, bias=bias, activation="silu")
-
-    total = oracles.exact(X) @ decoded().T + oracles.exact(bias)
-    assert oracles.error(y, total / (1 + np.exp(-total))) < 1e-3
-
-
 @sampled(3)
 @pytest.mark.parametrize("rows", [1, 6, 40])
 @pytest.mark.parametrize("biased", [False, True])
@@ -181,25 +171,22 @@ def test_parts_have_it_too(rows: int, biased: bool, invariant: bool) -> None:
     assert oracles.error(mx.concatenate(parts, axis=-1), total) < 1e-3
 
 
-def test_an_invariant_row_is_what_it_is_alone() -> None:
+def test_epilogues_weights_as_they_are_and_invariant_rows_have_it() -> None:
     packed = quantize(W, mode="nvfp4", global_scale=LARGEST)
+    bias = mx.random.normal((N,), key=mx.random.key(3)).astype(mx.float16)
     rows = X.reshape(-1, K)
 
+    y = mlx_marlin.linear(X, packed, bias=bias, activation="silu")
+    back = mlx_marlin.quantized_matmul(X[..., :N], packed, transpose=False)
     together = mlx_marlin.linear(rows, packed, invariant=True)
 
+    total = oracles.exact(X) @ decoded().T + oracles.exact(bias)
+    assert oracles.error(y, total / (1 + np.exp(-total))) < 1e-3
+    assert oracles.error(back, oracles.exact(X[..., :N]) @ decoded()) < 1e-3
     assert oracles.error(together, oracles.exact(rows) @ decoded().T) < 1e-3
     for i in range(len(rows)):
         alone = mlx_marlin.linear(rows[i : i + 1], packed, invariant=True)
         assert mx.array_equal(alone[0], together[i])
-
-
-def test_the_weight_as_it_is_has_it_too() -> None:
-    packed = quantize(W, mode="nvfp4", global_scale=LARGEST)
-    x = X[..., :N]
-
-    y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
-
-    assert oracles.error(y, oracles.exact(x) @ decoded()) < 1e-3
 
 
 def test_gradients_know_it() -> None:
@@ -241,18 +228,3 @@ def test_a_problem_says_that_it_has_one() -> None:
     assert with_scale(problem) != problem
     assert "uint8 scales, a global scale," in with_scale(problem).explain()
     assert "global" not in problem.explain()
-
-
-def test_only_nvfp4_has_one() -> None:
-    with pytest.raises(ValueError, match="global_scale is for nvfp4, not for mode='mx"):
-        quantize(W, mode="mxfp4", global_scale=LARGEST)
-    with pytest.raises(ValueError, match="global_scale must be float32 of one element"):
-        quantize(W, mode="nvfp4", global_scale=mx.ones(3))
-
-
-def test_a_layer_without_one_stays_as_it_was() -> None:
-    layer = nn.QuantizedLinear(K, N, mode="nvfp4")
-
-    ours = mlx_marlin.MarlinLinear.from_quantized(layer, layout="marlin")
-
-    assert ours.packed.global_scale is None

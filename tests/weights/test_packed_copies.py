@@ -4,16 +4,17 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 
 import mlx.core as mx
 import pytest
 
-import mlx_marlin
-from mlx_marlin.products.packing import pack, quantize
+from mlx_marlin.products.packing import quantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases
 from support.format_cases import GROUPED
-from support.profiles import sampled
+from support.packed_codes import packed_weights
+from support.strategies import Grouped
 
 Copy = Callable[[PackedWeight], PackedWeight]
 COPIES: dict[str, Copy] = {
@@ -26,14 +27,9 @@ copies = pytest.mark.parametrize("how", COPIES)
 N = 40
 
 
-def packed_of(mode: str, bits: int, group_size: int, *batch: int) -> PackedWeight:
-    rows = N * (batch[0] if batch else 1)
-    k = 2 * format_cases.step_of(mode, bits, group_size) if group_size else 192
-    weight = format_cases.any_weight(
-        mode, bits, group_size, rows, k, dtype="bfloat16", seed=1
-    )
-    native = [each.reshape(*batch, N, -1) for each in weight.native]
-    return pack(*native, **weight.options)
+def _of_format(grouped: Grouped) -> PackedWeight:
+    k = 2 * format_cases.step_of(*grouped)
+    return packed_weights(grouped, n=N, k=k, dtype="bfloat16")[0]
 
 
 def with_global_scale() -> PackedWeight:
@@ -54,39 +50,22 @@ def assert_equal(found: PackedWeight, expected: PackedWeight) -> None:
             assert ours == theirs
 
 
-@sampled(120)
+WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
+    "global scale": with_global_scale,
+    "batch": lambda: packed_weights(("zero_point", 3, 64), 3, n=N, k=128)[0],
+    **{grouped[0]: partial(_of_format, grouped) for grouped in GROUPED},
+}
+"""A weight of every mode, and what is not part of a format."""
+
+
 @copies
-@pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
-def test_a_copy_is_equal_in_every_format(
-    how: str, mode: str, bits: int, group_size: int
-) -> None:
-    packed = packed_of(mode, bits, group_size)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_copy_is_equal(how: str, kind: str) -> None:
+    packed = WEIGHTS[kind]()
 
     found = COPIES[how](packed)
 
     assert found is not packed
-    assert_equal(found, packed)
-
-
-@copies
-def test_a_copy_has_the_global_scale(how: str) -> None:
-    packed = with_global_scale()
-
-    found = COPIES[how](packed)
-
-    assert_equal(found, packed)
-    x = mx.random.normal((3, 128), key=mx.random.key(2))
-    expected = mlx_marlin.quantized_matmul(x, packed)
-    assert mx.array_equal(mlx_marlin.quantized_matmul(x, found), expected)
-
-
-@copies
-def test_a_copy_of_a_batch_is_a_batch(how: str) -> None:
-    packed = packed_of("zero_point", 3, 64, 3)
-
-    found = COPIES[how](packed)
-
-    assert found.batch == (3,)
     assert_equal(found, packed)
 
 

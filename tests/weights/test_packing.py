@@ -17,7 +17,7 @@ from mlx_marlin.weights import layout
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles, strategies
-from support.format_cases import GROUPED, MLX_MODES, Integers, Weight, read_codes
+from support.format_cases import MLX_MODES, Integers, Weight, read_codes
 from support.packed_codes import (
     SEEDS,
     any_bits,
@@ -152,7 +152,7 @@ def test_lanes_see_every_code_and_zeros_beside_them(
     np.testing.assert_array_equal(seen, expected)
 
 
-@sampled(60)
+@sampled(24)
 @of_groups
 @given(data=st.data())
 @settings(max_examples=3)
@@ -173,7 +173,7 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     assert not seen[:, groups:].any()
 
 
-@sampled(60)
+@sampled(20)
 @grouped
 @given(batch=st.sampled_from([(1,), (3,), (2, 2)]), data=st.data())
 @settings(max_examples=3)
@@ -226,46 +226,6 @@ def test_padding_stands_for_zero(mode: str, bits: int) -> None:
     assert not decoded[5:].any()
     assert not decoded[:, k:].any()
     np.testing.assert_array_equal(decoded[:5, :k], weight.decoded)
-
-
-@given(data=st.data())
-@settings(max_examples=10)
-def test_every_code_is_stored_where_the_layout_says(data: st.DataObject) -> None:
-    mode, bits, group_size = data.draw(st.sampled_from(GROUPED))
-    weight = data.draw(weights_of(mode, bits, group_size, most_n=40))
-    order = layout.order_of_group(group_size)
-
-    packed = packed_of(weight)
-
-    words = np.array(packed.words).astype(np.int64)
-    k_tiles = words.shape[1]
-    low = 0
-    for plane in FORMATS[mode, bits].planes:
-        stored = words[..., 64 * low : 64 * (low + plane)].ravel()
-        for (row, k), code in np.ndenumerate(read_codes(weight.native[0], bits)):
-            word, bit = layout.position_of_weight(
-                row, k, bits=plane, order=order, k_tiles=k_tiles
-            )
-            assert stored[word] >> bit & (1 << plane) - 1 == (
-                code >> low & (1 << plane) - 1
-            )
-        low += plane
-
-
-def test_four_bits_lie_where_they_did_when_there_were_no_others() -> None:
-    places = [0, 1, 5, 130, 255, 256, 511, 700]
-    golden = {
-        32: "0 1bbcd880 b9f45231 b05797c4 df001ac7 f1bbcd88 d0bbe84f 0",
-        64: "79b10000 5231d880 4593cbe2 d5b13779 df0040c8 4739cd88 d0bb3284 0",
-    }
-    words = (np.arange(33 * 16) * 2654435761 % 2**32).astype(np.uint32).reshape(33, 16)
-    for group_size, expected in golden.items():
-        ones = mx.ones((33, 128 // group_size))
-
-        packed = pack(mx.array(words), ones, ones, group_size=group_size)
-
-        found = packed.words.flatten()[mx.array(places)].tolist()
-        assert found == [int(each, 16) for each in expected.split()]
 
 
 def test_padding_is_minimal() -> None:

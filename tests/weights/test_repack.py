@@ -1,6 +1,6 @@
 """The repack kernels preserve all bits, and access whole cache lines once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any
@@ -80,7 +80,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 
 @emulator_only
 @drawn(15, 45, weight=weights(), order=st.integers(0, 99))
-def test_every_code_goes_to_its_place_and_comes_back(
+def test_every_code_goes_to_its_place_and_comes_back_as_by_mlxs_operations(
     weight: dict[str, Any], order: int
 ) -> None:
     batch, n, bits = weight["batch"], weight["n"], weight["bits"]
@@ -102,23 +102,12 @@ def test_every_code_goes_to_its_place_and_comes_back(
         for each in codes.reshape(-1, n, weight["k"])
     ]
     np.testing.assert_array_equal(np.array(tiles).reshape(np.shape(expected)), expected)
-
-
-@emulator_only
-@drawn(15, 45, weight=weights())
-def test_mlxs_operations_do_the_same(weight: dict[str, Any]) -> None:
-    form = {key: weight[key] for key in ("n", "k", "bits", "group_size")}
-    shape = (*weight["batch"], weight["n"], weight["k"] * weight["bits"] // 32)
-    rows = any_words(*shape, seed=weight["seed"])
-
-    tiles = to_tiles(rows, **form)
-
-    by_kernel = launches.repack("marlin", **form)(rows)
-    assert (tiles.shape, tiles.dtype) == (by_kernel.shape, by_kernel.dtype)
-    assert mx.array_equal(tiles, by_kernel)
-    back = to_rows(tiles, **form)
-    assert (back.shape, back.dtype) == (rows.shape, rows.dtype)
-    assert mx.array_equal(back, rows)
+    for of_mlx, by_kernel in (
+        (to_tiles(rows, **form), tiles),
+        (to_rows(tiles, **form), rows),
+    ):
+        assert (of_mlx.shape, of_mlx.dtype) == (by_kernel.shape, by_kernel.dtype)
+        assert mx.array_equal(of_mlx, by_kernel)
 
 
 @emulator_only
@@ -143,7 +132,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
 
 
-@sampled(40)
+@sampled(20)
 @emulator_only
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(
@@ -225,29 +214,16 @@ def test_what_is_not_there_is_not_read() -> None:
     assert found.of("out").written_bytes == 2 * 33 * 1024
 
 
-def test_tiles_of_a_threadgroup_make_whole_lines_in_mlxs_layout() -> None:
-    for bits in WIDTHS:
-        bytes_of_row = arguments.repack_tiles(bits) * 64 * bits // 8
-        assert bytes_of_row % 128 == 0
-        assert bytes_of_row // 2 % 128 != 0
-
-
 @pytest.fixture
-def _metal(backend: Choose) -> Iterator[None]:
+def _metal(backend: Choose) -> None:
     backend("metal")
-    return
 
 
 def recorded(function: Callable[..., Any], *arrays: mx.array) -> list[dict[str, Any]]:
     """Returns the kernel calls of a graph; MLX records without running it."""
-    calls: list[dict[str, Any]] = []
-
-    def collect(record: dict[str, Any]) -> None:
-        if record.get("name") == "CustomKernel":
-            calls.append(record)
-
-    mx.export_function(collect, function, *arrays)
-    return calls
+    nodes: list[dict[str, Any]] = []
+    mx.export_function(nodes.append, function, *arrays)
+    return [node for node in nodes if node.get("name") == "CustomKernel"]
 
 
 @pytest.mark.usefixtures("_metal")

@@ -37,46 +37,33 @@ EXAMPLES = settings(max_examples=25, deadline=None)
 
 @EXAMPLES
 @CALLS
+@pytest.mark.parametrize("mode", ["affine", "symmetric", "zero_point"])
 def test_no_group_is_worse_than_rounded_to_nearest(
-    seed: int, bits: int, group_size: int, dtype: mx.Dtype
-) -> None:
-    w = drawn(seed, group_size, dtype)
-    groups = w.astype(mx.float32).reshape(7, -1, group_size)
-    words, scales, biases = quantizers.affine(w, group_size, bits)
-    nearest = codes_of_words(words, bits).reshape(groups.shape).astype(mx.float32)
-    start = [part[..., None].astype(mx.float32) for part in (scales, biases)]
-    before = squared(groups, start[0] * nearest + start[1])
-
-    codes, scale, bias = scale_search.affine(groups, bits, dtype, tuple(start))
-
-    assert (codes.dtype, scale.dtype, bias.dtype) == (mx.uint8, dtype, dtype)
-    assert codes.max().item() < 2**bits
-    decoded = scale.astype(mx.float32) * codes + bias.astype(mx.float32)
-    assert mx.all(squared(groups, decoded) <= before * (1 + 1e-5) + 1e-12)
-
-
-@EXAMPLES
-@CALLS
-@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
-def test_codes_around_zero_are_not_worse_than_rounded_to_nearest(
     mode: str, seed: int, bits: int, group_size: int, dtype: mx.Dtype
 ) -> None:
     w = drawn(seed, group_size, dtype)
     groups = w.astype(mx.float32).reshape(7, -1, group_size)
-    words, scales, *zeros = getattr(quantizers, mode)(w, group_size, bits)
-    start = scales[..., None].astype(mx.float32)
-    zero = mx.full(start.shape, 2.0 ** (bits - 1))
-    if zeros:
-        zero = zeros[0][..., None].astype(mx.float32)
+    words, *stored = getattr(quantizers, mode)(w, group_size, bits)
     nearest = codes_of_words(words, bits).reshape(groups.shape).astype(mx.float32)
-    before = squared(groups, start * (nearest - zero))
+    start, *third = (part[..., None].astype(mx.float32) for part in stored)
+    zero = third[0] if third else mx.full(start.shape, 2.0 ** (bits - 1))
 
-    codes, scale = scale_search.around_zero(groups, bits, dtype, start, zero)
+    if mode == "affine":
+        codes, *found = scale_search.affine(groups, bits, dtype, (start, zero))
+        before = start * nearest + zero
+    else:
+        codes, *found = scale_search.around_zero(groups, bits, dtype, start, zero)
+        before = start * (nearest - zero)
 
-    assert (codes.dtype, scale.dtype) == (mx.uint8, dtype)
+    assert codes.dtype == mx.uint8
+    assert {part.dtype for part in found} == {dtype}
     assert codes.max().item() < 2**bits
-    decoded = scale.astype(mx.float32) * (codes.astype(mx.float32) - zero)
-    assert mx.all(squared(groups, decoded) <= before * (1 + 1e-5) + 1e-12)
+    scale, *bias = (part.astype(mx.float32) for part in found)
+    decoded = (
+        scale * codes + bias[0] if bias else scale * (codes.astype(mx.float32) - zero)
+    )
+    most = squared(groups, before) * (1 + 1e-5) + 1e-12
+    assert mx.all(squared(groups, decoded) <= most)
 
 
 @EXAMPLES

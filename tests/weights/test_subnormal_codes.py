@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,7 +24,6 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, launches, planted_text
 from support.format_cases import Variant
-from support.profiles import sampled
 from support.trace_mode import emulator_only
 
 pytestmark = emulator_only
@@ -128,47 +128,15 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
     return bool(mx.array_equal(a.view(mx.uint8), b.view(mx.uint8)))
 
 
-@sampled(3)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_products_keep_their_bits(
-    variant: Variant, flushing: Callable[..., None]
-) -> None:
-    expected = product(variant)
-    flushing()
-    assert same_bits(product(variant), expected)
-
-
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[-1]], ids=str)
-def test_a_factor_after_the_conversion_loses_small_values(
-    variant: Variant, flushing: Callable[..., None]
-) -> None:
-    expected = product(variant)
-    flushing(FACTOR_FIRST, FACTOR_LAST)
-    assert not same_bits(product(variant), expected)
-
-
-def test_staged_products_keep_their_bits(flushing: Callable[..., None]) -> None:
-    staged = {"kernel": "gemm_staged", "buffers": 1}
-    expected = product(VARIANTS[-2], **staged)
-    flushing()
-    assert same_bits(product(VARIANTS[-2], **staged), expected)
-
-
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_plain_numbers_keep_their_bits(
-    layout: str, flushing: Callable[..., None]
-) -> None:
+def plain_numbers(layout: str) -> mx.array:
     of_layout = replace(VARIANTS[-1], layout=layout)
     plan = dequantize_plan(of_layout.problem(1, N, K))
     arrays = format_cases.arguments(of_layout.weight(N, K, seed=1), layout)
-
-    expected = launches.dequantized(plan)(*arrays)
-
-    flushing()
-    assert same_bits(launches.dequantized(plan)(*arrays), expected)
+    return launches.dequantized(plan)(*arrays)
 
 
-def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None:
+def experts() -> mx.array:
+    """Multiplies one row by dot products and five by matrices."""
     of_one = VARIANTS[2]
     plan = MetalGatherPlan(
         gather=GatherProblem(problem=of_one.problem(6, N, K), experts=2),
@@ -180,11 +148,37 @@ def test_experts_products_keep_their_bits(flushing: Callable[..., None]) -> None
     )
     weight = of_one.weight(2 * N, K, seed=1)
     words, scales = (each.reshape(2, N, -1) for each in weight.native)
-    # One row by dot products and five by matrices.
     pairs = mx.array([0, 1, 1, 1, 1, 1], mx.uint32), mx.arange(6, dtype=mx.uint32)
-    arrays = (activations(6, of_one.dtype), words, scales, scales, *pairs)
+    x = activations(6, of_one.dtype)
+    return launcher.gather_product(plan)(x, words, scales, scales, *pairs)
 
-    expected = launcher.gather_product(plan)(*arrays)
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(partial(product, variant) for variant in VARIANTS[:5:2]),
+        *(
+            pytest.param(partial(product, variant), marks=pytest.mark.slow)
+            for variant in (*VARIANTS[1::2], VARIANTS[-1])
+        ),
+        pytest.param(partial(plain_numbers, "mlx"), marks=pytest.mark.slow),
+        partial(plain_numbers, "marlin"),
+        partial(product, VARIANTS[-2], kernel="gemm_staged", buffers=1),
+        experts,
+    ],
+)
+def test_results_keep_their_bits(
+    run: Callable[[], mx.array], flushing: Callable[..., None]
+) -> None:
+    expected = run()
     flushing()
-    assert same_bits(launcher.gather_product(plan)(*arrays), expected)
+    assert same_bits(run(), expected)
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[-1]], ids=str)
+def test_a_factor_after_the_conversion_loses_small_values(
+    variant: Variant, flushing: Callable[..., None]
+) -> None:
+    expected = product(variant)
+    flushing(FACTOR_FIRST, FACTOR_LAST)
+    assert not same_bits(product(variant), expected)

@@ -135,8 +135,3 @@ def test_the_bits_determine_the_group_size(bits: int) -> None:
 
     assert packed.group_size == GROUP[bits]
     assert len(unpack(packed)) == 2
-
-
-def test_weights_cannot_be_quantized_to_super_blocks() -> None:
-    with pytest.raises(ValueError, match="'k_quant' is for weights that are quantized"):
-        mlx_marlin.quantize(mx.zeros((2, 256)), bits=4, mode="k_quant")
