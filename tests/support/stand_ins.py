@@ -12,8 +12,7 @@ import numpy as np
 from support import foreign_checkpoints as foreign
 from support import gguf_cases, quantized_folder
 from support.foreign_models import write_llama
-from support.gguf_decoded import draw_decoded
-from support.gguf_files import Written, write_gguf
+from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import random_model, written_model
 from support.gguf_vocabularies import byte_pairs
 
@@ -77,8 +76,8 @@ def _without_kernels(file: Path) -> None:
 def _drawn(tensor: Written) -> Written:
     if len(tensor.shape) < 2 or tensor.shape[-1] % SUPER_BLOCK:
         return tensor
-    octets = draw_decoded("IQ2_XS", tensor.shape, np.random.default_rng(0))
-    return tensor._replace(type="IQ2_XS", data=octets.tobytes())
+    random = np.random.default_rng(0)
+    return random_tensor(tensor.name, "IQ2_XS", tensor.shape, random)
 
 
 def _foreign(

@@ -66,17 +66,17 @@ def test_scales_of_other_tensors_must_be_1(kind: str, stem: str, path: Path) -> 
     random = np.random.default_rng(1)
     shape = (4, 2, 256) if stem.endswith("exps") else (2, 256)
     weight = random_tensor(f"blk.0.{stem}.weight", kind, shape, random)
-    scale = np.ones(4 if len(shape) == 3 else 1, np.float32)
-    name = f"blk.0.{stem}.scale"
-    tensors = [weight, Written(name, "F32", scale.shape, scale.tobytes())]
-    (tensor,) = read(write_gguf(path, CASES["qwen3moe"].metadata, tensors))
-    assert tensor.shape == shape
+    name, scale = f"blk.0.{stem}.scale", np.ones(shape[:-2] or 1, np.float32)
 
+    def written() -> Path:
+        stored = Written(name, "F32", scale.shape, scale.tobytes())
+        return write_gguf(path, CASES["qwen3moe"].metadata, [weight, stored])
+
+    (tensor,) = read(written())
+    assert tensor.shape == shape
     scale[-1] = 0.5
-    tensors[1] = Written(name, "F32", scale.shape, scale.tobytes())
-    write_gguf(path, CASES["qwen3moe"].metadata, tensors)
     with pytest.raises(ValueError, match=rf"model\.gguf: tensor '{name}'"):
-        read(path)
+        read(written())
 
 
 @pytest.mark.parametrize("layer", ["token_embd", "blk.0.attn_norm", "output_norm"])
