@@ -43,7 +43,8 @@ def read_back(path: Path) -> dict[str, np.ndarray]:
     """The weights of a converted folder, by what its config says."""
     folder = Folder(path)
     values = {}
-    for layer, record in folder.config["mlx_marlin"]["layers"].items():
+    layers = folder.config["mlx_marlin"]["layers"]
+    for layer, record in layers.items():
         packed = PackedWeight(
             words=folder.read(f"{layer}.words"),
             scales=folder.read(f"{layer}.packed_scales"),
@@ -51,11 +52,9 @@ def read_back(path: Path) -> dict[str, np.ndarray]:
         )
         value = np.array(dequantize(packed, mx.float32))
         if f"{layer}.input_order" in folder.arrays:
-            order = np.array(folder.read(f"{layer}.input_order"))
-            inverse = np.argsort(order)
-            value = value[:, inverse]
+            value = value[:, np.argsort(folder.read(f"{layer}.input_order"))]
         values[f"{layer}.weight"] = value
-    quantized = [*folder.config["mlx_marlin"]["layers"]]
+    quantized = [*layers]
     if (format := folder.config.get("quantization")) is not None:
         layer = "model.embed_tokens"
         parts = [
@@ -393,13 +392,8 @@ def test_a_large_weight_is_quantized_in_chunks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_experts_with_global_scales_stay_in_mlx_layout(tmp_path: Path) -> None:
-    sizes = {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "model_type": "mixtral",
-        "num_hidden_layers": 1,
-    }
-    config = CONFIG | sizes
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    config = CONFIG | sizes | {"model_type": "mixtral"}
     model_class, arguments = utils._get_classes(config)
     model = model_class(arguments.from_dict(config))
     model, config = utils.quantize_model(

@@ -139,53 +139,48 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     },
     "modelopt": {"quant_method": "gptq", "quant_algo": "FP8", "group_size": 32},
     "mlx": {"bits": 3, "group_size": 32, "mode": "mxfp4"},
+    "group": {"weights": None, "format": "marlin-24"},
+    "weights": {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": 32,
+        "strategy": "channel",
+        "actorder": None,
+    },
 }
+GROUP = ("config_groups", "group_0")
 NEUTRAL: dict[str, Any] = {"backend": "llm-awq", "pack_dtype": "int16"}
-OBJECTS = {
-    "group": ({"weights": None, "format": "marlin-24"}, ()),
-    "weights": (
-        {
-            "num_bits": 4,
-            "type": "float",
-            "symmetric": True,
-            "group_size": 32,
-            "strategy": "channel",
-            "actorder": None,
-        },
-        ("weights",),
-    ),
-}
 
 
-@pytest.mark.parametrize("checkpoint", [gptq, awq, compressed, modelopt, stock])
+@pytest.mark.parametrize(
+    ("checkpoint", "name", "place"),
+    [
+        (gptq, "gptq", ()),
+        (awq, "awq", ()),
+        (compressed, "compressed-tensors", ()),
+        (compressed, "group", GROUP),
+        (compressed, "weights", (*GROUP, "weights")),
+        (modelopt, "modelopt", ()),
+        (stock, "mlx", ()),
+    ],
+)
 def test_every_key_that_is_used_can_be_contradicted(
-    tmp_path: Path, checkpoint: Checkpoint
+    tmp_path: Path, checkpoint: Checkpoint, name: str, place: tuple[str, ...]
 ) -> None:
-    method = settings_of(checkpoint()).get("quant_method", "mlx")
-    wrong = CONTRADICTIONS[method]
-    neutral = {key: NEUTRAL.get(key, "x") for key in KEYS[method].neutral}
-    assert {*wrong} == KEYS[method].used - {"meta"}  # of which other tests tell
+    wrong = CONTRADICTIONS[name]
+    neutral = {key: NEUTRAL.get(key, "x") for key in KEYS[name].neutral}
+    assert {*wrong} == KEYS[name].used - {"meta"}  # of which other tests tell
     for key, value in (wrong | neutral).items():
         folder = checkpoint()
-        settings_of(folder)[key] = value
-        if method == "compressed-tensors" and key == "format":
-            del settings_of(folder)["config_groups"]["group_0"]["format"]
-        if method == "mlx":
-            del settings_of(folder)[LAYER]
-        with pytest.raises(ValueError, match=tmp_path.name):
-            values(folder, tmp_path)
-
-
-@pytest.mark.parametrize("name", OBJECTS)
-def test_every_key_of_a_group_can_be_contradicted(tmp_path: Path, name: str) -> None:
-    wrong, path = OBJECTS[name]
-    assert {*wrong} == KEYS[name].used
-    for key, value in (wrong | dict.fromkeys(KEYS[name].neutral, "x")).items():
-        folder = compressed()
-        inner = settings_of(folder)["config_groups"]["group_0"]
-        for part in path:
+        inner = settings = settings_of(folder)
+        for part in place:
             inner = inner[part]
         inner[key] = value
+        if name == "compressed-tensors" and key == "format":
+            del settings["config_groups"]["group_0"]["format"]
+        if name == "mlx":
+            del settings[LAYER]
         with pytest.raises(ValueError, match=tmp_path.name):
             values(folder, tmp_path)
 

@@ -280,11 +280,6 @@ def test_too_many_strings_are_refused() -> None:
         cursor.texts(30, "second")
 
 
-def test_a_folder_is_no_file(folder: Path) -> None:
-    with pytest.raises(ValueError, match=folder.name):
-        Container(folder)
-
-
 @pytest.mark.parametrize(
     ("method", "value"),
     [
