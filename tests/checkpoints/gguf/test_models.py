@@ -293,15 +293,22 @@ def test_a_later_part_names_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K", "Q5_K", "F16"])
-@pytest.mark.parametrize(("stem", "heads"), [("q", HEADS), ("k", KV_HEADS)])
+@pytest.mark.parametrize(
+    ("stem", "heads", "said"),
+    [("q", HEADS, True), ("k", KV_HEADS, True), ("k", HEADS, False)],
+)
 def test_rows_of_queries_and_keys_are_in_the_order_of_the_model(
-    kind: str, stem: str, heads: int, path: Path
+    kind: str, stem: str, heads: int, said: bool, path: Path
 ) -> None:
+    """Keys have as many heads as queries if the file does not say their number."""
     random = np.random.default_rng(1)
     shape = (heads * 16, 256)
     tensor = random_tensor("blk.0.attn_v.weight", kind, shape, random)
     stored = tensor._replace(name=f"blk.1.attn_{stem}.weight")
-    write_gguf(path, CASES["llama"].metadata, [tensor, stored])
+    metadata = CASES["llama"].metadata
+    if not said:
+        del metadata["llama.attention.head_count_kv"]
+    write_gguf(path, metadata, [tensor, stored])
 
     in_order, restored = (tensor.read() for tensor in read(path))
 

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_marlin.checkpoints.gguf import read
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from support.gguf_blocks import draw_blocks
 from support.gguf_cases import CASES
 from support.gguf_files import Written, random_tensor, write_gguf
 
@@ -122,3 +123,12 @@ def test_the_scale_of_gemma4s_experts_is_a_parameter_beside_nvfp4(path: Path) ->
         "model.layers.0.experts.switch_glu.down_proj.weight",
         "model.layers.0.router.per_expert_scale",
     ]
+
+
+def test_blocks_without_a_finite_scale_name_their_tensor(path: Path) -> None:
+    octets = draw_blocks("Q4_0", (2, 64), np.random.default_rng(0), (np.inf,))
+    written = Written("blk.0.ffn_up.weight", "Q4_0", (2, 64), octets.tobytes())
+    (tensor,) = read(write_gguf(path, CASES["qwen3"].metadata, [written]))
+
+    with pytest.raises(ValueError, match=r"model\.gguf: tensor 'blk.*a scale"):
+        tensor.read()
