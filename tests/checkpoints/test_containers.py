@@ -1,6 +1,7 @@
 """Weights of AutoRound, and of 4-bit floats in every container, are read exactly."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +10,26 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gpt_oss
-from safetensors.numpy import save_file
 
 from mlx_marlin.checkpoints.reading import tensors
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model, needs_import
 from support import foreign_checkpoints as foreign
-from support import oracles
-
-LAYER = "model.layers.0.mlp.up_proj"
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-"""Magnitudes by the lower three bits; the highest one is the sign."""
-
-
-def e2m1(octets: np.ndarray) -> np.ndarray:
-    """The numbers of nibbles, low ones first, in float64."""
-    nibbles = np.stack([octets & 15, octets >> 4], -1)
-    numbers = np.where(nibbles & 8, -1, 1) * E2M1[nibbles & 7]
-    return numbers.reshape(*octets.shape[:-1], -1)
+from support import one_layer, oracles
+from support.format_cases import E2M1, E4M3, E8M0
+from support.one_layer import LAYER, modelopt, mxfp4, nvfp4
 
 
 def drawn(seed: int, *shape: int, low: int = 0, high: int = 256) -> np.ndarray:
     return np.random.default_rng(seed).integers(low, high, shape, np.uint8)
 
 
-def nvfp4_values(codes: np.ndarray, scales: np.ndarray, factor: float) -> np.ndarray:
-    return e2m1(codes) * np.repeat(e4m3(scales), 16, axis=-1) * factor
-
-
-def e4m3(octets: np.ndarray) -> np.ndarray:
-    """The numbers of bytes without a sign: 4 bits of exponent, 3 of a fraction."""
-    exponent, fraction = (octets >> 3).astype(np.float64), octets & 7
-    normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
-    return np.where(exponent == 0, fraction / 8 * 2.0**-6, normal)
+def exact_of(codes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Returns the weights of 4-bit floats, two a byte, and the numbers of scales."""
+    nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+    size = nibbles.shape[-1] // numbers.shape[-1]
+    return E2M1[nibbles] * np.repeat(numbers, size, axis=-1)
 
 
 def with_dtype(file: Path, name: str, dtype: str) -> None:
@@ -55,49 +42,31 @@ def with_dtype(file: Path, name: str, dtype: str) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + octets[end:])
 
 
-def mxfp4_values(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    numbers = 2.0 ** (scales.astype(np.float64) - 127)
-    return e2m1(codes) * np.repeat(numbers, 32, axis=-1)
-
-
 def read(path: Path) -> Any:
     (tensor,) = [each for each in tensors(path) if each.name == f"{LAYER}.weight"]
     return tensor.read()
 
 
-def modelopt(settings: dict[str, Any], *, apart: bool, path: Path) -> np.ndarray:
-    """Writes a folder as ModelOpt does; returns the weight."""
-    codes, scales = drawn(0, 32, 64), drawn(1, 32, 8, high=0x7F)
-    factor = np.float32(2**-9)
-    config: dict[str, Any] = {"model_type": "llama"}
-    if not apart:
-        config["quantization_config"] = {"quant_method": "modelopt", **settings}
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    if apart:
-        own = {"producer": {"name": "modelopt"}, "quantization": settings}
-        (path / "hf_quant_config.json").write_text(json.dumps(own))
-    arrays = {
-        f"{LAYER}.weight": codes,
-        f"{LAYER}.weight_scale": scales,
-        f"{LAYER}.weight_scale_2": np.array(factor),
-        f"{LAYER}.input_scale": np.array(np.float32(3)),
-        "model.layers.0.self_attn.k_proj.k_scale": np.ones(1, np.float32),
-        "model.norm.weight": np.ones(64, np.float16),
-    }
-    save_file(arrays, path / "model.safetensors")
-    with_dtype(path / "model.safetensors", f"{LAYER}.weight_scale", "F8_E4M3")
-    return nvfp4_values(codes, scales, float(factor))
-
-
 @pytest.mark.parametrize("apart", [False, True])
 def test_nvfp4_of_modelopt(tmp_path: Path, apart: bool) -> None:
-    settings = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-    exact = modelopt(settings, apart=apart, path=tmp_path / "model")
-    weight = read(tmp_path / "model")
+    folder = modelopt(exclude_modules=["lm_head"])
+    codes, scales, factor = folder.arrays.values()
+    if apart:
+        settings = folder.config.pop("quantization_config")
+        del settings["quant_method"]
+        own = {"producer": {"name": "modelopt"}, "quantization": settings}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    folder.arrays[f"{LAYER}.input_scale"] = np.array(np.float32(3))
+    folder.arrays["model.layers.0.self_attn.k_proj.k_scale"] = np.ones(1, np.float32)
+    path = folder.write(tmp_path)
+    with_dtype(path / "model.safetensors", f"{LAYER}.weight_scale", "F8_E4M3")
+
+    weight = read(path)
+
     assert weight.mode == "nvfp4"
-    np.testing.assert_array_equal(np.array(weight.decoded(), np.float64), exact)
-    assert needs_import(tmp_path / "model")
+    found = np.array(weight.decoded(), np.float64)
+    np.testing.assert_array_equal(found, exact_of(codes, E4M3[scales] * factor))
+    assert needs_import(path)
 
 
 @pytest.mark.parametrize(
@@ -112,42 +81,42 @@ def test_nvfp4_of_modelopt(tmp_path: Path, apart: bool) -> None:
 def test_other_formats_of_modelopt_are_refused(
     tmp_path: Path, change: dict, message: str
 ) -> None:
-    settings = {"quant_algo": "NVFP4", "group_size": 16} | change
-    modelopt(settings, apart=False, path=tmp_path / "model")
     with pytest.raises(ValueError, match=message):
-        read(tmp_path / "model")
+        read(modelopt(**change).write(tmp_path))
 
 
-def test_mxfp4_of_compressed_tensors(tmp_path: Path) -> None:
-    codes, scales = drawn(0, 32, 64), drawn(1, 32, 4, low=100, high=150)
-    config = foreign.nvfp4_config()
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["format"] = config["quantization_config"]["format"] = "mxfp4-pack-quantized"
-    group["weights"] |= {"group_size": 32, "strategy": "group"}
-    group["weights"]["scale_dtype"] = "torch.uint8"
-    arrays = {f"{LAYER}.weight_packed": codes, f"{LAYER}.weight_scale": scales}
-    weight = read(foreign.Folder(config, arrays).write(tmp_path))
-    assert weight.mode == "mxfp4"
+@pytest.mark.parametrize("checkpoint", [nvfp4, mxfp4])
+def test_4_bit_floats_of_compressed_tensors(
+    tmp_path: Path, checkpoint: Callable[[], foreign.Folder]
+) -> None:
+    folder = checkpoint()
+    codes, scales, *divisor = folder.arrays.values()
+    weight = read(folder.write(tmp_path))
+    assert weight.mode == checkpoint.__name__
+    if divisor:  # a power of two: no rounding anywhere
+        assert weight.global_scale.item() == 2688 / divisor[0].item()
+    numbers = E4M3[scales] / divisor[0] if divisor else E8M0[scales]
     found = np.array(weight.decoded(), np.float64)
-    np.testing.assert_array_equal(found, mxfp4_values(codes, scales))
+    np.testing.assert_array_equal(found, exact_of(codes, numbers))
 
 
-@pytest.mark.parametrize("columns", [64, 63])
-@pytest.mark.parametrize("groups", [4, 8])
+@pytest.mark.parametrize("divisor", [np.nan, np.inf, 0.0, -1.0])
+def test_divisors_of_compressed_tensors_are_numbers_above_0(
+    divisor: float, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"{LAYER}.*(NaN or infinite|above 0)"):
+        read(nvfp4(divisor).write(tmp_path))
+
+
+@pytest.mark.parametrize(("columns", "groups"), [(64, 5), (64, 8), (63, 4), (63, 8)])
 def test_scales_that_do_not_fit_are_refused(
     tmp_path: Path, columns: int, groups: int
 ) -> None:
-    if (columns, groups) == (64, 4):
-        groups = 5
-    config = foreign.nvfp4_config()
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["format"] = "mxfp4-pack-quantized"
-    group["weights"] |= {"group_size": 32, "strategy": "group"}
     arrays = {
         f"{LAYER}.weight_packed": drawn(0, 32, columns),
         f"{LAYER}.weight_scale": drawn(1, 32, groups, high=200),
     }
-    path = foreign.Folder(config, arrays).write(tmp_path)
+    path = foreign.Folder(foreign.mxfp4_config(), arrays).write(tmp_path)
     with pytest.raises(ValueError, match=r"up_proj\.weight'.*expected"):
         read(path)
 
@@ -186,7 +155,7 @@ def test_gpt_oss_as_it_was_published(tmp_path: Path) -> None:
             codes = drawn(10 * layer + seed, 4, n, k // 2)
             scales = drawn(layer, 4, n, k // 32, low=120, high=125)
             bias = rng.normal(size=(4, n)).astype(np.float16)
-            values = mxfp4_values(codes, scales)
+            values = exact_of(codes, E8M0[scales])
             stored[f"{start}.{name}_blocks"] = codes.reshape(4, n, k // 32, 16)
             stored[f"{start}.{name}_scales"] = scales
             stored[f"{start}.{name}_bias"] = bias
@@ -225,6 +194,20 @@ AUTO_ROUND = {
 }
 
 
+def auto_round(packing: str | None, *, symmetric: bool, bits: int = 4) -> Any:
+    """Returns a folder, and its weight."""
+    weight = one_layer.drawn(bits, symmetric=symmetric, least_zero=1)
+    arrays = foreign.gptq_arrays(LAYER, weight, 1)
+    if str(packing).endswith("awq"):
+        arrays = foreign.awq_arrays(LAYER, weight)
+    settings = AUTO_ROUND | {"packing_format": packing, "sym": symmetric}
+    if bits != 4:
+        extra = {"bits": bits, "sym": symmetric, "data_type": "int"}
+        settings = settings | {"extra_config": {LAYER: extra}}
+    config = {"model_type": "llama", "quantization_config": settings}
+    return foreign.Folder(config, arrays), weight
+
+
 @pytest.mark.parametrize(
     ("packing", "symmetric", "bits"),
     [
@@ -238,18 +221,8 @@ AUTO_ROUND = {
 def test_folders_of_autoround(
     tmp_path: Path, packing: str, symmetric: bool, bits: int
 ) -> None:
-    weight = foreign.drawn_weight(
-        np.random.default_rng(0), 32, 128, 64, bits, symmetric=symmetric, least_zero=1
-    )
-    arrays = foreign.gptq_arrays(LAYER, weight, 1)
-    if packing.endswith("awq"):
-        arrays = foreign.awq_arrays(LAYER, weight)
-    settings = AUTO_ROUND | {"packing_format": packing, "sym": symmetric}
-    if bits != 4:
-        extra = {"bits": bits, "sym": symmetric, "data_type": "int"}
-        settings = settings | {"extra_config": {LAYER: extra}}
-    config = {"model_type": "llama", "quantization_config": settings}
-    found = read(foreign.Folder(config, arrays).write(tmp_path))
+    folder, weight = auto_round(packing, symmetric=symmetric, bits=bits)
+    found = read(folder.write(tmp_path))
     assert found.mode == ("symmetric" if symmetric else "zero_point")
     np.testing.assert_array_equal(np.array(found.decoded()), weight.values)
     assert needs_import(tmp_path)
@@ -262,10 +235,7 @@ def test_folders_of_autoround(
 def test_other_packings_of_autoround_are_refused(
     tmp_path: Path, packing: str | None, symmetric: bool
 ) -> None:
-    settings = AUTO_ROUND | {"packing_format": packing, "sym": symmetric}
-    config = {"model_type": "llama", "quantization_config": settings}
-    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 4)
-    arrays = foreign.gptq_arrays(LAYER, weight, 1)
+    folder, _ = auto_round(packing, symmetric=symmetric)
     said = r"config\.json: .*packing_format=.*expected 'auto_round:auto_gptq'"
     with pytest.raises(ValueError, match=said):
-        read(foreign.Folder(config, arrays).write(tmp_path))
+        read(folder.write(tmp_path))

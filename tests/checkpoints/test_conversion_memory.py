@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin.checkpoints.shards import Shards
-from support.foreign_models import CONFIG
+from support.foreign_models import CONFIG, shapes
 
 WIDE, LAYERS = 2048, 18
 PROGRAM = """
@@ -42,24 +42,12 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "intermediate_size": WIDE,
         "num_hidden_layers": LAYERS,
     }
-    (path / "config.json").write_text(json.dumps(CONFIG | sizes))
+    config = CONFIG | sizes
+    (path / "config.json").write_text(json.dumps(config))
     matrix = mx.random.normal((WIDE, WIDE), mx.float16)
-    layer = {
-        **{f"self_attn.{name}_proj": matrix for name in ("q", "k", "v", "o")},
-        **{f"mlp.{name}_proj": matrix for name in ("gate", "up", "down")},
-        "input_layernorm": matrix[0],
-        "post_attention_layernorm": matrix[0],
-    }
     arrays = {
-        f"model.layers.{i}.{name}.weight": array
-        for i in range(LAYERS)
-        for name, array in layer.items()
-    }
-    vocabulary = matrix[: CONFIG["vocab_size"]]
-    arrays |= {
-        "model.embed_tokens.weight": vocabulary,
-        "lm_head.weight": vocabulary,
-        "model.norm.weight": matrix[0],
+        f"{name}.weight": matrix[: shape[0]] if len(shape) == 2 else matrix[0]
+        for name, shape in shapes(config).items()
     }
     with Shards(path, [*arrays], {}) as shards:
         for name, array in arrays.items():

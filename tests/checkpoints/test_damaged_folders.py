@@ -6,83 +6,31 @@ import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from mlx_marlin.checkpoints.folder import INDEX
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from support import foreign_checkpoints as foreign
 from support.limits import limited
+from support.one_layer import (
+    LAYER,
+    auto_round,
+    awq,
+    compressed,
+    gptq,
+    modelopt,
+    mxfp4,
+    settings_of,
+    stock,
+)
+from support.profiles import profile
 
 FILE = "model.safetensors"
-
-
-def gptq() -> foreign.Folder:
-    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 4)
-    return foreign.Folder(
-        foreign.gptq_config(4, 2), foreign.gptq_arrays("a.b", weight, 2)
-    )
-
-
-def awq() -> foreign.Folder:
-    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 4)
-    return foreign.Folder(foreign.awq_config(), foreign.awq_arrays("a.b", weight))
-
-
-def compressed() -> foreign.Folder:
-    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 3)
-    return foreign.Folder(
-        foreign.compressed_config(3),
-        foreign.compressed_arrays("a.b", weight, symmetric=False),
-    )
-
-
-def stock() -> foreign.Folder:
-    rng = np.random.default_rng(0)
-    arrays = {
-        "a.b.weight": rng.integers(0, 2**32, (32, 16), np.uint32),
-        "a.b.scales": rng.uniform(size=(32, 2)).astype(np.float16),
-        "a.b.biases": rng.uniform(size=(32, 2)).astype(np.float16),
-        "c.weight": rng.uniform(size=(4, 8)).astype(np.float32),
-    }
-    return foreign.Folder({"quantization": {"bits": 4, "group_size": 64}}, arrays)
-
-
-def auto_round() -> foreign.Folder:
-    folder = gptq()
-    settings = folder.config["quantization_config"]
-    for key in ("checkpoint_format", "desc_act", "quant_method"):
-        del settings[key]
-    packing = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
-    settings |= packing | {"extra_config": {"c": {"bits": 16}, "a.b": {"bits": 4}}}
-    return folder
-
-
-def modelopt() -> foreign.Folder:
-    rng = np.random.default_rng(0)
-    arrays = {
-        "a.b.weight": rng.integers(0, 256, (32, 64), np.uint8),
-        "a.b.weight_scale": rng.integers(1, 0x7E, (32, 8), np.uint8),
-        "a.b.weight_scale_2": np.array([2**-9], np.float32),
-    }
-    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-    return foreign.Folder({"quantization_config": settings}, arrays)
-
-
-def mxfp4() -> foreign.Folder:
-    rng = np.random.default_rng(0)
-    arrays = {
-        "a.b.weight_packed": rng.integers(0, 256, (32, 64), np.uint8),
-        "a.b.weight_scale": rng.integers(1, 0x7E, (32, 4), np.uint8),
-    }
-    config = foreign.nvfp4_config()
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["format"] = config["quantization_config"]["format"] = "mxfp4-pack-quantized"
-    group["weights"] |= {"group_size": 32, "strategy": "group"}
-    return foreign.Folder(config, arrays)
+SEEDS = 20 if profile() == "quick" else 50
 
 
 CHECKPOINTS = [gptq, awq, compressed, stock, auto_round, modelopt, mxfp4]
@@ -194,14 +142,14 @@ def test_damaged_checkpoints_are_refused_or_read(
     tmp_path: Path, damage: Callable, checkpoint: Callable[[], foreign.Folder]
 ) -> None:
     refused = 0
-    for seed in range(50):
+    for seed in range(SEEDS):
         path = checkpoint().write(tmp_path / str(seed))
         damage(random.Random(f"{damage.__name__} {checkpoint.__name__} {seed}"), path)
         with limited():
             message = outcome(path)
         assert message is None or str(path) in message
         refused += message is not None
-    assert refused > 5
+    assert refused > SEEDS // 10
 
 
 def outcome(path: Path) -> str | None:
@@ -223,42 +171,79 @@ def refusal(path: Path) -> str:
     return message
 
 
+def header(path: Path, text: bytes, data: int = 0) -> Path:
+    """Writes a checkpoint's only file: its header, and as many bytes of data."""
+    whole = len(text).to_bytes(8, "little") + text + bytes(data)
+    (stock().write(path) / FILE).write_bytes(whole)
+    return path
+
+
+def entries(*tensors: tuple[str, str, list[int], int, int]) -> bytes:
+    """A header: names, dtypes, shapes, and where the data begin and end."""
+    found = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        for name, dtype, shape, begin, end in tensors
+    }
+    return json.dumps(found).encode()
+
+
 def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     path = stock().write(tmp_path)
     (path / FILE).write_bytes((2**40).to_bytes(8, "little") + b"{")
     assert "header of 1099511627776 bytes" in refusal(path)
 
 
-def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+TWICE = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{%s,%s}" % (TWICE, TWICE), "key 'a' occurs twice"),
+        (
+            entries(("a", "U8", [4], 0, 4), ("b", "U8", [4], 3, 7)),
+            "tensors 'a' and 'b' overlap",
+        ),
+        # Shapes that MLX cannot hold.
+        (entries(("x", "F32", [2**32 + 1, 0], 0, 0)), "tensor 'x': shape="),
+        (entries(("x", "F32", [1] * 5000, 0, 4)), "tensor 'x': shape="),
+    ],
+    ids=["twice", "overlap", "long", "deep"],
+)
+def test_headers_that_lie_are_refused(
+    tmp_path: Path, text: bytes, message: str
+) -> None:
+    assert message in refusal(header(tmp_path, text, 8))
+
+
+INDEXES: list[tuple[dict[str, Any], str | None]] = [
+    *(
+        ({"a.b.weight": name}, "expected a safetensors file in the same folder")
+        for name in ("../x.safetensors", "/etc/x.safetensors", "x.bin", 1)
+    ),
+    (
+        {f"{LAYER}.weight": FILE, "d.weight": "model-2.safetensors"},
+        "model-2.safetensors: no such file",
+    ),
+    # An index of other weights is not used.
+    ({"a.b.qweight": FILE, "c.weight": FILE}, None),
+    (
+        dict.fromkeys(["a.b.qweight", "c.weight"], "model-00001-of-00002.safetensors"),
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("index", "message"), INDEXES)
+def test_an_index_that_leads_elsewhere_is_refused(
+    tmp_path: Path, index: dict[str, Any], message: str | None
+) -> None:
     path = stock().write(tmp_path)
-    entry = '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
-    text = f"{{{entry},{entry}}}".encode()
-    (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + b"0")
-    assert "key 'a' occurs twice" in refusal(path)
-
-
-@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "x.bin", 1])
-def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
-    path = stock().write(tmp_path)
-    index = {"weight_map": {"a.b.weight": name}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "expected a safetensors file in the same folder" in refusal(path)
-
-
-def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
-    path = stock().write(tmp_path)
-    index = {"weight_map": {"a.b.weight": FILE, "d.weight": "model-2.safetensors"}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-2.safetensors: no such file" in refusal(path)
-
-
-@pytest.mark.parametrize("file", [FILE, "model-00001-of-00002.safetensors"])
-def test_an_index_of_other_weights_is_not_used(tmp_path: Path, file: str) -> None:
-    path = stock().write(tmp_path)
-    index = {"weight_map": {"a.b.qweight": file, "c.weight": file}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert outcome(path) is None
-    assert {name for name, _ in read_checkpoint(path)} == {"a.b.weight", "c.weight"}
+    (path / INDEX).write_text(json.dumps({"weight_map": index}))
+    if message is None:
+        assert [name for name, _ in read_checkpoint(path)] == [f"{LAYER}.weight"]
+    else:
+        assert message in refusal(path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -267,75 +252,44 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     assert "occurs in model-2.safetensors too" in refusal(path)
 
 
-def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
-    path = stock().write(tmp_path)
-    entries = {
-        name: {"dtype": "U8", "shape": [4], "data_offsets": [begin, begin + 4]}
-        for name, begin in (("a", 0), ("b", 3))
-    }
-    text = json.dumps(entries).encode()
-    (path / FILE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    assert "tensors 'a' and 'b' overlap" in refusal(path)
-
-
 @pytest.mark.parametrize("checkpoint", [gptq, compressed])
 @pytest.mark.parametrize("change", ["number", "floats", "truths"])
 def test_arrays_of_another_kind_are_refused(
     tmp_path: Path, checkpoint: Callable[[], foreign.Folder], change: str
 ) -> None:
     folder = checkpoint()
-    original = dict(folder.arrays)
     dtype = {"floats": np.float32, "truths": np.bool_}.get(change)
-    for name, array in original.items():
+    for name, array in folder.arrays.items():
         if "scale" in name and change == "floats":
             continue  # scales may have any float dtype
         other = array.flatten()[0] if dtype is None else array.astype(dtype)
-        folder.write(tmp_path)
-        arrays = {**original, name: np.array(other)}
-        save_file({name: a.copy() for name, a in arrays.items()}, tmp_path / FILE)
-        with pytest.raises(ValueError, match=r"tensor 'a\.b\.weight'"):
-            read_all(tmp_path)
+        changed = foreign.Folder(
+            folder.config, {**folder.arrays, name: np.array(other)}
+        )
+        with pytest.raises(ValueError, match=rf"tensor '{LAYER}\.weight'"):
+            read_all(changed.write(tmp_path))
 
 
-def test_an_unknown_version_of_gptq_is_refused(tmp_path: Path) -> None:
-    folder = gptq()
-    folder.config["quantization_config"]["checkpoint_format"] = "marlin"
-    folder.write(tmp_path)
+def test_settings_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpoint_format='marlin', expected one of"):
-        read_all(tmp_path)
-
-
-def test_a_width_that_is_no_number_is_refused(tmp_path: Path) -> None:
+        read_all(gptq(checkpoint_format="marlin").write(tmp_path))
     folder = compressed()
-    groups = folder.config["quantization_config"]["config_groups"]
-    groups["group_0"]["weights"]["num_bits"] = [3]
-    folder.write(tmp_path)
+    settings_of(folder)["config_groups"]["group_0"]["weights"]["num_bits"] = [3]
     with pytest.raises(ValueError, match=r"bits=\[3\], expected an integer"):
-        read_all(tmp_path)
+        read_all(folder.write(tmp_path))
 
 
-@pytest.mark.parametrize("text", ['{"a": ' + "9" * 5000 + "}", '{"a": 1, "a": 2}'])
-def test_a_config_that_is_not_read_is_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": ' + "9" * 5000 + "}", r"config\.json: not valid JSON"),
+        ('{"a": 0, "b": 0, "b": 0}', r"config\.json: not valid JSON.*key 'b' occurs"),
+    ],
+)
+def test_a_config_that_is_not_read_is_named(
+    tmp_path: Path, text: str, message: str
+) -> None:
     gptq().write(tmp_path)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
-        read_all(tmp_path)
-
-
-def test_a_key_that_occurs_twice_is_named(tmp_path: Path) -> None:
-    gptq().write(tmp_path)
-    (tmp_path / "config.json").write_text('{"a": 0, "b": 0, "b": 0}')
-    with pytest.raises(ValueError, match="key 'b' occurs twice"):
-        read_all(tmp_path)
-
-
-@pytest.mark.parametrize("shape", [[2**32 + 1, 0], [1] * 5000])
-def test_shapes_that_mlx_cannot_hold_are_refused(tmp_path: Path, shape: list) -> None:
-    gptq().write(tmp_path)
-    size = 0 if 0 in shape else 4
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
-    header = json.dumps({"x": entry}).encode()
-    length = len(header).to_bytes(8, "little")
-    (tmp_path / FILE).write_bytes(length + header + bytes(size))
-    with pytest.raises(ValueError, match="tensor 'x': shape="):
+    with pytest.raises(ValueError, match=message):
         read_all(tmp_path)

@@ -12,7 +12,7 @@ from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
-from support.foreign_models import HIDDEN, VOCABULARY, write_llama
+from support.foreign_models import HIDDEN, VOCABULARY, write
 from support.models import Tokenizer
 
 LAYER = "model.embed_tokens"
@@ -22,12 +22,7 @@ def written(
     path: Path, dtype: mx.Dtype, factor: float, *, act_order: bool = False
 ) -> np.ndarray:
     """Writes a model with a GPTQ embedding; returns its values."""
-    write_llama(
-        path,
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )
+    write(path, "gptq")
     file = str(path / "model.safetensors")
     arrays = {
         name: array if array.dtype == mx.int32 else array.astype(dtype)

@@ -46,13 +46,8 @@ def write(path: Path, model_type: str, gathers: str = "_proj") -> Path:
             arrays |= foreign.gptq_arrays(name.removesuffix(".weight"), weight, 2)
         else:
             arrays[name] = np.array(array.astype(mx.float16))
-    config = gguf_models.arguments(case) | {
-        "model_type": alias,
-        "quantization_config": foreign.gptq_config(4, 2, group_size=32)[
-            "quantization_config"
-        ],
-    }
-    return foreign.Folder(config, arrays).write(path)
+    config = foreign.gptq_config(4, 2, group_size=32) | gguf_models.arguments(case)
+    return foreign.Folder(config | {"model_type": alias}, arrays).write(path)
 
 
 def logits(path: Path) -> np.ndarray:

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType, quants
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_marlin.backends import launcher
@@ -16,9 +17,7 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import float64_llama
 from support import foreign_checkpoints as foreign
-from support.choose import Choose
-from support.gguf_files import Written, plain_bytes, write_gguf
-from support.gguf_models import permuted
+from support.gguf_models import write_llama
 from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -37,8 +36,12 @@ def plain_weights() -> dict[str, np.ndarray]:
     return {name: np.array(array, np.float64) for name, array in loaded.items()}
 
 
+def gptq(version: int) -> Callable[..., dict]:
+    return partial(foreign.gptq_arrays, version=version)
+
+
 def rounded(
-    w: np.ndarray, bits: int, *, symmetric: bool, act_order: bool = False
+    w: np.ndarray, bits: int = 4, *, symmetric: bool = False, act_order: bool = False
 ) -> foreign.IntegerWeight:
     """Rounds a weight to nearest, in groups of 64, perhaps of columns in any order."""
     n, k = w.shape
@@ -63,27 +66,15 @@ def rounded(
     return foreign.IntegerWeight(back, scales, zeros, bits, columns)
 
 
-FORMATS: dict[str, tuple[Callable[..., dict], dict, dict[str, Any]]] = {
-    "gptq version 1": (
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 1),
-        foreign.gptq_config(4, 1),
-        {"bits": 4, "symmetric": False},
-    ),
-    "gptq 8 bits": (
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(8, 2),
-        {"bits": 8, "symmetric": True},
-    ),
-    "gptq act-order": (
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        {"bits": 4, "symmetric": False, "act_order": True},
-    ),
-    "awq": (foreign.awq_arrays, foreign.awq_config(), {"bits": 4, "symmetric": False}),
+FORMATS = {
+    "gptq version 1": (gptq(1), foreign.gptq_config(4, 1), {}),
+    "gptq 8 bits": (gptq(2), foreign.gptq_config(8, 2), {"bits": 8, "symmetric": True}),
+    "gptq act-order": (gptq(2), foreign.gptq_config(4, 2), {"act_order": True}),
+    "awq": (foreign.awq_arrays, foreign.awq_config(), {}),
     "compressed-tensors": (
-        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=False),
+        partial(foreign.compressed_arrays, symmetric=False),
         foreign.compressed_config(5),
-        {"bits": 5, "symmetric": False},
+        {"bits": 5},
     ),
 }
 
@@ -99,76 +90,32 @@ def written(path: Path, name: str) -> dict[str, np.ndarray]:
             exact[parameter] = weight.values
         else:
             stored[parameter], exact[parameter] = w.astype(np.float16), w
-    config = CONFIG | {"quantization_config": settings["quantization_config"]}
-    foreign.Folder(config, stored).write(path)
+    foreign.Folder(settings | CONFIG, stored).write(path)
     return exact
 
 
 GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Those whose blocks of 32 fit 320 columns, of those that the package can write."""
-GGUF_LAYERS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def gguf_name(name: str) -> str:
-    if "layers" not in name:
-        return {"model.norm": "output_norm", "model.embed_tokens": "token_embd"}[name]
-    _, _, layer, *rest = name.split(".")
-    return f"blk.{layer}.{GGUF_LAYERS['.'.join(rest)]}"
 
 
 def written_gguf(path: Path, type_name: str) -> dict[str, np.ndarray]:
     """Writes the demo's model with the `gguf` package; returns its weights."""
-    kind = gguf.GGMLQuantizationType[type_name]
-    heads = {"q_proj": CONFIG["num_attention_heads"], "k_proj": 1}
-    tensors, exact = [], {}
-    for parameter, w in plain_weights().items():
-        layer = parameter.removesuffix(".weight")
-        narrow = w.astype(np.float32)
-        stored_name = f"{gguf_name(layer)}.weight"
-        if "_proj" not in parameter:
-            data = plain_bytes("F32", narrow)
-            tensors.append(Written(stored_name, "F32", w.shape, data))
-            exact[parameter] = w
-            continue
-        count = heads.get(layer.rpartition(".")[2], 0)
-        rows = permuted(narrow, count) if count else narrow
-        blocks = gguf.quants.quantize(rows, kind)
-        tensors.append(Written(stored_name, type_name, w.shape, blocks.tobytes()))
-        decoded = gguf.quants.dequantize(blocks, kind).astype(np.float64)
-        if count:
-            # Row i of a head comes from row `order[i]` of the stored ones.
-            order = permuted(np.arange(len(w))[:, None], count)[:, 0]
-            back = np.empty_like(decoded)
-            back[order] = decoded
-            decoded = back
-        exact[parameter] = decoded
-    write_gguf(path, gguf_metadata(), tensors)
-    return exact
+    weights = {}
+    for name, w in plain_weights().items():
+        numbers = w.astype(np.float32)
+        if "_proj" in name:
+            blocks = quants.quantize(numbers, GGMLQuantizationType[type_name])
+            weights[name] = type_name, blocks
+        else:
+            weights[name] = "F32", numbers
+    return write_llama(path, CONFIG, weights)
 
 
-def gguf_metadata() -> dict[str, Any]:
-    sizes = {
-        "block_count": CONFIG["num_hidden_layers"],
-        "context_length": CONFIG["max_position_embeddings"],
-        "embedding_length": CONFIG["hidden_size"],
-        "feed_forward_length": CONFIG["intermediate_size"],
-        "attention.head_count": CONFIG["num_attention_heads"],
-        "attention.head_count_kv": CONFIG["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": CONFIG["rms_norm_eps"],
-        "rope.freq_base": CONFIG["rope_theta"],
-    }
-    named = {f"llama.{name}": value for name, value in sizes.items()}
-    return {"general.architecture": "llama", **named}
+def write(folder: Path, name: str) -> tuple[Path, dict[str, np.ndarray]]:
+    """Writes the demo's model; returns where it is, and its weights."""
+    if name in GGUF_TYPES:
+        return folder / "model.gguf", written_gguf(folder / "model.gguf", name)
+    return folder, written(folder, name)
 
 
 def generated(model: Any, count: int = COUNT) -> list[int]:
@@ -192,21 +139,11 @@ def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
     assert len(ties) <= 1, ties
 
 
-@sampled(2)
-@pytest.mark.parametrize("name", FORMATS)
+@sampled(3, 10)
+@pytest.mark.parametrize("name", [*FORMATS, *GGUF_TYPES])
 def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
-    exact = written(tmp_path, name)
-    check_tokens(generated(load_model(open_source(tmp_path))), exact)
-
-
-@sampled(2)
-@pytest.mark.parametrize("type_name", GGUF_TYPES)
-def test_a_gguf_file_writes_what_its_weights_say(
-    tmp_path: Path, type_name: str
-) -> None:
-    exact = written_gguf(tmp_path / "model.gguf", type_name)
-    model = load_model(open_source(tmp_path / "model.gguf"))
-    check_tokens(generated(model), exact)
+    path, exact = write(tmp_path, name)
+    check_tokens(generated(load_model(open_source(path))), exact)
 
 
 AT_ONCE = [("stock", "gptq act-order"), ("stock", "Q4_0"), ("on_cpu", "awq")]
@@ -223,18 +160,10 @@ OTHERS = [
     [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 def test_other_back_ends_write_it_too(
-    tmp_path: Path,
-    backend: Choose,
-    request: pytest.FixtureRequest,
-    served: str,
-    name: str,
+    tmp_path: Path, request: pytest.FixtureRequest, served: str, name: str
 ) -> None:
-    if served == "stock":
-        backend("stock")
-    else:
-        request.getfixturevalue(served)
-    path = tmp_path / ("model.gguf" if name in GGUF_TYPES else "model")
-    exact = (written_gguf if name in GGUF_TYPES else written)(path, name)
+    request.getfixturevalue(served)
+    path, exact = write(tmp_path, name)
     check_tokens(generated(load_model(open_source(path)), 3), exact)
     # Layers in a format of MLX's are MLX's own until they are optimized.
     is_of_mlx = name in ("Q4_1", "Q5_1")

@@ -6,7 +6,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin import unpack
@@ -14,9 +13,9 @@ from mlx_marlin.checkpoints.formats import column_order
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
 from support import foreign_checkpoints as foreign
+from support.profiles import drawn
 
 LAYER = "model.layers.0.mlp.up_proj"
-EXAMPLES = settings(max_examples=200, deadline=None)
 
 
 def read(folder: foreign.Folder) -> dict:
@@ -63,7 +62,7 @@ def shapes(widths: tuple[int, ...], n_multiple: int) -> st.SearchStrategy:
     )
 
 
-def drawn(call: dict, **options: int) -> foreign.IntegerWeight:
+def weight_of(call: dict, **options: int) -> foreign.IntegerWeight:
     return foreign.drawn_weight(
         np.random.default_rng(call["seed"]),
         call["n"],
@@ -76,10 +75,9 @@ def drawn(call: dict, **options: int) -> foreign.IntegerWeight:
     )
 
 
-@EXAMPLES
-@given(call=shapes((2, 3, 4, 8), 32), version=st.sampled_from((1, 2)))
+@drawn(40, 200, call=shapes((2, 3, 4, 8), 32), version=st.sampled_from((1, 2)))
 def test_gptq_is_read_exactly(call: dict, version: int) -> None:
-    weight = drawn(call, least_zero=2 - version)
+    weight = weight_of(call, least_zero=2 - version)
     folder = foreign.Folder(
         foreign.gptq_config(call["bits"], version, group_size=call["group_size"]),
         foreign.gptq_arrays(LAYER, weight, version),
@@ -87,19 +85,17 @@ def test_gptq_is_read_exactly(call: dict, version: int) -> None:
     assert_same(read(folder), weight)
 
 
-@EXAMPLES
-@given(call=shapes((4,), 8))
+@drawn(40, 200, call=shapes((4,), 8))
 def test_awq_is_read_exactly(call: dict) -> None:
-    weight = drawn({**call, "act_order": False})
+    weight = weight_of({**call, "act_order": False})
     config = foreign.awq_config(group_size=call["group_size"])
     folder = foreign.Folder(config, foreign.awq_arrays(LAYER, weight))
     assert_same(read(folder), weight)
 
 
-@EXAMPLES
-@given(call=shapes((2, 3, 4, 5, 6, 8), 1))
+@drawn(40, 200, call=shapes((2, 3, 4, 5, 6, 8), 1))
 def test_compressed_tensors_are_read_exactly(call: dict) -> None:
-    weight = drawn(call)
+    weight = weight_of(call)
     said = {name: call[name] for name in ("bits", "group_size", "symmetric")}
     folder = foreign.Folder(
         foreign.compressed_config(**said),
@@ -199,32 +195,19 @@ def test_chunks_are_reordered_one_after_the_other(
     assert mx.get_peak_memory() - before < 4 * words.nbytes
 
 
-def test_groups_of_different_sizes_are_refused() -> None:
-    rng = np.random.default_rng(0)
-    weight = foreign.drawn_weight(rng, 32, 128, 64, 4)
-    weight.groups_of_columns[0] = 1
-    folder = foreign.Folder(
-        foreign.gptq_config(4, 2), foreign.gptq_arrays(LAYER, weight, 2)
-    )
-    with pytest.raises(ValueError, match=r"up_proj.*g_idx has groups of 63 to 65"):
-        read(folder)
-
-
-def test_a_group_that_does_not_exist_is_refused() -> None:
-    rng = np.random.default_rng(0)
-    weight = foreign.drawn_weight(rng, 32, 128, 64, 4)
+@pytest.mark.parametrize(
+    ("part", "place", "value", "message"),
+    [
+        ("g_idx", 0, 1, r"up_proj.*g_idx has groups of 63 to 65"),
+        ("g_idx", 5, 2, "g_idx from 0 to 2, expected 0 to 1"),
+        ("scales", (1, 3), np.inf, "a scale is NaN or infinite"),
+    ],
+)
+def test_arrays_that_are_no_weight_are_refused(
+    part: str, place: object, value: float, message: str
+) -> None:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 4)
     arrays = foreign.gptq_arrays(LAYER, weight, 2)
-    arrays[f"{LAYER}.g_idx"][5] = 2
-    with pytest.raises(ValueError, match="g_idx from 0 to 2, expected 0 to 1"):
+    arrays[f"{LAYER}.{part}"][place] = value
+    with pytest.raises(ValueError, match=message):
         read(foreign.Folder(foreign.gptq_config(4, 2), arrays))
-
-
-def test_an_infinite_scale_is_refused() -> None:
-    rng = np.random.default_rng(0)
-    weight = foreign.drawn_weight(rng, 32, 128, 64, 4)
-    weight.scales[3, 1] = np.inf
-    folder = foreign.Folder(
-        foreign.gptq_config(4, 2), foreign.gptq_arrays(LAYER, weight, 2)
-    )
-    with pytest.raises(ValueError, match="a scale is NaN or infinite"):
-        read(folder)

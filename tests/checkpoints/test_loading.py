@@ -23,31 +23,14 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.checkpoints.saving import save
-from support import foreign_checkpoints as foreign
 from support import oracles
-from support.foreign_models import CONFIG, write_llama
+from support.foreign_models import CONFIG, write
 from support.models import Tokenizer
 from support.profiles import sampled
 
 TOKENS = mx.array([[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]])
-FORMATS: dict[str, tuple[Any, dict, dict]] = {
-    "gptq": (
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        {"bits": 4},
-    ),
-    "gptq-act-order": (
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 1),
-        foreign.gptq_config(4, 1),
-        {"bits": 4, "act_order": True, "least_zero": 1},
-    ),
-    "awq": (foreign.awq_arrays, foreign.awq_config(), {"bits": 4}),
-    "compressed": (
-        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=False),
-        foreign.compressed_config(3),
-        {"bits": 3},
-    ),
-}
+NAMES = ["gptq", "gptq-act-order", "awq", "compressed"]
+formats = pytest.mark.parametrize("name", NAMES)
 
 
 def reference(exact: dict[str, np.ndarray]) -> np.ndarray:
@@ -70,14 +53,13 @@ def assert_same_answers(model: Any, expected: np.ndarray) -> None:
     assert same[clear].all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@formats
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_model_computes_with_the_weights_of_the_file(
     tmp_path: Path, name: str, converted: bool
 ) -> None:
-    arrays, settings, options = FORMATS[name]
     path = tmp_path / "source"
-    exact = write_llama(path, arrays, settings, **options)
+    exact = write(path, name)
     if converted:
         [*convert(open_source(path), tmp_path / "result")]
         path = tmp_path / "result"
@@ -91,108 +73,75 @@ def test_a_model_computes_with_the_weights_of_the_file(
 
 
 def test_layers_in_a_format_of_mlx_become_its_own(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    exact = write_llama(tmp_path / "source", arrays, settings, **options)
+    exact = write(tmp_path / "source", "gptq")
     [*convert(open_source(tmp_path / "source"), tmp_path / "result", layout="mlx")]
 
     model = load_model(open_source(tmp_path / "result"))
+    save(tmp_path / "saved", model, Tokenizer())
 
     assert type(model.model.layers[0].mlp.up_proj).__module__.startswith("mlx.nn")
     assert_same_answers(model, reference(exact))
+    stock, _ = utils.load_model(tmp_path / "saved")
+    assert mx.array_equal(model(TOKENS), stock(TOKENS))
 
 
-def test_the_tokenizer_is_loaded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("generation", "ends"), [(None, 7), ([7, 9], [7, 9])])
+def test_the_tokenizer_is_loaded_with_its_end_tokens(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    generation: list[int] | None,
+    ends: object,
 ) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    write_llama(tmp_path, arrays, {**settings, "eos_token_id": 7}, **options)
+    write(tmp_path, "gptq", eos_token_id=7)
+    if generation is not None:
+        said = json.dumps({"eos_token_id": generation})
+        (tmp_path / "generation_config.json").write_text(said)
     asked = []
     monkeypatch.setattr(
         "mlx_lm.utils.load_tokenizer",
         lambda path, eos_token_ids: asked.append((path, eos_token_ids)),
     )
     model, _ = loading.load(tmp_path)
-    assert asked == [(tmp_path, 7)]
+    assert asked == [(tmp_path, ends)]
     assert not model.training
 
 
-def test_generation_config_names_the_end_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    write_llama(tmp_path, arrays, {**settings, "eos_token_id": 7}, **options)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    asked = []
-    monkeypatch.setattr(
-        "mlx_lm.utils.load_tokenizer",
-        lambda path, eos_token_ids: asked.append((path, eos_token_ids)),
-    )
-    loading.load(tmp_path)
-    assert asked == [(tmp_path, [7, 9])]
-
-
-def test_saving_keeps_the_end_tokens(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    write_llama(tmp_path / "source", arrays, settings, **options)
-    tokenizer = Tokenizer()
-    tokenizer.eos_token_ids = {9, 7}
-    save(tmp_path / "saved", load_model(open_source(tmp_path / "source")), tokenizer)
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config["eos_token_id"] == [7, 9]
-
-
-def test_saving_keeps_the_name_of_a_layer_called_linear(tmp_path: Path) -> None:
-    model = llama.Model(llama.ModelArgs.from_dict(CONFIG | {"num_hidden_layers": 1}))
-    model.head = {"linear": llama.nn.Linear(64, 32)}
+def test_a_layer_called_linear_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
+    model.head = {"linear": nn.Linear(64, 32)}
     save(tmp_path / "saved", model, Tokenizer())
-    saved = mx.load(str(tmp_path / "saved" / "model.safetensors"))
-    assert {"head.linear.weight", "head.linear.bias"} <= {*saved}
+    source = open_source(tmp_path / "saved")
+    source.model.head = {"linear": nn.Linear(64, 32)}
+    again = load_model(source)
+    assert mx.array_equal(again.head["linear"].weight, model.head["linear"].weight)
 
 
-def test_a_layer_called_linear_is_loaded(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    write_llama(tmp_path, arrays, settings, **options)
-    weights = mx.load(str(tmp_path / "model.safetensors"))
-    weights["head.linear.weight"] = mx.ones((32, 64), mx.float16)
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    source = open_source(tmp_path)
-    source.model.head = {"linear": llama.nn.Linear(64, 32, bias=False)}
-    model = load_model(source)
-    assert mx.all(model.head["linear"].weight == 1)
-
-
-def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (3, r"source: tensors \['model\.layers\.2.* are missing"),
+        (1, r"source: tensor 'model\.layers\.1"),
+    ],
+)
+def test_missing_parameters_and_those_without_a_place_are_named(
+    tmp_path: Path, layers: int, message: str
+) -> None:
     path = tmp_path / "source"
-    write_llama(path, arrays, settings, **options)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    missing = r"source: tensors \['model\.layers\.2.* are missing"
-    with pytest.raises(ValueError, match=missing):
+    write(path, "gptq", num_hidden_layers=layers)
+    with pytest.raises(ValueError, match=message):
         load_model(open_source(path))
-    with pytest.raises(ValueError, match=missing):
+    with pytest.raises(ValueError, match=message):
         list(convert(open_source(path), tmp_path / "result"))
     assert not (tmp_path / "result").exists()
 
 
-def test_a_parameter_without_a_place_is_named(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    path = tmp_path / "source"
-    write_llama(path, arrays, settings, **options)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    with pytest.raises(ValueError, match=r"source: tensor 'model\.layers\.1"):
-        load_model(open_source(path))
-
-
 @sampled(6)
-@pytest.mark.parametrize("name", FORMATS)
+@formats
 @pytest.mark.parametrize("options", [{}, {"layout": "mlx"}, {"invariant": True}])
 def test_loaded_models_are_optimized_and_restored(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
-    arrays, settings, wanted = FORMATS[name]
-    exact = write_llama(tmp_path, arrays, settings, **wanted)
+    exact = write(tmp_path, name)
     model = optimize(load_model(open_source(tmp_path)), **options)
     layers = [m for m in model.modules() if isinstance(m, MarlinLinear)]
     assert len(layers) == 14
@@ -202,15 +151,6 @@ def test_loaded_models_are_optimized_and_restored(
     with pytest.warns(RuntimeWarning, match="restore rounds weights"):
         restore(model)
     assert_same_answers(model, reference(exact))
-
-
-def damaged_record(path: Path, **changes: object) -> None:
-    config = json.loads((path / "config.json").read_text())
-    ours = config["mlx_marlin"]
-    record = next(iter(ours["layers"].values()))
-    for name, value in changes.items():
-        (ours if name == "version" else record)[name] = value
-    (path / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -229,20 +169,22 @@ def damaged_record(path: Path, **changes: object) -> None:
 def test_a_damaged_record_is_refused(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    arrays, settings, options = FORMATS["awq"]
-    write_llama(tmp_path / "source", arrays, settings, **options)
+    write(tmp_path / "source", "awq")
     path = tmp_path / "result"
     [*convert(open_source(tmp_path / "source"), path)]
-    damaged_record(path, **changes)
+    config = json.loads((path / "config.json").read_text())
+    ours = config["mlx_marlin"]
+    record = next(iter(ours["layers"].values()))
+    (ours if "version" in changes else record).update(changes)
+    (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message) as caught:
         load_model(open_source(path))
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@formats
 def test_saved_and_loaded_models_have_the_same_bits(tmp_path: Path, name: str) -> None:
-    arrays, settings, options = FORMATS[name]
-    write_llama(tmp_path / "source", arrays, settings, **options)
+    write(tmp_path / "source", name)
     model = load_model(open_source(tmp_path / "source"))
 
     save(tmp_path / "saved", model, Tokenizer())
@@ -261,8 +203,7 @@ def test_saved_and_loaded_models_have_the_same_bits(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_joined_layers_are_saved_apart(tmp_path: Path, layout: str) -> None:
-    arrays, settings, options = FORMATS["awq"]
-    write_llama(tmp_path / "source", arrays, settings, **options)
+    write(tmp_path / "source", "awq")
     if layout == "mlx":
         [*convert(open_source(tmp_path / "source"), tmp_path / "mlx", layout="mlx")]
     folder = tmp_path / {"mlx": "mlx", "marlin": "source"}[layout]
@@ -280,30 +221,16 @@ def test_joined_layers_are_saved_apart(tmp_path: Path, layout: str) -> None:
     )
     assert {*found} == {*expected}
     assert all(mx.array_equal(found[name], expected[name]) for name in expected)
-    written = [
-        json.loads((tmp_path / name / "config.json").read_text())
-        for name in ("apart", "joined")
-    ]
-    assert written[0] == written[1]
+    configs = [tmp_path / name / "config.json" for name in ("apart", "joined")]
+    assert configs[0].read_text() == configs[1].read_text()
     again, apart = (
         load_model(open_source(tmp_path / name)) for name in ("joined", "apart")
     )
     assert mx.array_equal(again(TOKENS), apart(TOKENS))
 
 
-def test_a_model_without_packed_layers_is_saved_for_mlx_lm(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    write_llama(tmp_path / "source", arrays, settings, **options)
-    [*convert(open_source(tmp_path / "source"), tmp_path / "mlx", layout="mlx")]
-    model = load_model(open_source(tmp_path / "mlx"))
-    save(tmp_path / "saved", model, Tokenizer())
-    stock, _ = utils.load_model(tmp_path / "saved")
-    assert mx.array_equal(model(TOKENS), stock(TOKENS))
-
-
 def test_nothing_is_left_if_saving_fails(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
-    write_llama(tmp_path / "source", arrays, settings, **options)
+    write(tmp_path / "source", "gptq")
     model = load_model(open_source(tmp_path / "source"))
     with pytest.raises(AttributeError):
         save(tmp_path / "saved", model, None)
@@ -312,15 +239,12 @@ def test_nothing_is_left_if_saving_fails(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {"source"}
 
 
-@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_a_model_with_adapters_is_not_saved(
-    tmp_path: Path, name: str, use_dora: bool
-) -> None:
-    arrays, settings, options = FORMATS[name]
-    write_llama(tmp_path / "source", arrays, settings, **options)
+def test_a_model_with_adapters_is_not_saved(tmp_path: Path, use_dora: bool) -> None:
+    write(tmp_path / "source", "gptq")
     model = load_model(open_source(tmp_path / "source"))
-    model.model.layers[0].mlp.up_proj = _adapter(use_dora)
+    adapter: Any = DoRALinear if use_dora else LoRALinear
+    model.model.layers[0].mlp.up_proj = adapter.from_base(nn.Linear(64, 64), r=2)
 
     with pytest.raises(ValueError, match=r"up_proj is an adapter, \w+.*fuse it"):
         save(tmp_path / "saved", model, Tokenizer())
@@ -328,18 +252,14 @@ def test_a_model_with_adapters_is_not_saved(
     assert {file.name for file in tmp_path.iterdir()} == {"source"}
 
 
-def _adapter(use_dora: bool) -> Any:
-    layer = nn.Linear(64, 64)
-    return (DoRALinear if use_dora else LoRALinear).from_base(layer, r=2)
-
-
-def test_saving_keeps_all_settings_of_the_folder(tmp_path: Path) -> None:
-    arrays, settings, options = FORMATS["gptq"]
+def test_saving_keeps_all_settings_and_the_end_tokens(tmp_path: Path) -> None:
     own = {"torch_dtype": "float16", "architectures": ["X"], "extra": {"a": [1]}}
-    write_llama(tmp_path / "source", arrays, settings | own, **options)
+    write(tmp_path / "source", "gptq", **own)
     model = load_model(open_source(tmp_path / "source"))
     assert not [name for name, _ in tree_flatten(model.parameters()) if "extra" in name]
-    save(tmp_path / "saved", model, Tokenizer())
+    tokenizer = Tokenizer()
+    tokenizer.eos_token_ids = {9, 7}
+    save(tmp_path / "saved", model, tokenizer)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config.items() >= (CONFIG | own).items()
-    assert {*config} == {*CONFIG, *own, "mlx_marlin"}
+    assert config.items() >= (CONFIG | own | {"eos_token_id": [7, 9]}).items()
+    assert {*config} == {*CONFIG, *own, "eos_token_id", "mlx_marlin"}

@@ -13,7 +13,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
-from support.foreign_models import CONFIG, write_llama
+from support.foreign_models import CONFIG, shapes, write
 
 FILE = "model.safetensors"
 BIAS = "model.layers.0.self_attn.q_proj.bias"
@@ -25,34 +25,22 @@ MIXTRAL = CONFIG | {
 }
 
 
-def gptq_llama(path: Path) -> Path:
-    write_llama(
-        path,
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )
-    return path
-
-
-def add(path: Path, **arrays: np.ndarray) -> None:
+def gptq_llama(path: Path, **arrays: np.ndarray) -> Path:
+    """Writes a llama in GPTQ's format, with more arrays."""
+    write(path, "gptq")
     save_file({**load_file(path / FILE), **arrays}, path / FILE)
+    return path
 
 
 def gptq_mixtral(path: Path, *, act_order: bool) -> Path:
     """A mixtral whose experts are in GPTQ's format, and the rest in zeros."""
     rng = np.random.default_rng(0)
-    start = "model.layers.0"
-    shapes = {
-        "model.embed_tokens": (64, 128),
-        "model.norm": (128,),
-        "lm_head": (64, 128),
-        f"{start}.input_layernorm": (128,),
-        f"{start}.post_attention_layernorm": (128,),
-        f"{start}.block_sparse_moe.gate": (2, 128),
-        **{f"{start}.self_attn.{name}_proj": (128, 128) for name in "qkvo"},
+    gate = {"model.layers.0.block_sparse_moe.gate": (2, 128)}
+    arrays = {
+        f"{name}.weight": np.zeros(shape, np.float16)
+        for name, shape in (shapes(MIXTRAL) | gate).items()
+        if ".mlp." not in name
     }
-    arrays = {f"{name}.weight": np.zeros(s, np.float16) for name, s in shapes.items()}
     experts = {"w1": (256, 128), "w2": (128, 256), "w3": (256, 128)}
     for expert in range(2):
         for name, (n, k) in experts.items():
@@ -80,16 +68,14 @@ def test_orders_that_differ_among_experts_are_refused(tmp_path: Path) -> None:
 
 
 def test_zero_biases_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
-    path = gptq_llama(tmp_path / "source")
-    add(path, **{BIAS: np.zeros(128, np.float16)})
+    path = gptq_llama(tmp_path / "source", **{BIAS: np.zeros(128, np.float16)})
     rows = [*convert(open_source(path), tmp_path / "result")]
     assert BIAS not in {row.name for row in rows}
     load_model(open_source(path))
 
 
 def test_other_biases_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
-    path = gptq_llama(tmp_path / "source")
-    add(path, **{BIAS: np.ones(128, np.float16)})
+    path = gptq_llama(tmp_path / "source", **{BIAS: np.ones(128, np.float16)})
     with pytest.raises(ValueError, match=r"q_proj\.bias'.*no such tensor"):
         list(convert(open_source(path), tmp_path / "result"))
 
@@ -100,11 +86,11 @@ def test_other_biases_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
 def test_weights_of_another_size_than_the_config_says_are_refused(
     tmp_path: Path, name: str, value: int
 ) -> None:
-    path = gptq_llama(tmp_path / "source")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {name: value}))
+    write(tmp_path, "gptq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
     with pytest.raises(ValueError, match=r"tensor '.*weight'"):
-        load_model(open_source(path))
+        load_model(open_source(tmp_path))
 
 
 def test_no_model_dequantizes_zero_points_as_biases(tmp_path: Path) -> None:

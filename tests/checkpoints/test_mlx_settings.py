@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm import utils
@@ -16,8 +15,7 @@ from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model, needs_import
-from support import foreign_checkpoints as foreign
-from support.foreign_models import CONFIG, write_llama
+from support.foreign_models import CONFIG, FORMATS, write_llama
 
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 AFFINE = {"group_size": 64, "bits": 4}
@@ -178,18 +176,13 @@ def test_a_format_that_shapes_do_not_tell_is_refused(tmp_path: Path) -> None:
 def test_settings_inside_of_text_config_are_gone_after_a_conversion(
     tmp_path: Path,
 ) -> None:
-    settings = foreign.gptq_config(4, 2)["quantization_config"]
-    weights = write_llama(
-        tmp_path / "source",
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        {"text_config": {"quantization_config": settings, "hidden_size": 128}},
-        bits=4,
-    )
+    arrays, settings, options = FORMATS["gptq"]
+    inside = {"hidden_size": 128, **settings}
+    write_llama(tmp_path / "source", arrays, {"text_config": inside}, **options)
     assert needs_import(tmp_path / "source")
     assert [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
     config = json.loads((tmp_path / "result" / "config.json").read_text())
-    assert config["text_config"] == {"hidden_size": 128}
+    assert config["text_config"] == {"hidden_size": 128, "model_type": "llama"}
     assert "quantization_config" not in config
     read = dict(read_checkpoint(tmp_path / "result"))
     assert read[f"{ATTENTION}.weight"].mode == "zero_point"
-    assert np.shape(weights[f"{ATTENTION}.weight"]) == (128, 128)

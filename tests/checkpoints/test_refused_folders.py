@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
-from support.foreign_models import CONFIG, write_llama
+from support.foreign_models import CONFIG, write
 from support.processes import HANG_SECONDS
 
 
@@ -29,23 +29,15 @@ def test_settings_that_are_no_object_are_refused(
     tmp_path: Path, key: str, value: object
 ) -> None:
     saved(tmp_path, {key: value}, {"a.weight": mx.ones((2, 2))})
-    with pytest.raises(
-        ValueError, match=rf"config\.json: {key}=.*, expected an object"
-    ):
+    said = rf"config\.json: {key}=.*, expected an object"
+    with pytest.raises(ValueError, match=said):
         list(read_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        AttributeError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AssertionError,
-        ZeroDivisionError,
-    ],
-)
+ERRORS = (AttributeError, TypeError, KeyError, IndexError, AssertionError)
+
+
+@pytest.mark.parametrize("error", [*ERRORS, ZeroDivisionError])
 def test_an_error_of_mlx_lm_names_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
@@ -73,12 +65,7 @@ def test_a_config_that_no_model_takes_is_refused(tmp_path: Path, change: dict) -
 def test_other_threads_dequantize_while_tensors_are_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_llama(
-        tmp_path,
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )
+    write(tmp_path, "gptq")
     parts = mx.quantize(mx.ones((32, 64)))
     mx.eval(parts)
     inside = Barrier(2, timeout=HANG_SECONDS)

@@ -1,15 +1,20 @@
-"""The sizes and kernels in docs/import.md's table of all formats are the code's."""
+"""The sizes, modes and kernels in docs/import.md's tables are the code's."""
 
 import re
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import mlx_marlin
+from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
+from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS, PLAIN, read_blocks
 from mlx_marlin.weights.formats import format_of
+from support.gguf_blocks import NUMBERS
+from support.gguf_files import random_tensor
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "import.md"
 N, K, CHIP = 14336, 4096, "Apple M4 Max"
@@ -28,53 +33,25 @@ class Stored:
     stored_bits: int = 0  # if another than `bits`
 
     @property
-    def stored(self) -> float:
-        """Bytes of a weight in the file."""
+    def cells(self) -> list[str]:
+        """Bytes of a weight in the file and in our layout."""
         bits = self.stored_bits or self.bits
-        return (bits + self.group_bits / self.group_size) / 8 + self._order
-
-    @property
-    def packed(self) -> float:
-        """Bytes of a weight in our layout."""
-        rows, groups = 32, K // self.group_size
-        format = format_of(self.mode, self.bits)
-        if format.has_super_blocks:
-            groups = prod(format.records(K, self.group_size))
+        order = 4 / N if self.reordered else 0
+        stored = (bits + self.group_bits / self.group_size) / 8 + order
+        format, rows = format_of(self.mode, self.bits), 32
+        groups = K // self.group_size
         scales = mx.zeros((rows, groups), getattr(mx, format.scale_dtype("float16")))
         weight = mlx_marlin.pack(
             mx.zeros((rows, K * self.bits // 32), mx.uint32),
             scales,
             scales if format.has_second_array else None,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
+            **self.options,
         )
-        return weight.nbytes / (rows * K) + self._order
+        return [f"{stored:.4f}", f"{weight.nbytes / (rows * K) + order:.4f}"]
 
     @property
-    def _order(self) -> float:
-        return 4 / N if self.reordered else 0
-
-    @property
-    def kernels(self) -> list[str]:
-        """The kernel for each number of rows; stock MLX where it serves."""
-        choices = [
-            mlx_marlin.plan(
-                m,
-                N,
-                K,
-                mode=self.mode,
-                bits=self.bits,
-                group_size=self.group_size,
-                layout="marlin",
-                chip=CHIP,
-            )
-            for m in ROWS
-        ]
-        return [
-            "MLX" if choice.reason else choice.plan.explain().split()[0]
-            for choice in choices
-        ]
+    def options(self) -> dict[str, Any]:
+        return {"mode": self.mode, "bits": self.bits, "group_size": self.group_size}
 
 
 STORED = {
@@ -97,31 +74,51 @@ STORED = {
 }
 
 
-def cells() -> dict[str, list[str]]:
-    """Returns the cells of the table, by the first one."""
+def cells(pattern: str, heading: str = "") -> dict[str, list[str]]:
+    """Returns the cells of a table's rows, by the first one."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    table = text.partition("\n## Sizes and kernels\n")[2].partition("\n## ")[0]
-    lines = re.findall(r"^\| ([^|]+?) \|(.*)\|$", table, re.MULTILINE)
-    return {
-        name: [cell.strip() for cell in rest.split("|")]
-        for name, rest in lines
-        if name != "format" and not name.startswith("-")
-    }
+    section = text.partition(heading)[2].partition("\n## ")[0] if heading else text
+    rows = re.findall(rf"^\| ({pattern}) \|(.*)\|$", section, re.MULTILINE)
+    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
 
 
-def test_every_format_is_in_the_table() -> None:
-    assert [*cells()] == [*STORED]
+TYPES = cells(r"[A-Z]+\d\S*")
+TABLE = cells(r"(?!format|-)[^|]+?", "\n## Sizes and kernels\n")
+
+
+def test_every_format_and_type_is_in_a_table() -> None:
+    assert [*TABLE] == [*STORED]
+    assert {*TYPES} == {*LAYOUTS, *PLAIN}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sizes_and_modes_of_types_are_those_of_the_code(name: str) -> None:
+    stored, becomes, scales, packed = TYPES[name]
+    block, random = BLOCK_TYPES[NUMBERS[name]], np.random.default_rng(0)
+    written = random_tensor("w", name, (32, 1024), random)
+    weight = read_blocks(memoryview(written.data), block, written.shape)
+    assert float(stored) == round(block.nbytes / block.elements, 4)
+    assert becomes == f"{weight.mode}, {weight.bits} bits, group {weight.group_size}"
+    in_super_blocks = weight.mode in ("k_quant", "k_codebook")
+    assert scales.endswith("integers") == in_super_blocks
+    ours = weight.packed().nbytes / (32 * 1024)
+    assert float(packed.split()[0]) == round(ours, 4)
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_sizes_and_kernels_are_those_of_the_code(name: str) -> None:
     format = STORED[name]
-    assert cells()[name] == [f"{format.stored:.4f}", f"{format.packed:.4f}"]
-    assert format.kernels == ["gemv", "gemm_register", "gemm_register"]
+    assert TABLE[name] == format.cells
+    plans = [
+        mlx_marlin.plan(m, N, K, layout="marlin", chip=CHIP, **format.options).plan
+        for m in ROWS
+    ]
+    kernels = [plan.explain().split()[0] for plan in plans]
+    assert kernels == ["gemv", "gemm_register", "gemm_register"]
     text = " ".join(DOCUMENT.read_text(encoding="utf-8").split())
     assert "gemv for 1 row of x and gemm_register for 8 and 64, in each of" in text
 
 
 if __name__ == "__main__":
     for name, format in STORED.items():
-        print(f"| {name} | {format.stored:.4f} | {format.packed:.4f} |")
+        print(f"| {name} | {' | '.join(format.cells)} |")

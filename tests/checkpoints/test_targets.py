@@ -7,7 +7,7 @@ import pytest
 from mlx_marlin.checkpoints.formats.column_order import order_of_columns
 from mlx_marlin.checkpoints.formats.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.checkpoints.targets import mlx_target, packed_target, record_of
+from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target, record_of
 from support import foreign_checkpoints as foreign
 
 
@@ -21,37 +21,30 @@ def stored(weight: foreign.IntegerWeight) -> StoredWeight:
     )
 
 
+def decoded(written: Written, bits: int) -> np.ndarray:
+    """The weight that MLX computes with, in float64."""
+    parts = (written.arrays[name] for name in ("scales", "biases"))
+    floats = (part.astype(mx.float32) for part in parts)
+    weight = mx.dequantize(written.arrays["weight"], *floats, 64, bits)
+    return np.array(weight, np.float64)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_symmetric_weights_are_exact_in_mlx(bits: int) -> None:
     weight = foreign.drawn_weight(
         np.random.default_rng(0), 32, 256, 64, bits, symmetric=True
     )
     written = mlx_target(stored(weight))
-    arrays = written.arrays
     assert written.error == 0
     assert written.record == {"group_size": 64, "bits": bits, "mode": "affine"}
-    decoded = mx.dequantize(
-        arrays["weight"],
-        arrays["scales"].astype(mx.float32),
-        arrays["biases"].astype(mx.float32),
-        64,
-        bits,
-    )
-    np.testing.assert_array_equal(np.array(decoded), weight.values.astype(np.float32))
+    np.testing.assert_array_equal(decoded(written, bits), weight.values)
 
 
 def test_a_rounded_bias_is_reported() -> None:
     weight = foreign.drawn_weight(np.random.default_rng(0), 96, 256, 64, 4)
     weight.zeros[:] = 11  # not a power of two: the product needs more digits
     written = mlx_target(stored(weight))
-    decoded = mx.dequantize(
-        written.arrays["weight"],
-        written.arrays["scales"].astype(mx.float32),
-        written.arrays["biases"].astype(mx.float32),
-        64,
-        4,
-    )
-    difference = np.array(decoded, np.float64) - weight.values
+    difference = decoded(written, 4) - weight.values
     expected = np.linalg.norm(difference) / np.linalg.norm(weight.values)
     assert 0 < expected < 1e-3
     assert written.error == pytest.approx(expected, rel=1e-3)

@@ -8,19 +8,8 @@ import pytest
 
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
-from support.foreign_models import write_llama
-
-FORMATS = {
-    "gptq": (
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-    ),
-    "awq": (foreign.awq_arrays, foreign.awq_config()),
-    "compressed": (
-        lambda layer, weight: foreign.compressed_arrays(layer, weight, symmetric=False),
-        foreign.compressed_config(4),
-    ),
-}
+from support import foreign_models
+from support.foreign_models import Format, write_llama
 
 
 def mlx_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
@@ -32,9 +21,6 @@ def mlx_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarra
     }
 
 
-FORMATS["mlx"] = (mlx_arrays, {"quantization": {"bits": 4, "group_size": 64}})
-
-
 def nvfp4_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
     n, k = weight.codes.shape
     return {
@@ -44,13 +30,19 @@ def nvfp4_arrays(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndar
     }
 
 
-FORMATS["nvfp4"] = (nvfp4_arrays, foreign.nvfp4_config())
+FORMATS = {name: foreign_models.FORMATS[name] for name in ("gptq", "awq", "compressed")}
+FORMATS |= {
+    "mlx": Format(
+        mlx_arrays, {"quantization": {"bits": 4, "group_size": 64}}, {"bits": 4}
+    ),
+    "nvfp4": Format(nvfp4_arrays, foreign.nvfp4_config(), {"bits": 4}),
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_scales_of_other_layers_are_not_in_memory(tmp_path: Path, name: str) -> None:
-    arrays, settings = FORMATS[name]
-    write_llama(tmp_path / "source", arrays, settings, bits=4)
+    arrays, settings, options = FORMATS[name]
+    write_llama(tmp_path / "source", arrays, settings, **options)
     source = open_source(tmp_path / "source")
     assert source.model is not None  # it has small arrays of its own
     before = mx.get_active_memory()

@@ -39,7 +39,7 @@ class Folder:
     def write(self, path: Path, file: str = "model.safetensors") -> Path:
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.json").write_text(json.dumps(self.config))
-        arrays = {name: np.ascontiguousarray(a) for name, a in self.arrays.items()}
+        arrays = {name: np.array(a, order="C") for name, a in self.arrays.items()}
         save_file(arrays, path / file)
         return path
 
@@ -145,18 +145,27 @@ def compressed_config(bits: int, *, symmetric: bool = False, **said: object) -> 
 
 def nvfp4_config() -> dict:
     """The config of a compressed-tensors checkpoint, nvfp4-pack-quantized."""
+    return _of_floats("nvfp4", 16, "tensor_group", "torch.float8_e4m3fn")
+
+
+def mxfp4_config() -> dict:
+    """The config of a compressed-tensors checkpoint, mxfp4-pack-quantized."""
+    return _of_floats("mxfp4", 32, "group", "torch.uint8")
+
+
+def _of_floats(name: str, group_size: int, strategy: str, scale_dtype: str) -> dict:
     weights = {
         "num_bits": 4,
         "type": "float",
         "symmetric": True,
-        "group_size": 16,
-        "strategy": "tensor_group",
+        "group_size": group_size,
+        "strategy": strategy,
         "dynamic": False,
         "actorder": None,
-        "scale_dtype": "torch.float8_e4m3fn",
+        "scale_dtype": scale_dtype,
         "zp_dtype": None,
     }
-    return _of_groups("nvfp4-pack-quantized", weights)
+    return _of_groups(f"{name}-pack-quantized", weights)
 
 
 def _of_groups(format: str, weights: dict) -> dict:

@@ -7,19 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.gguf_blocks import NUMBERS, SIZES, draw_block, write_block
-from support.gguf_decoded import DECODED, draw_decoded
+from support.gguf_blocks import NUMBERS, PLAIN, draw_blocks
 
-FORMATS = "BbHhIif?--Qqd"
-STRING, ARRAY = 8, 9
-TYPES = {
-    name: FORMATS.index(letter)
-    for name, letter in zip(
-        ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "u64", "i64", "f64"),
-        "BbHhIif?Qqd",
-        strict=True,
-    )
-} | {"string": STRING, "array": ARRAY}
+KINDS = ["u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array"]
+KINDS += ["u64", "i64", "f64"]
+"""Types of values, in the order of their numbers."""
+LETTERS = dict(zip(KINDS, "BbHhIif?--Qqd", strict=True))
+"""What `struct` calls them; texts and arrays have no name there."""
 
 
 class Written(NamedTuple):
@@ -42,9 +36,9 @@ def value_bytes(kind: str, value: Any) -> bytes:
         return text(value)
     if kind == "array":
         item, items = value
-        head = struct.pack("<IQ", TYPES[item], len(items))
+        head = struct.pack("<IQ", KINDS.index(item), len(items))
         return head + b"".join(value_bytes(item, each) for each in items)
-    return struct.pack("<" + FORMATS[TYPES[kind]], value)
+    return struct.pack("<" + LETTERS[kind], value)
 
 
 def guess(value: Any) -> tuple[str, Any]:
@@ -74,21 +68,19 @@ def gguf_bytes(
     octets = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     for key, given in metadata.items():
         kind, value = given if isinstance(given, tuple) else guess(given)
-        octets += text(key) + struct.pack("<I", TYPES[kind]) + value_bytes(kind, value)
+        octets += (
+            text(key) + struct.pack("<I", KINDS.index(kind)) + value_bytes(kind, value)
+        )
     offset = 0
     for tensor in tensors:
         octets += text(tensor.name) + struct.pack("<I", len(tensor.shape))
         octets += b"".join(struct.pack("<Q", size) for size in tensor.shape[::-1])
-        octets += struct.pack("<IQ", _number(tensor.type), offset)
+        octets += struct.pack("<IQ", NUMBERS[tensor.type], offset)
         offset += _aligned(len(tensor.data), alignment)
     octets += bytes(-len(octets) % alignment)
     for tensor in tensors:
         octets += tensor.data + bytes(-len(tensor.data) % alignment)
     return octets
-
-
-def _number(name: str) -> int:
-    return NUMBERS[name] if name in NUMBERS else DECODED[name][0]
 
 
 def write_gguf(
@@ -101,17 +93,11 @@ def write_gguf(
 def random_tensor(
     name: str, type_name: str, shape: tuple[int, ...], random: np.random.Generator
 ) -> Written:
-    if type_name not in SIZES:
-        octets = draw_decoded(type_name, shape, random)
-        return Written(name, type_name, shape, octets.tobytes())
-    elements, _ = SIZES[type_name]
-    count = int(np.prod(shape)) // elements
-    if elements == 1:
+    if type_name in PLAIN:
         values = random.standard_normal(shape).astype(np.float32)
         return Written(name, type_name, shape, plain_bytes(type_name, values))
-    blocks = (draw_block(type_name, random) for _ in range(count))
-    data = b"".join(write_block(type_name, block) for block in blocks)
-    return Written(name, type_name, shape, data)
+    octets = draw_blocks(type_name, shape, random)
+    return Written(name, type_name, shape, octets.tobytes())
 
 
 def plain_bytes(type_name: str, values: np.ndarray) -> bytes:

@@ -2,23 +2,19 @@
 
 import importlib
 import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from gguf import MODEL_ARCH, TensorNameMap, get_tensor_name_map
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from mlx.utils import tree_flatten
 
-from support.gguf_cases import (
-    HEADS,
-    KEY_DIM,
-    KV_HEADS,
-    VALUE_HEADS,
-    Case,
-    arguments,
-)
-from support.gguf_files import Written, plain_bytes
+from support.gguf_blocks import SIZES, decoded
+from support.gguf_cases import HEADS, KEY_DIM, KV_HEADS, VALUE_HEADS, Case, arguments
+from support.gguf_files import Written, plain_bytes, write_gguf
 
 _PERMUTED = ("llama", "mistral3")
 _NORMS_PLUS_ONE = ("gemma2", "gemma3")
@@ -45,10 +41,7 @@ def random_model(case: Case, seed: int = 0) -> nn.Module:
 
 def written_model(case: Case, model: nn.Module) -> list[Written]:
     """Returns the tensors of a model, F32, as llama.cpp's conversion leaves them."""
-    architecture = next(
-        each for each in MODEL_ARCH if _arch_name(each) == case.architecture
-    )
-    names = get_tensor_name_map(architecture, case.layers)
+    names = _names_of(case.architecture, case.layers)
     tensors = []
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     if case.architecture == "qwen3next":
@@ -71,6 +64,11 @@ def written_model(case: Case, model: nn.Module) -> list[Written]:
     return tensors
 
 
+def _names_of(architecture: str, layers: int) -> TensorNameMap:
+    (kind,) = (each for each in MODEL_ARCH if MODEL_ARCH_NAMES[each] == architecture)
+    return get_tensor_name_map(kind, layers)
+
+
 def _stored_name(names: TensorNameMap, case: Case, path: str) -> str:
     if case.model_type == "mixtral":
         for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
@@ -80,6 +78,95 @@ def _stored_name(names: TensorNameMap, case: Case, path: str) -> str:
     if not stored.endswith((".weight", ".bias", ".ssm_a")):
         stored += ".weight"
     return stored
+
+
+def write_twice(
+    folder: Path,
+    metadata: dict[str, Any],
+    tensors: Iterable[Written],
+    kind: str,
+    blocks: Callable[[np.ndarray], np.ndarray],
+) -> tuple[Path, Path, set[str]]:
+    """Writes a model with weights of a type, and one with the numbers that they are.
+
+    Args:
+        folder: Where both files are made.
+        metadata: Of both.
+        tensors: Those of the model.
+        kind: Type of all weights whose columns fill blocks.
+        blocks: Returns the bytes [..., n, bytes of a row] of a weight.
+
+    Returns:
+        Both files, and the names of the tensors that have the type.
+    """
+    stored, exact, changed = [], [], set()
+    for tensor in tensors:
+        values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+        is_small = any(part in tensor.name for part in ("norm", "conv", "inp"))
+        own, plain = tensor, tensor
+        if not is_small and values.ndim > 1 and values.shape[-1] % SIZES[kind][0] == 0:
+            octets = blocks(values)
+            own = tensor._replace(type=kind, data=octets.tobytes())
+            plain = tensor._replace(data=decoded(kind, octets).tobytes())
+            changed.add(tensor.name)
+        elif "_exps" in tensor.name:  # MLX multiplies experts on the CPU in float32
+            own = plain = tensor._replace(data=(values * np.float32(1.0001)).tobytes())
+        stored.append(own)
+        exact.append(plain)
+    return (
+        write_gguf(folder / "stored.gguf", metadata, stored),
+        write_gguf(folder / "exact.gguf", metadata, exact),
+        changed,
+    )
+
+
+def with_fused_gates(tensors: Iterable[Written]) -> list[Written]:
+    """Joins gates and ups of experts in one tensor, as newer files have them."""
+    found = {tensor.name: tensor for tensor in tensors}
+    for gate in [name for name in found if name.endswith("ffn_gate_exps.weight")]:
+        pair = found.pop(gate), found.pop(gate.replace("gate", "up"))
+        halves = [np.frombuffer(t.data, np.float32).reshape(t.shape) for t in pair]
+        both = np.concatenate(halves, axis=1)
+        name = gate.replace("gate", "gate_up")
+        found[name] = Written(name, "F32", both.shape, both.tobytes())
+    return [*found.values()]
+
+
+def write_llama(
+    path: Path, config: dict[str, Any], weights: dict[str, tuple[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Writes a llama; returns its weights in float64.
+
+    Args:
+        path: The file to make.
+        config: mlx-lm's configuration.
+        weights: The type and the bytes [n, bytes of a row] of each parameter, or the
+            numbers of one with the type F32, by mlx-lm's name.
+    """
+    names = _names_of("llama", config["num_hidden_layers"])
+    keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    tensors, exact = [], {}
+    for parameter, (kind, octets) in weights.items():
+        layer = parameter.removesuffix(".weight")
+        values = octets if kind == "F32" else decoded(kind, octets)
+        exact[parameter] = values.astype(np.float64)
+        key = keys.get(layer.rpartition(".")[2])
+        rows = octets if key is None else permuted(octets, config[key])
+        stored = f"{names.get_name(layer)}.weight"
+        tensors.append(Written(stored, kind, values.shape, rows.tobytes()))
+    sizes = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": config["rope_theta"],
+    }
+    metadata = {f"llama.{name}": value for name, value in sizes.items()}
+    write_gguf(path, {"general.architecture": "llama", **metadata}, tensors)
+    return exact
 
 
 def _with_fused_experts(parameters: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -99,13 +186,6 @@ def _proportional() -> Written:
     """Returns the factors of a head of 32, of which a quarter is rotated."""
     factors = np.array([1.0] * 4 + [1e30] * 12, np.float32)
     return Written("rope_freqs.weight", "F32", factors.shape, factors.tobytes())
-
-
-def _arch_name(architecture: MODEL_ARCH) -> str:
-    from gguf import MODEL_ARCH_NAMES
-
-    name: str = MODEL_ARCH_NAMES[architecture]
-    return name
 
 
 def _converted(case: Case, name: str, values: np.ndarray) -> np.ndarray:

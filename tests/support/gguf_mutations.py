@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from support.gguf_blocks import QUANTIZED
+from support.gguf_blocks import DECODED, QUANTIZED
 from support.gguf_cases import CASES
-from support.gguf_decoded import DECODED
 from support.gguf_files import Written, gguf_bytes, random_tensor
 from support.gguf_models import llama3_factors, random_model, written_model
 from support.gguf_vocabularies import byte_pairs, character_pairs, sentencepiece

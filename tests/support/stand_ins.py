@@ -9,11 +9,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from support import foreign_checkpoints as foreign
-from support import gguf_cases, quantized_folder
-from support.foreign_models import write_llama
-from support.gguf_decoded import draw_decoded
-from support.gguf_files import Written, write_gguf
+from support import foreign_models, gguf_cases, quantized_folder
+from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import random_model, written_model
 from support.gguf_vocabularies import byte_pairs
 
@@ -77,14 +74,12 @@ def _without_kernels(file: Path) -> None:
 def _drawn(tensor: Written) -> Written:
     if len(tensor.shape) < 2 or tensor.shape[-1] % SUPER_BLOCK:
         return tensor
-    octets = draw_decoded("IQ2_XS", tensor.shape, np.random.default_rng(0))
-    return tensor._replace(type="IQ2_XS", data=octets.tobytes())
+    random = np.random.default_rng(0)
+    return random_tensor(tensor.name, "IQ2_XS", tensor.shape, random)
 
 
-def _foreign(
-    file: Path, arrays: Callable[..., object], config: dict[str, object], bits: int
-) -> None:
-    write_llama(file, arrays, config | {"vocab_size": VOCABULARY}, bits=bits)
+def _foreign(format: str, file: Path) -> None:
+    foreign_models.write(file, format, vocab_size=VOCABULARY)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copyfile(quantized_folder.MODEL / name, file / name)
 
@@ -93,26 +88,14 @@ def _text(text: str, file: Path) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def _gptq(layer: str, weight: foreign.IntegerWeight) -> dict[str, object]:
-    return foreign.gptq_arrays(layer, weight, 2)
-
-
-def _plain(layer: str, weight: foreign.IntegerWeight) -> dict[str, object]:
-    return {f"{layer}.weight": weight.values.astype("float16")}
-
-
 FILES: dict[str, Callable[[Path], None]] = {
     "mlx-community/Qwen3-4B-4bit": _quantized,
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": _quantized,
     "Qwen3-8B-Q4_K_M.gguf": _gguf,
     "Qwen3-8B-IQ2_XS.gguf": _without_kernels,
-    "Qwen3-8B-GPTQ-Int4": partial(
-        _foreign, arrays=_gptq, config=foreign.gptq_config(4, 2), bits=4
-    ),
-    "Qwen3-8B-AWQ": partial(
-        _foreign, arrays=foreign.awq_arrays, config=foreign.awq_config(), bits=4
-    ),
-    "Qwen3-8B": partial(_foreign, arrays=_plain, config={}, bits=8),
+    "Qwen3-8B-GPTQ-Int4": partial(_foreign, "gptq"),
+    "Qwen3-8B-AWQ": partial(_foreign, "awq"),
+    "Qwen3-8B": partial(_foreign, "plain"),
     "sample.txt": partial(_text, "def main():\n    pass\n" * 20),
     "double.metal": partial(_text, KERNEL),
     "kernels.metal": partial(_text, LIBRARY),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,11 +22,21 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.weights.bit_streams import codes_of_words
 from support import gguf_cases, oracles
-from support.gguf_cases import CASES, HEADS, HIDDEN, KV_HEADS, arguments
+from support.gguf_blocks import draw_blocks
+from support.gguf_cases import CASES, HEADS, HIDDEN, KV_HEADS, Case, arguments
 from support.gguf_files import Written, random_tensor, write_gguf
-from support.gguf_models import build, permuted, random_model, written_model
+from support.gguf_models import (
+    build,
+    permuted,
+    random_model,
+    with_fused_gates,
+    write_twice,
+    written_model,
+)
 from support.gguf_vocabularies import byte_pairs, character_pairs
+from support.profiles import sampled
 
+TOKENS = mx.array([[1, 5, 39, 0, 7, 3, 3, 2]])
 cases = pytest.mark.parametrize("name", CASES)
 
 
@@ -34,21 +45,24 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
+def metadata_of(case: Case) -> dict[str, Any]:
+    return case.metadata | byte_pairs("qwen2")
+
+
+def written(name: str) -> tuple[Case, nn.Module, list[Written]]:
+    """Returns a case, its model and the model's tensors."""
+    model = random_model(CASES[name])
+    return CASES[name], model, written_model(CASES[name], model)
+
+
+def assert_same(found: nn.Module, model: nn.Module) -> None:
+    np.testing.assert_allclose(
+        np.array(found(TOKENS)), np.array(model(TOKENS)), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_every_architecture_has_a_case() -> None:
     assert {case.architecture for case in CASES.values()} == set(ARCHITECTURES)
-
-
-@cases
-def test_the_configuration_is_the_one_of_the_model(name: str, path: Path) -> None:
-    case = CASES[name]
-    write_gguf(path, case.metadata, written_model(case, random_model(case)))
-
-    config = config_of(Container(path))
-
-    expected = arguments(case)
-    epsilon = pytest.approx(expected.pop("rms_norm_eps"))  # a float32 in the file
-    assert config["rms_norm_eps"] == epsilon
-    assert {key: config.get(key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
@@ -62,18 +76,25 @@ def test_queries_of_the_largest_gemmas_are_scaled_by_the_hidden_size(
 
 
 @cases
-@pytest.mark.parametrize("converted", [False, True])
-def test_the_model_computes_the_same(name: str, converted: bool, path: Path) -> None:
-    case = CASES[name]
-    model = random_model(case)
-    tensors = written_model(case, model)
-    write_gguf(path, case.metadata | byte_pairs("qwen2"), tensors)
-    if converted:
-        [*convert(open_source(path), path.parent / "folder")]
-        path = path.parent / "folder"
+def test_the_model_computes_the_same(name: str, path: Path) -> None:
+    """And writes the same: more tokens than a window of the models that have one."""
+    case, model, tensors = written(name)
+    write_gguf(path, metadata_of(case), tensors)
+    [*convert(open_source(path), path.parent / "folder")]
 
+    config = config_of(Container(path))
     loaded, _ = load(path)
+    converted, _ = load(path.parent / "folder")
 
+    expected = arguments(case)
+    epsilon = pytest.approx(expected.pop("rms_norm_eps"))  # a float32 in the file
+    assert config["rms_norm_eps"] == epsilon
+    assert {key: config.get(key) for key in expected} == expected
+    for tensor in read(path):
+        array = tensor.read()
+        assert (array.shape, array.nbytes) == (tensor.shape, tensor.nbytes)
+        assert tensor.format == "F32"
+    parameters = dict(tree_flatten(converted.parameters()))
     for (left, array), (right, other) in zip(
         tree_flatten(model.parameters()), tree_flatten(loaded.parameters()), strict=True
     ):
@@ -83,22 +104,9 @@ def test_the_model_computes_the_same(name: str, converted: bool, path: Path) -> 
         if left.endswith("A_log"):
             tolerance = 2e-7  # -exp(A_log), as float32
         np.testing.assert_allclose(array, other, rtol=0, atol=tolerance)
-    tokens = mx.array([[1, 5, 39, 0, 7]])
-    np.testing.assert_allclose(
-        np.array(loaded(tokens)), np.array(model(tokens)), rtol=1e-4, atol=1e-4
-    )
-
-
-@cases
-def test_greedy_tokens_are_those_of_the_model(name: str, path: Path) -> None:
-    """More tokens than a window of the models that have one."""
-    case = CASES[name]
-    model = random_model(case)
-    tensors = written_model(case, model)
-    write_gguf(path, case.metadata | byte_pairs("qwen2"), tensors)
-
-    loaded, _ = load(path)
-
+        assert mx.array_equal(parameters.pop(right), other)
+    assert not parameters
+    assert_same(loaded, model)
     assert greedy(loaded) == greedy(model)
 
 
@@ -113,9 +121,7 @@ def greedy(model: nn.Module) -> list[int]:
 
 def test_keys_that_layers_of_gemma4_do_not_use_are_left_out(path: Path) -> None:
     """Checkpoints hold them for layers that take keys and values of another one."""
-    case = CASES["gemma4"]
-    model = random_model(case)
-    tensors = written_model(case, model)
+    case, model, tensors = written("gemma4")
     unused = [
         each._replace(name=each.name.replace("blk.0", "blk.4"))
         for each in tensors
@@ -157,87 +163,47 @@ def test_qwen3_next_is_the_model_that_mlx_lm_has_for_it(path: Path) -> None:
             apart[name] = array
     joined = SimpleNamespace(parameters=lambda: apart)
     tensors = written_model(case, joined)
-    write_gguf(path, case.metadata | byte_pairs("qwen2"), tensors)
+    write_gguf(path, metadata_of(case), tensors)
 
-    loaded, _ = load(path)
-
-    tokens = mx.array([[1, 5, 39, 0, 7, 3, 3, 2]])
-    expected = np.array(model(tokens))
-    np.testing.assert_allclose(np.array(loaded(tokens)), expected, rtol=1e-4, atol=1e-4)
+    assert_same(load(path)[0], model)
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "glm4moe"])
 def test_fused_gates_of_experts_are_divided(name: str, path: Path) -> None:
-    case = CASES[name]
-    model = random_model(case)
-    tensors = {tensor.name: tensor for tensor in written_model(case, model)}
-    for gate in [name for name in tensors if name.endswith("ffn_gate_exps.weight")]:
-        up = tensors.pop(gate.replace("gate", "up"))
-        own = tensors.pop(gate)
-        pairs = [
-            np.frombuffer(each.data, np.float32).reshape(each.shape)
-            for each in (own, up)
-        ]
-        both = np.concatenate(pairs, axis=1)
-        fused = Written(
-            gate.replace("gate", "gate_up"), "F32", both.shape, both.tobytes()
-        )
-        tensors[fused.name] = fused
-    write_gguf(path, case.metadata | byte_pairs("qwen2"), tensors.values())
+    case, model, tensors = written(name)
+    write_gguf(path, metadata_of(case), with_fused_gates(tensors))
 
-    loaded, _ = load(path)
-
-    tokens = mx.array([[1, 5, 39, 0, 7]])
-    expected = np.array(model(tokens))
-    np.testing.assert_allclose(np.array(loaded(tokens)), expected, rtol=1e-4, atol=1e-4)
+    assert_same(load(path)[0], model)
 
 
 @pytest.mark.parametrize("name", ["glm4moe", "qwen35moe", "qwen35"])
 def test_layers_that_predict_further_tokens_are_left_out(name: str, path: Path) -> None:
-    case = CASES[name]
-    model = random_model(case)
-    tensors = written_model(case, model)
+    case, model, tensors = written(name)
     more = [
         Written(f"blk.{case.layers}.{each}.weight", "F32", (4,), bytes(16))
         for each in ("nextn.enorm", "attn_norm", "ffn_down_exps")
     ]
     prefix = f"{case.architecture}."
     keys = {f"{prefix}block_count": case.layers + 1, f"{prefix}nextn_predict_layers": 1}
-    write_gguf(path, case.metadata | byte_pairs("qwen2") | keys, [*tensors, *more])
+    write_gguf(path, metadata_of(case) | keys, [*tensors, *more])
 
-    loaded, _ = load(path)
-
-    tokens = mx.array([[1, 5, 39, 0, 7]])
-    expected = np.array(model(tokens))
-    np.testing.assert_allclose(np.array(loaded(tokens)), expected, rtol=1e-4, atol=1e-4)
+    assert_same(load(path)[0], model)
 
 
+@sampled(21, 42)
 @cases
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_quantized_rows_and_columns_are_in_the_order_of_the_model(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    metadata = case.metadata | byte_pairs("qwen2")
-    stored, exact = [], []
-    for tensor in written_model(case, random_model(case)):
-        values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
-        plain = "norm" in tensor.name or "conv" in tensor.name or values.ndim < 2
-        if plain or "inp" in tensor.name or tensor.shape[-1] % 32:
-            stored.append(tensor)
-            exact.append(tensor)
-            continue
-        number = GGMLQuantizationType[kind]
-        blocks = quants.quantize(values, number)
-        stored.append(tensor._replace(type=kind, data=blocks.tobytes()))
-        decoded = quants.dequantize(blocks, number).astype(np.float32)
-        exact.append(tensor._replace(data=decoded.tobytes()))
-    models = []
-    for file, tensors in (("stored.gguf", stored), ("exact.gguf", exact)):
-        models.append(load(write_gguf(tmp_path / file, metadata, tensors))[0])
+    case, _, tensors = written(name)
 
-    tokens = mx.array([[1, 5, 39, 0, 7, 3]])
-    found, expected = (model(tokens) for model in models)
+    def blocks(values: np.ndarray) -> np.ndarray:
+        return quants.quantize(values, GGMLQuantizationType[kind])
+
+    *paths, _ = write_twice(tmp_path, metadata_of(case), tensors, kind, blocks)
+
+    found, expected = (load(path)[0](TOKENS) for path in paths)
     assert oracles.error(found, np.array(expected, np.float64)) < 1e-2
 
 
@@ -246,32 +212,19 @@ def test_a_model_of_one_bit_computes_with_its_signs(
     optimized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_cases, "HIDDEN", 128)
-    case, random = CASES["qwen3"], np.random.default_rng(5)
-    stored, exact = [], []
-    for tensor in written_model(case, random_model(case)):
-        if len(tensor.shape) == 1 or tensor.shape[-1] % 128:
-            stored.append(tensor)
-            exact.append(tensor)
-            continue
-        n, k = tensor.shape
-        scales = random.uniform(0.05, 0.1, (n, k // 128, 1)).astype("<f2")
-        bits = random.integers(0, 2, (n, k // 128, 128), np.uint8)
-        octets = np.packbits(bits, axis=-1, bitorder="little")
-        blocks = np.concatenate([scales.view(np.uint8), octets], axis=-1)
-        values = np.where(bits, scales, -scales).astype(np.float32)
-        stored.append(tensor._replace(type="Q1_0", data=blocks.tobytes()))
-        exact.append(tensor._replace(data=values.tobytes()))
-    metadata = case.metadata | byte_pairs("qwen2")
-    found, expected = (
-        load(write_gguf(tmp_path / name, metadata, tensors))[0]
-        for name, tensors in (("stored.gguf", stored), ("exact.gguf", exact))
-    )
+    case, _, tensors = written("qwen3")
+    random = np.random.default_rng(5)
+
+    def blocks(values: np.ndarray) -> np.ndarray:
+        return draw_blocks("Q1_0", values.shape, random, (0.07,))
+
+    *paths, _ = write_twice(tmp_path, metadata_of(case), tensors, "Q1_0", blocks)
+    found, expected = (load(path)[0] for path in paths)
     if optimized:
         mlx_marlin.optimize(found)
 
-    tokens = mx.array([[1, 5, 39, 0, 7, 3]])
-    wide = np.array(expected(tokens).astype(mx.float32), np.float64)
-    assert oracles.error(found(tokens), wide) < 1e-2
+    wide = np.array(expected(TOKENS).astype(mx.float32), np.float64)
+    assert oracles.error(found(TOKENS), wide) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -286,10 +239,7 @@ def test_a_model_of_one_bit_computes_with_its_signs(
 def test_a_folder_or_the_first_part_stands_for_the_model(
     given: str, projector: str, tmp_path: Path
 ) -> None:
-    case = CASES["qwen3"]
-    model = random_model(case)
-    tensors = written_model(case, model)
-    metadata = case.metadata | byte_pairs("qwen2")
+    case, model, tensors = written("qwen3")
     folder = tmp_path / "model"
     folder.mkdir()
     names = ["model.gguf"]
@@ -297,7 +247,7 @@ def test_a_folder_or_the_first_part_stands_for_the_model(
         names = [f"model-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
     for part, name in enumerate(names):
         split = {"split.no": ("u16", part), "split.count": ("u16", len(names))}
-        own = metadata if part == 0 else {}
+        own = {} if part else metadata_of(case)
         write_gguf(folder / name, own | split, tensors[part :: len(names)])
     beside = folder / projector
     beside.write_bytes(b"GGUF")
@@ -306,9 +256,7 @@ def test_a_folder_or_the_first_part_stands_for_the_model(
     with pytest.warns(RuntimeWarning, match=f"{beside} is ignored"):
         loaded, _ = load(path)
 
-    tokens = mx.array([[1, 5, 39, 0, 7]])
-    expected = np.array(model(tokens))
-    np.testing.assert_allclose(np.array(loaded(tokens)), expected, rtol=1e-4, atol=1e-4)
+    assert_same(loaded, model)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +273,7 @@ def test_a_folder_or_the_first_part_stands_for_the_model(
 def test_parts_that_do_not_fit_are_refused(
     change: dict | None, message: str, tmp_path: Path
 ) -> None:
-    case = CASES["qwen3"]
-    tensors = written_model(case, random_model(case))
+    case, _, tensors = written("qwen3")
     split = {"split.no": ("u16", 0), "split.count": ("u16", 2)}
     names = [tmp_path / f"model-0000{part}-of-00002.gguf" for part in (1, 2)]
     write_gguf(names[0], case.metadata | split, tensors)
@@ -345,28 +292,23 @@ def test_a_later_part_names_the_first(tmp_path: Path) -> None:
         Container(path)
 
 
-@cases
-def test_shapes_are_known_before_a_tensor_is_read(name: str, path: Path) -> None:
-    case = CASES[name]
-    write_gguf(path, case.metadata, written_model(case, random_model(case)))
-
-    for tensor in read(path):
-        array = tensor.read()
-        assert array.shape == tensor.shape
-        assert array.nbytes == tensor.nbytes
-        assert tensor.format == "F32"
-
-
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q6_K", "Q5_K", "F16"])
-@pytest.mark.parametrize(("stem", "heads"), [("q", HEADS), ("k", KV_HEADS)])
+@pytest.mark.parametrize(
+    ("stem", "heads", "said"),
+    [("q", HEADS, True), ("k", KV_HEADS, True), ("k", HEADS, False)],
+)
 def test_rows_of_queries_and_keys_are_in_the_order_of_the_model(
-    kind: str, stem: str, heads: int, path: Path
+    kind: str, stem: str, heads: int, said: bool, path: Path
 ) -> None:
+    """Keys have as many heads as queries if the file does not say their number."""
     random = np.random.default_rng(1)
     shape = (heads * 16, 256)
     tensor = random_tensor("blk.0.attn_v.weight", kind, shape, random)
     stored = tensor._replace(name=f"blk.1.attn_{stem}.weight")
-    write_gguf(path, CASES["llama"].metadata, [tensor, stored])
+    metadata = CASES["llama"].metadata
+    if not said:
+        del metadata["llama.attention.head_count_kv"]
+    write_gguf(path, metadata, [tensor, stored])
 
     in_order, restored = (tensor.read() for tensor in read(path))
 

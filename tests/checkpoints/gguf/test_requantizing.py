@@ -6,21 +6,33 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
 
 import mlx_marlin
+from mlx_marlin.checkpoints import quantization
 from mlx_marlin.checkpoints.gguf import quantization_of, read
 from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
-from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS, PLAIN
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.cli.demo import command as demo
 from mlx_marlin.cli.main import main
 from support import gguf_cases, oracles
+from support.gguf_blocks import (
+    DECODED,
+    PLAIN,
+    QUANTIZED,
+    SIZES,
+    decoded,
+    draw_blocks,
+    set_halves,
+)
 from support.gguf_cases import CASES
-from support.gguf_decoded import DECODED, draw_decoded
 from support.gguf_files import Written, random_tensor, write_gguf
-from support.gguf_models import random_model, written_model
+from support.gguf_models import (
+    random_model,
+    with_fused_gates,
+    write_twice,
+    written_model,
+)
 from support.gguf_vocabularies import byte_pairs
 
 SHAPE = (6, 512)
@@ -32,24 +44,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def one_tensor(path: Path, name: str, stem: str = "blk.0.attn_v") -> np.ndarray:
+def one_tensor(path: Path, name: str) -> np.ndarray:
     """Writes a file with one weight, and returns its values."""
-    octets = draw_decoded(name, SHAPE, np.random.default_rng(3))
-    written = Written(f"{stem}.weight", name, SHAPE, octets.tobytes())
+    octets = draw_blocks(name, SHAPE, np.random.default_rng(3))
+    written = Written("blk.0.attn_v.weight", name, SHAPE, octets.tobytes())
     write_gguf(path, CASES["qwen3"].metadata, [written])
-    return values_of(name, octets)
+    return decoded(name, octets)
 
 
-def values_of(name: str, octets: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        return quants.dequantize(octets, GGMLQuantizationType[name])
-
-
-def test_every_type_without_kernels_that_is_named_so_is_decoded() -> None:
-    assert {"IQ2_XXS", "IQ3_S", "IQ1_M", "TQ1_0", "TQ2_0"} <= {*DECODED}
-    refused = {block.name for block in BLOCK_TYPES.values()} - {*LAYOUTS, *PLAIN}
-    wholes = {"I8", "I16", "I32", "I64", "F64"}
-    assert refused - {*DECODED} <= wholes | {"Q8_1", "Q8_K", "Q1_0"}
+def test_every_other_type_is_of_whole_numbers() -> None:
+    others = {each.name for each in BLOCK_TYPES.values()} - {*QUANTIZED, *PLAIN}
+    wholes = {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"}
+    assert others - wholes == {*DECODED}
 
 
 @types
@@ -68,11 +74,13 @@ def test_a_type_without_kernels_names_its_tensor_and_the_remedy(
 
 
 @types
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("bits", "rows"), [(2, 6), (4, 4), (8, 6)])
 def test_codes_are_those_of_mlx_for_the_decoded_weight(
-    name: str, bits: int, path: Path
+    name: str, bits: int, rows: int, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether all rows are decoded at once or four at a time."""
     exact = one_tensor(path, name)
+    monkeypatch.setattr(quantization, "CHUNK_BYTES", rows * SHAPE[1] * 4)
 
     (tensor,) = read(path, Quantization(bits=bits))
     weight = tensor.read()
@@ -94,41 +102,19 @@ def test_codes_are_those_of_mlx_for_the_decoded_weight(
     assert weight.error < {2: 1, 4: 0.2, 8: 0.02}[bits]
 
 
-def test_many_chunks_are_as_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_tensor(path, "IQ3_S")
-    (whole,) = read(path, Quantization())
-    expected = whole.read()
-    monkeypatch.setattr("mlx_marlin.checkpoints.quantization.CHUNK_BYTES", 4 * 512 * 4)
-
-    found = whole.read()
-
-    assert isinstance(found, StoredWeight)
-    assert isinstance(expected, StoredWeight)
-    assert mx.array_equal(found.codes, expected.codes)
-    assert found.error == pytest.approx(expected.error, rel=1e-4)
-
-
 @types
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 65504.0])
 def test_weights_that_are_not_finite_are_refused(
     name: str, scale: float, path: Path
 ) -> None:
-    octets = draw_decoded(name, (1, 512), np.random.default_rng(0))
-    bits = np.array([scale], "<f2").view("<u2")
-    _, elements, nbytes = DECODED[name]
-    blocks = octets.reshape(512 // elements, nbytes)
-    if name == "IQ1_M":
-        words = np.ascontiguousarray(blocks[:, -8:]).view("<u2") & 0x0FFF
-        words |= (bits >> np.array([0, 4, 8, 12], "<u2") & 0xF) << 12
-        blocks[:, -8:] = words.view(np.uint8)
-    else:
-        at = slice(nbytes - 2, nbytes) if name.startswith("TQ") else slice(0, 2)
-        blocks[:, at] = bits.view(np.uint8)
+    octets = draw_blocks(name, (1, 512), np.random.default_rng(0))
+    blocks = octets.reshape(-1, SIZES[name][1])
+    set_halves(name, blocks, np.array([scale], "<f2"))
     tensor = Written("blk.0.attn_v.weight", name, (1, 512), octets.tobytes())
     write_gguf(path, CASES["qwen3"].metadata, [tensor])
 
     (read_tensor,) = read(path, Quantization())
-    if np.abs(values_of(name, octets)).max() < 65520:
+    if np.abs(decoded(name, octets)).max() < 65520:
         assert name in ("TQ1_0", "IQ1_S")  # whose largest scale is no larger a weight
         read_tensor.read()
         return
@@ -142,9 +128,8 @@ def test_a_missing_decoder_is_named_before_any_work(
     one_tensor(path, "IQ2_S")
     monkeypatch.setitem(sys.modules, "gguf", None)
 
-    with pytest.raises(
-        ImportError, match=r"decoding IQ2_S needs .*: pip install gguf$"
-    ):
+    said = r"decoding IQ2_S needs .*: pip install gguf$"
+    with pytest.raises(ImportError, match=said):
         read(path, Quantization())
 
 
@@ -170,66 +155,42 @@ def test_types_with_kernels_stay_as_they_are(path: Path) -> None:
     assert weight.error == 0
 
 
-@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ1_M", "TQ1_0"])
-def test_a_checkpoint_is_read_one_tensor_at_a_time(name: str, path: Path) -> None:
-    exact = one_tensor(path, name)
+def test_a_checkpoint_is_read_one_tensor_at_a_time(path: Path) -> None:
+    exact = one_tensor(path, "IQ1_M")
 
     ((parameter, packed),) = mlx_marlin.read_checkpoint(path, requantize=8)
 
     assert parameter == "model.layers.0.self_attn.v_proj.weight"
     assert isinstance(packed, mlx_marlin.PackedWeight)
-    decoded = mlx_marlin.dequantize(packed, mx.float32)
-    assert oracles.error(decoded, exact.astype(np.float64)) < 0.02
+    numbers = mlx_marlin.dequantize(packed, mx.float32)
+    assert oracles.error(numbers, exact.astype(np.float64)) < 0.02
 
 
 def written_twice(
-    name: str, kind: str, fused: bool, folder: Path
+    name: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, Path, set[str]]:
     """Writes a model with weights of a type, and one with the decoded numbers."""
-    case = CASES[name]
-    random = np.random.default_rng(0)
-    tensors = {each.name: each for each in written_model(case, random_model(case))}
-    for gate in [each for each in tensors if fused and "ffn_gate_exps" in each]:
-        up = tensors.pop(gate.replace("gate", "up"))
-        experts, rows, columns = tensors.pop(gate).shape
-        both = gate.replace("gate", "gate_up")
-        tensors[both] = Written(both, "F32", (experts, 2 * rows, columns), up.data)
-    stored, exact, changed = [], [], set()
-    for each in tensors.values():
-        if "norm" in each.name or "_inp" in each.name or each.shape[-1] % 256:
-            if "_exps" in each.name:  # MLX multiplies experts on the CPU in float32
-                wide = np.frombuffer(each.data, np.float32) * np.float32(1.0001)
-                each = each._replace(data=wide.tobytes())
-            stored.append(each)
-            exact.append(each)
-            continue
-        octets = draw_decoded(kind, each.shape, random)
-        stored.append(each._replace(type=kind, data=octets.tobytes()))
-        exact.append(each._replace(data=values_of(kind, octets).tobytes()))
-        changed.add(each.name)
+    monkeypatch.setattr(gguf_cases, "HIDDEN", 256)
+    case, random = CASES[name], np.random.default_rng(2)
+    tensors = written_model(case, random_model(case))
+    if "moe" in name:
+        tensors = with_fused_gates(tensors)
     metadata = case.metadata | byte_pairs("qwen2")
-    paths = folder / "stored.gguf", folder / "exact.gguf"
-    return (
-        write_gguf(paths[0], metadata, stored),
-        write_gguf(paths[1], metadata, exact),
-        changed,
-    )
+
+    def blocks(values: np.ndarray) -> np.ndarray:
+        return draw_blocks(kind, values.shape, random)
+
+    return write_twice(folder, metadata, tensors, kind, blocks)
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "fused"),
-    [
-        ("mistral3", "IQ2_XXS", False),
-        ("qwen3moe", "IQ3_XXS", False),
-        ("qwen3moe", "IQ1_S", True),
-        ("gemma3", "TQ2_0", False),
-    ],
+    ("name", "kind"),
+    [("mistral3", "IQ2_XXS"), ("qwen3moe", "IQ1_S"), ("gemma3", "TQ2_0")],
 )
 def test_a_model_computes_with_the_decoded_numbers(
-    name: str, kind: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_cases, "HIDDEN", 256)
-    stored, exact, changed = written_twice(name, kind, fused, tmp_path)
+    stored, exact, changed = written_twice(name, kind, tmp_path, monkeypatch)
     assert {part for each in changed for part in each.split(".")} >= {
         "attn_q",
         "token_embd",
@@ -247,13 +208,11 @@ def test_a_model_computes_with_the_decoded_numbers(
 
 
 def test_the_table_shows_the_error(
-    path: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gguf_cases, "HIDDEN", 256)
-    stored, _, changed = written_twice("qwen3moe", "IQ2_XS", True, tmp_path)
+    stored, _, changed = written_twice("qwen3moe", "IQ2_XS", tmp_path, monkeypatch)
     assert main(["convert", str(stored), str(tmp_path / "refused")]) == 2
     said = capsys.readouterr()
     assert "IQ2_XS has no kernels; `mlx-marlin convert --requantize 4`" in said.err

@@ -8,6 +8,7 @@ import pytest
 
 from mlx_marlin.checkpoints.gguf import read
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from support.gguf_blocks import draw_blocks
 from support.gguf_cases import CASES
 from support.gguf_files import Written, random_tensor, write_gguf
 
@@ -66,17 +67,17 @@ def test_scales_of_other_tensors_must_be_1(kind: str, stem: str, path: Path) -> 
     random = np.random.default_rng(1)
     shape = (4, 2, 256) if stem.endswith("exps") else (2, 256)
     weight = random_tensor(f"blk.0.{stem}.weight", kind, shape, random)
-    scale = np.ones(4 if len(shape) == 3 else 1, np.float32)
-    name = f"blk.0.{stem}.scale"
-    tensors = [weight, Written(name, "F32", scale.shape, scale.tobytes())]
-    (tensor,) = read(write_gguf(path, CASES["qwen3moe"].metadata, tensors))
-    assert tensor.shape == shape
+    name, scale = f"blk.0.{stem}.scale", np.ones(shape[:-2] or 1, np.float32)
 
+    def written() -> Path:
+        stored = Written(name, "F32", scale.shape, scale.tobytes())
+        return write_gguf(path, CASES["qwen3moe"].metadata, [weight, stored])
+
+    (tensor,) = read(written())
+    assert tensor.shape == shape
     scale[-1] = 0.5
-    tensors[1] = Written(name, "F32", scale.shape, scale.tobytes())
-    write_gguf(path, CASES["qwen3moe"].metadata, tensors)
     with pytest.raises(ValueError, match=rf"model\.gguf: tensor '{name}'"):
-        read(path)
+        read(written())
 
 
 @pytest.mark.parametrize("layer", ["token_embd", "blk.0.attn_norm", "output_norm"])
@@ -122,3 +123,12 @@ def test_the_scale_of_gemma4s_experts_is_a_parameter_beside_nvfp4(path: Path) ->
         "model.layers.0.experts.switch_glu.down_proj.weight",
         "model.layers.0.router.per_expert_scale",
     ]
+
+
+def test_blocks_without_a_finite_scale_name_their_tensor(path: Path) -> None:
+    octets = draw_blocks("Q4_0", (2, 64), np.random.default_rng(0), (np.inf,))
+    written = Written("blk.0.ffn_up.weight", "Q4_0", (2, 64), octets.tobytes())
+    (tensor,) = read(write_gguf(path, CASES["qwen3"].metadata, [written]))
+
+    with pytest.raises(ValueError, match=r"model\.gguf: tensor 'blk.*a scale"):
+        tensor.read()

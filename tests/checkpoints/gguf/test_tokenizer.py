@@ -1,6 +1,7 @@
 """A vocabulary of a GGUF file is a tokenizer for mlx-lm."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,12 +9,7 @@ from unittest import mock
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
-from mlx_marlin.checkpoints.gguf import (
-    Container,
-    config_of,
-    tokenizer,
-    tokenizer_files,
-)
+from mlx_marlin.checkpoints.gguf import Container, config_of, tokenizer, tokenizer_files
 from mlx_marlin.checkpoints.gguf.splits import SPLITS
 from support.gguf_cases import CASES
 from support.gguf_files import write_gguf
@@ -46,7 +42,7 @@ def opened(folder: Path, name: str, vocabulary: dict[str, Any]) -> Container:
 
 
 def ids_of(vocabulary: dict[str, Any], *tokens: str) -> list[int]:
-    return [vocabulary["tokenizer.ggml.tokens"].index(token) for token in tokens]
+    return [vocabulary[f"{PREFIX}tokens"].index(token) for token in tokens]
 
 
 @pytest.mark.parametrize("split", ["qwen2", "llama-bpe", "gpt-2"])
@@ -64,12 +60,12 @@ def test_pairs_of_bytes(split: str, tmp_path: Path) -> None:
 
 def test_splits_of_text_are_those_of_the_name(tmp_path: Path) -> None:
     vocabulary = byte_pairs("qwen2")
-    vocabulary["tokenizer.ggml.tokens"][:0] = ["12", "123"]
-    vocabulary["tokenizer.ggml.merges"] += ["1 2", "12 3"]
-    del vocabulary["tokenizer.ggml.token_type"]
+    vocabulary[f"{PREFIX}tokens"][:0] = ["12", "123"]
+    vocabulary[f"{PREFIX}merges"] += ["1 2", "12 3"]
+    del vocabulary[f"{PREFIX}token_type"]
     words = {}
     for split in ("qwen2", "llama-bpe", "glm4", "chatglm-bpe"):
-        vocabulary["tokenizer.ggml.pre"] = split
+        vocabulary[f"{PREFIX}pre"] = split
         words[split] = loaded(tmp_path, "qwen3", vocabulary).encode("123")
 
     assert words["qwen2"] == ids_of(vocabulary, "1", "2", "3")
@@ -130,13 +126,12 @@ def test_sentencepiece_begins_with_token_1_if_the_file_names_none(
     assert loaded(tmp_path, "llama", vocabulary).encode("hello")[0] == 1
 
 
-@pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("begins", "ends"), [(False, True), (True, False)])
 def test_ends_are_added_if_the_file_says_so(
     begins: bool, ends: bool, tmp_path: Path
 ) -> None:
     vocabulary = byte_pairs("llama-bpe", add_bos=begins)
-    vocabulary["tokenizer.ggml.add_eos_token"] = ends
+    vocabulary[f"{PREFIX}add_eos_token"] = ends
     tokenizer = loaded(tmp_path, "llama", vocabulary)
 
     words = ["<|begin|>"] * begins + ["hello"] + ["<|end|>"] * ends
@@ -168,95 +163,61 @@ def test_pairs_of_characters(begins: bool, tmp_path: Path) -> None:
     assert len(tokenizer.get_vocab()) == len(vocabulary[f"{PREFIX}tokens"])
 
 
-REFUSED: dict[str, tuple[str, Any]] = {
-    "kind": ("model", "bert"),
-    "split": ("pre", "deepseek-v3"),
-    "a split of old files": ("pre", "default"),
-    "a flag": ("add_bos_token", 1),
-    "separators": ("add_sep_token", True),
-    "tokens that are never drawn": ("suppress_tokens", ("array", ("i32", [1]))),
-    "tokens": ("tokens", [1, 2]),
-    "no token": ("tokens", ("array", ("string", []))),
-    "same token": ("tokens", ["a", "b", "a"]),
-    "long token": ("tokens", ["a", "b" * 1025]),
-    "merges": ("merges", ["a b c"]),
-    "types": ("token_type", ("array", ("i32", [1, 2, 3]))),
-    "last token": ("eos_token_id", 10_000),
-}
+LLAMA, QWEN = ("llama", sentencepiece), ("qwen3", byte_pairs)
+GEMMA = ("gemma4", character_pairs)
+NO_TYPES = {"token_type": None}
+REFUSED: list[tuple[tuple[str, Callable[..., dict]], str, dict[str, Any]]] = [
+    # A kind, a split and a flag that are not known, and one that is no flag.
+    (QWEN, "model", {"model": "bert"}),
+    (QWEN, "pre", {"pre": "deepseek-v3"}),
+    (QWEN, "pre", {"pre": "default"}),
+    (QWEN, "add_bos_token", {"add_bos_token": 1}),
+    (QWEN, "add_sep_token", {"add_sep_token": True}),
+    (QWEN, "suppress_tokens", {"suppress_tokens": ("array", ("i32", [1]))}),
+    # Lists that do not fit.
+    (QWEN, "tokens", {"tokens": [1, 2], **NO_TYPES}),
+    (QWEN, "tokens", {"tokens": ("array", ("string", [])), **NO_TYPES}),
+    (QWEN, "tokens", {"tokens": ["a", "b", "a"], **NO_TYPES}),
+    (QWEN, "tokens", {"tokens": ["a", "b" * 1025], **NO_TYPES}),
+    (QWEN, "merges", {"merges": ["a b c"]}),
+    (QWEN, "token_type", {"token_type": ("array", ("i32", [1, 2, 3]))}),
+    (QWEN, "eos_token_id", {"eos_token_id": 10_000}),
+    # Beside a config.json transformers divides texts as Qwen2 does.
+    (("qwen2", byte_pairs), "pre", {"pre": "llama-bpe"}),
+    # What transformers has not.
+    (LLAMA, "add_space_prefix", {"add_space_prefix": False}),
+    (("gemma2", sentencepiece), "add_space_prefix", {}),
+    (("gemma2", sentencepiece), "add_space_prefix", {"add_space_prefix": True}),
+    (("gemma4", sentencepiece), "model", {"add_space_prefix": False}),
+    (("qwen2", sentencepiece), "pre", {}),
+    (("qwen2", sentencepiece), "pre", {"pre": "qwen2"}),
+    # What is missing.
+    *((QWEN, name, {name: None}) for name in ("model", "pre", "tokens", "merges")),
+    (LLAMA, "scores", {"scores": None}),
+    (
+        ("llama", byte_pairs),
+        "bos_token_id",
+        {"pre": "llama-bpe", "add_bos_token": True, "bos_token_id": None},
+    ),
+    (GEMMA, "merges", {"merges": None}),
+    (GEMMA, "bos_token_id", {"bos_token_id": None}),
+    (GEMMA, "add_space_prefix", {"add_space_prefix": True}),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_vocabularies_that_are_not_read_are_refused(case: str, tmp_path: Path) -> None:
-    name, value = REFUSED[case]
-    vocabulary = byte_pairs() | {PREFIX + name: value}
-    if name == "tokens":
-        del vocabulary[f"{PREFIX}token_type"]
-
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{name}"):
-        tokenizer_files(opened(tmp_path, "qwen3", vocabulary))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "options", "key"),
-    [
-        ("llama", {"add_space_prefix": False}, "add_space_prefix"),
-        ("gemma2", {}, "add_space_prefix"),
-        ("gemma2", {"add_space_prefix": True}, "add_space_prefix"),
-        ("gemma4", {"add_space_prefix": False}, "model"),
-        ("qwen2", {}, "pre"),
-        ("qwen2", {"pre": "qwen2"}, "pre"),
-    ],
-)
-def test_sentencepiece_that_transformers_has_not_is_refused(
-    architecture: str, options: dict[str, Any], key: str, tmp_path: Path
+@pytest.mark.parametrize(("usual", "key", "changes"), REFUSED)
+def test_vocabularies_that_are_not_read_are_refused(
+    usual: tuple[str, Callable[..., dict]],
+    key: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
-    vocabulary = sentencepiece()
-    vocabulary |= {f"{PREFIX}{name}": value for name, value in options.items()}
+    architecture, vocabulary = usual
+    changed = vocabulary() | {PREFIX + name: each for name, each in changes.items()}
+    whole = {name: value for name, value in changed.items() if value is not None}
 
     with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{key}"):
-        tokenizer_files(opened(tmp_path, architecture, vocabulary))
-
-
-@pytest.mark.parametrize("name", ["merges", "add_space_prefix", "bos_token_id"])
-def test_pairs_of_characters_must_be_whole(name: str, tmp_path: Path) -> None:
-    vocabulary = character_pairs()
-    del vocabulary[PREFIX + name]
-    if name == "add_space_prefix":
-        vocabulary[PREFIX + name] = True
-
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{name}"):
-        tokenizer_files(opened(tmp_path, "gemma4", vocabulary))
-
-
-def test_other_splits_of_qwen2_are_refused(tmp_path: Path) -> None:
-    """Beside a config.json transformers divides texts as Qwen2 does."""
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}pre"):
-        tokenizer_files(opened(tmp_path, "qwen2", byte_pairs("llama-bpe")))
-
-
-@pytest.mark.parametrize("name", ["model", "pre", "tokens", "merges"])
-def test_vocabularies_must_be_whole(name: str, tmp_path: Path) -> None:
-    vocabulary = byte_pairs()
-    del vocabulary[PREFIX + name]
-
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{name}"):
-        tokenizer_files(opened(tmp_path, "qwen2", vocabulary))
-
-
-def test_scores_must_be_there(tmp_path: Path) -> None:
-    vocabulary = sentencepiece()
-    del vocabulary[f"{PREFIX}scores"]
-
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}scores"):
-        tokenizer_files(opened(tmp_path, "llama", vocabulary))
-
-
-def test_a_beginning_that_the_file_does_not_name_is_refused(tmp_path: Path) -> None:
-    vocabulary = byte_pairs("llama-bpe", add_bos=True)
-    del vocabulary[f"{PREFIX}bos_token_id"]
-
-    with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}bos_token_id"):
-        tokenizer_files(opened(tmp_path, "llama", vocabulary))
+        tokenizer_files(opened(tmp_path, architecture, whole))
 
 
 @pytest.mark.parametrize("longest", [60, 256, 1024])
