@@ -1,6 +1,6 @@
-"""Random initializers and compile bombs: a value, or an error; the process lives."""
+"""Random initializers: a value, or an error; the process lives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import mlx.core as mx
@@ -8,9 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 import metal_emulator
-from metal_emulator.compiling import limited
 from support.marks import needs_emulator
-from support.metal_sources import each_thread, run
+from support.metal_sources import each_thread
 from support.profiles import drawn
 
 pytestmark = needs_emulator
@@ -95,7 +94,7 @@ def larger(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression
 EXPRESSIONS = st.recursive(literals(), larger, max_leaves=6)
 
 
-@drawn(25, 75, expression=EXPRESSIONS)
+@drawn(12, 75, expression=EXPRESSIONS)
 def test_an_initializer_has_its_value_or_is_refused(expression: Expression) -> None:
     """Clang wraps what overflows; that runs nothing either."""
     header = f"{HEADER}constant int value = {expression.text};\n"
@@ -112,82 +111,11 @@ def test_an_initializer_has_its_value_or_is_refused(expression: Expression) -> N
             assert out[0] == expression.value
 
 
-RUNNING = ("recursive(1000000000)", "spin()", "*(constant int*)0", "value + 1", "seed")
+RUNNING = ("recursive(1000000000)", "*(constant int*)0", "value + 1", "seed")
 
 
 @pytest.mark.parametrize("expression", RUNNING)
 def test_an_initializer_that_would_run_is_refused(expression: str) -> None:
-    header = f"{HEADER}int spin() {{ while (true) {{}} }}\nextern constant int seed;\n"
+    header = f"{HEADER}extern constant int seed;\n"
     with pytest.raises(metal_emulator.CompileError):
         each_thread("value", header=f"{header}constant int value = {expression};\n")
-
-
-def templates(size: int) -> tuple[str, str]:
-    header = (
-        "template <long A, int N> struct F { static constexpr constant int v ="
-        " F<2 * A, N - 1>::v + F<2 * A + 1, N - 1>::v; };\n"
-        "template <long A> struct F<A, 0> { static constexpr constant int v = 1; };\n"
-    )
-    return header, f"out[0] = F<0, {size}>::v;"
-
-
-def macros(size: int) -> tuple[str, str]:
-    doubled = (f"#define M{n} M{n - 1}+M{n - 1}\n" for n in range(1, size + 1))
-    return f"#define M0 1\n{''.join(doubled)}", f"out[0] = M{size};"
-
-
-def arrays(size: int) -> tuple[str, str]:
-    return f"constant int t[1 << {size % 31}] = {{1}};\n", "out[0] = t[int(out[1])];"
-
-
-def private_arrays(size: int) -> tuple[str, str]:
-    array = f"float t[1 << {size % 31}]"
-    return "", f"{array}; t[int(out[1])] = 1; out[0] = t[int(out[2])];"
-
-
-def nested(size: int) -> tuple[str, str]:
-    return "", f"out[0] = {'(' * 8 * size}1{')' * 8 * size};"
-
-
-def steps(size: int) -> tuple[str, str]:
-    header = "constexpr int f(int n) { int s = 0; for (int i = 0; i < n; ++i) ++s; "
-    return (
-        f"{header}return s; }}\n",
-        f"constexpr int s = f(1 << {size % 31}); out[0] = s;",
-    )
-
-
-BOMBS = (templates, macros, arrays, private_arrays, nested, steps)
-
-
-@pytest.fixture(scope="module")
-def limits() -> Iterator[None]:
-    for trace in (False, True):  # what all kernels share is built before
-        with metal_emulator.emulated(trace=trace):
-            each_thread("1.0f")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limited, "SECONDS", 1)
-        patch.setattr(limited, "MEMORY_BYTES", 1 << 30)
-        patch.setattr(limited, "FILE_BYTES", 16 << 20)
-        yield
-
-
-@pytest.mark.usefixtures("limits")
-@drawn(
-    15,
-    40,
-    bomb=st.sampled_from(BOMBS),
-    size=st.integers(0, 40),
-    how=st.sampled_from(["run", "traced", "checked"]),
-)
-def test_a_bomb_of_any_size_ends(
-    bomb: Callable[[int], tuple[str, str]], size: int, how: str
-) -> None:
-    header, body = bomb(size)
-    with suppress(metal_emulator.EmulatorError):
-        if how == "checked":
-            kernel = f"kernel void f(device float* out [[buffer(0)]]) {{ {body} }}"
-            metal_emulator.check_text(header + kernel)
-        else:
-            with metal_emulator.emulated(trace=how == "traced"):
-                run(body, header=header, init_value=0)

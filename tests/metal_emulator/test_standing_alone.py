@@ -5,14 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import metal_emulator
+from support.marks import needs_emulator
 
 PACKAGE = Path(metal_emulator.__file__).parent
-needs_compiler = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
 
 BLOCKED = """
 import sys
@@ -31,8 +27,9 @@ else:
     raise SystemExit("mlx_marlin is not blocked")
 """
 USE = """
-import mlx.core as mx
 import metal_emulator
+assert not {"numpy", "elftools"} & {*sys.modules}
+import mlx.core as mx
 
 one = {"output_shapes": [(1,)], "output_dtypes": [mx.float32]}
 one |= {"inputs": [], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
@@ -48,7 +45,7 @@ assert not [name for name in sys.modules if name.partition(".")[0] == "mlx_marli
 """
 
 
-@needs_compiler
+@needs_emulator
 def test_kernels_run_where_mlx_marlin_is_blocked(tmp_path: Path) -> None:
     file = tmp_path / "seven.metal"
     file.write_text("y[0] = 7;")

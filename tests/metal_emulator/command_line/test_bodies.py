@@ -50,16 +50,6 @@ def test_a_file_is_an_input_and_counters_are_json(
     assert counters["kernel"] == "kernel"
 
 
-def test_a_fault_is_told_with_its_line(
-    kernel: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status = emulate(kernel, "\ny[thread_position_in_grid.x + 9] = 1;", *ARRAYS[2:])
-
-    assert status == 1
-    said = capsys.readouterr().out
-    assert "kernel kernel: write outside buffer 'y' (64 bytes)" in said
-
-
 def test_an_address_space_that_is_missing_is_told(
     kernel: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,20 +58,3 @@ def test_an_address_space_that_is_missing_is_told(
     assert emulate(kernel, source, *ARRAYS[2:]) == 0
     assert emulate(kernel, source, *ARRAYS[2:], "--check") == 1
     assert "half* p" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--output", "y=4x8"], "'4x8', expected an array such as 8x512:float16"),
-        (["--output", "y"], "--output 'y', expected NAME=VALUE"),
-        (["--input", "x=half", *ARRAYS[2:]], "'half' is neither"),
-        ([*ARRAYS, "--template", "T=half"], "--template 'T=half', expected an integer"),
-        ([*ARRAYS, "--threadgroup", "a"], "--threadgroup 'a', expected one to three"),
-    ],
-)
-def test_a_wrong_option_is_told_in_a_line(
-    kernel: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
-) -> None:
-    assert emulate(kernel, ADD, *options) == 2
-    assert words in capsys.readouterr().err

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-import metal_emulator
 from metal_emulator.command_line import command
 from metal_emulator.command_line.main import main
+from support.marks import needs_emulator
 from support.processes import HANG_SECONDS
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 OPTIONS = ["--grid", "4", "--output", "y=4:float32"]
 
 
@@ -31,12 +29,8 @@ def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "metal_emulator", *words],
         timeout=HANG_SECONDS,
-        **{
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "text": True,
-            **options,
-        },
+        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
 
 
@@ -97,32 +91,24 @@ def test_json_that_cannot_be_written_is_told_first(
 @pytest.mark.parametrize(
     ("file", "words"),
     [
+        ("nothing", "error: nothing: No such file"),
         ("folder", "folder: a folder, expected a regular file"),
         ("fifo", "fifo: a FIFO, e"),
+        ("large", "100000001 bytes, expected at most 100000000"),
     ],
 )
-def test_only_regular_files_are_read(
-    file: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_only_regular_files_below_the_bound_are_read(
+    file: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    os.mkfifo("fifo")
+    Path("large").touch()
+    os.truncate("large", 100_000_001)
 
-    assert main([str(tmp_path / file), *OPTIONS]) == 2
+    assert main([file, *OPTIONS]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_text_beyond_the_bound_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "large.metal"
-    file.touch()
-    os.truncate(file, 100_000_001)
-
-    assert main([str(file), *OPTIONS]) == 2
-    assert "100000001 bytes, expected at most 100000000" in capsys.readouterr().err
-
-
-def test_a_missing_file_is_named_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nothing.metal"]) == 2
-    error = capsys.readouterr().err
-    assert "error: nothing.metal: No such file" in error

@@ -6,14 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator.command_line.main import main
-from metal_emulator.language.tokens import Tokens
-from metal_emulator.language.whole_kernel import whole_kernels
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 WHOLE = """// Copyright © 2026
 #include <metal_stdlib>
@@ -65,19 +61,6 @@ def scale(file: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def test_parameters_and_templates_are_read() -> None:
-    first, second = whole_kernels(Tokens(WHOLE))
-
-    assert (first.name, first.template) == ("scale", ())
-    assert [parameter.name for parameter in first.parameters] == [
-        *("x", "y", "arguments", "hold", "i", "inside")
-    ]
-    assert (second.name, second.template) == ("shift", ("T", "N"))
-    assert second.parameters[2].type == "constant int&"
-    assert second.parameters[3].attribute == "thread_position_in_grid"
-    assert not list(whole_kernels(Tokens("uint kernel = 1; y[0] = kernel;")))
-
-
 def test_a_whole_kernel_is_checked_and_run(
     scale: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,36 +108,6 @@ def test_elements_that_nobody_writes_are_told(
 
     said = capsys.readouterr().err
     assert "8 of 40 elements of output 'y' were never written, the first is" in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            ["--entry", "other"],
-            "entry other, expected a kernel of whole.metal (scale, sh",
-        ),
-        (["--entry", "shift"], "kernel shift: output 'y', expected a parameter in dev"),
-        (
-            ["--input", "x=32:float16"],
-            "parameter 'x' is device const float*, expected an array of that type",
-        ),
-        (["--threadgroup-memory", "hold=x"], "'x', expected a number of bytes"),
-    ],
-)
-def test_what_is_missing_is_told_in_a_line(
-    scale: list[str],
-    capsys: pytest.CaptureFixture[str],
-    changes: list[str],
-    words: str,
-) -> None:
-    keep = scale[:-2] if "memory" in changes[0] else scale
-    if "x=" in changes[1]:
-        keep = [word for word in scale if not word.startswith("x=")]
-        keep.pop(keep.index("--input"))
-
-    assert main([*keep, *changes]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_messages_name_lines_of_the_file_only(
@@ -236,15 +189,6 @@ def test_constants_instances_and_vector_types_are_given(
     assert "y: float16 16, min 9, max 9, mean 9" in capsys.readouterr().out
 
 
-def test_a_constant_that_is_missing_is_named(
-    constants: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--entry", "fill_half4", "--output", "y=16:float16", *FILL, *VALUES[2:]]
-
-    assert main([constants, *options]) == 1
-    assert "constant nsg (600): int, which has no value" in capsys.readouterr().out
-
-
 def test_one_buffer_for_two_parameters_and_files_in_quotes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,11 +217,8 @@ def test_one_buffer_for_two_parameters_and_files_in_quotes(
             "--constant 'nsg=x', expected true, false or numbers",
         ),
         (["--constant", "a=1", "--constant", "a=2"], "a is given twice, expected once"),
-        (
-            ["--constant", "a=1"],
-            "constant 'a', expected one of the text: nsg (600): int",
-        ),
         (["--template", "T={"], "template argument '{', expected a dtype, a number or"),
+        (["--threadgroup-memory", "hold=x"], "'x', expected a number of bytes"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(
@@ -301,9 +242,13 @@ def test_wrong_options_are_told_in_a_line(
         (["--constant", "a=1"], "--constant ['a=1'], expected a kernel with a sign"),
         (["--input", "x=none"], "--input x=none, expected a value"),
         (["--template", "T=half4"], "--template 'T=half4', expected an integer, true"),
+        (["--output", "x=4x8"], "'4x8', expected an array such as 8x512:float16"),
+        (["--output", "x"], "--output 'x', expected NAME=VALUE"),
+        (["--input", "x=half"], "'half' is neither"),
+        (["--threadgroup", "a"], "--threadgroup 'a', expected one to three"),
     ],
 )
-def test_a_body_has_no_options_of_whole_kernels(
+def test_wrong_options_of_a_body_are_told(
     tmp_path: Path,
     options: list[str],
     words: str,

@@ -9,8 +9,8 @@ from hypothesis.extra import numpy as hnp
 
 from metal_emulator import emulated
 from support.marks import needs_emulator
+from support.metal_cases import Values
 from support.metal_sources import FLOATS, each_thread, run
-from support.profiles import sampled
 
 pytestmark = needs_emulator
 
@@ -19,70 +19,63 @@ QUADS = LANES.reshape(8, 4)
 QUAD_PRODUCTS = np.hstack([np.ones((8, 1)), (QUADS + 1).cumprod(1)[:, :3]])
 
 
-@sampled(16)
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("simd_shuffle(v, 5)", np.full(32, 5)),
-        ("simd_shuffle(v, 31 - lane)", 31 - LANES),
-        ("simd_shuffle_xor(v, 3)", LANES ^ 3),
-        ("simd_shuffle_up(v, 2)", np.where(LANES < 2, LANES, LANES - 2)),
-        ("simd_shuffle_down(v, 2)", np.where(LANES > 29, LANES, LANES + 2)),
-        ("simd_shuffle_rotate_up(v, 2)", (LANES - 2) % 32),
-        ("simd_shuffle_rotate_down(v, 2)", (LANES + 2) % 32),
-        (
-            "simd_shuffle_and_fill_up(v, -v, 2)",
-            np.where(LANES < 2, -((LANES - 2) % 32), LANES - 2),
-        ),
-        (
-            "simd_shuffle_and_fill_down(v, -v, 3)",
-            np.where(LANES < 29, LANES + 3, -((LANES + 3) % 32)),
-        ),
-        (
-            "simd_shuffle_and_fill_up(v, v + 100, 3, 8)",
-            np.where(LANES % 8 < 3, LANES + 5 + 100, LANES - 3),
-        ),
-        (
-            "quad_shuffle_and_fill_down(v, -v, 1)",
-            np.where(LANES % 4 == 3, -(LANES - 3), LANES + 1),
-        ),
-        ("quad_prefix_inclusive_sum(v)", QUADS.cumsum(1).reshape(-1)),
-        ("quad_prefix_exclusive_product(v + 1)", QUAD_PRODUCTS.reshape(-1)),
-        (
-            "ushort(quad_ballot(lane % 4 > 1)) + 100 * quad_is_first()",
-            np.where(LANES % 4 == 0, 112, 12),
-        ),
-        ("quad_active_threads_mask().all()", np.full(32, 1)),
-        ("simd_broadcast(v, 7)", np.full(32, 7)),
-        ("simd_broadcast_first(v + 3)", np.full(32, 3)),
-        ("simd_sum(v)", np.full(32, 496)),
-        ("simd_max(v) - simd_min(v + 1)", np.full(32, 30)),
-        ("simd_product(lane < 2 ? 3.0f : 1.0f)", np.full(32, 9)),
-        ("simd_or(lane) + simd_xor(lane) + simd_and(lane | 64)", np.full(32, 95)),
-        ("simd_prefix_inclusive_sum(v)", np.cumsum(LANES)),
-        ("simd_prefix_exclusive_sum(v)", np.cumsum(LANES) - LANES),
-        ("simd_any(lane == 3) + 2 * simd_all(lane < 31)", np.full(32, 1)),
-        ("ulong(simd_ballot(lane < 4)) + simd_ballot(true).all()", np.full(32, 16)),
-        ("simd_is_first()", LANES == 0),
-        ("quad_shuffle(v, 1)", LANES // 4 * 4 + 1),
-        ("quad_shuffle_xor(v, 2)", LANES ^ 2),
-        ("quad_broadcast(v, 3)", LANES // 4 * 4 + 3),
-        ("quad_sum(v)", np.repeat(np.arange(8) * 16 + 6, 4)),
-        ("quad_shuffle_up(v, 1)", np.where(LANES % 4 < 1, LANES, LANES - 1)),
-        ("simd_shuffle_xor(half4(lane, 1, 2, lane), 1).w", LANES ^ 1),
-        ("simd_shuffle_xor(uint4(lane), 1).z", LANES ^ 1),
-    ],
+OF_LANES = {
+    "simd_shuffle(v, 5)": np.full(32, 5),
+    "simd_shuffle(v, 31 - lane)": 31 - LANES,
+    "simd_shuffle_xor(v, 3)": LANES ^ 3,
+    "simd_shuffle_up(v, 2)": np.where(LANES < 2, LANES, LANES - 2),
+    "simd_shuffle_down(v, 2)": np.where(LANES > 29, LANES, LANES + 2),
+    "simd_shuffle_rotate_up(v, 2)": (LANES - 2) % 32,
+    "simd_shuffle_rotate_down(v, 2)": (LANES + 2) % 32,
+    "simd_shuffle_and_fill_up(v, -v, 2)": np.where(
+        LANES < 2, -((LANES - 2) % 32), LANES - 2
+    ),
+    "simd_shuffle_and_fill_down(v, -v, 3)": np.where(
+        LANES < 29, LANES + 3, -((LANES + 3) % 32)
+    ),
+    "simd_shuffle_and_fill_up(v, v + 100, 3, 8)": np.where(
+        LANES % 8 < 3, LANES + 5 + 100, LANES - 3
+    ),
+    "quad_shuffle_and_fill_down(v, -v, 1)": np.where(
+        LANES % 4 == 3, -(LANES - 3), LANES + 1
+    ),
+    "quad_prefix_inclusive_sum(v)": QUADS.cumsum(1).reshape(-1),
+    "quad_prefix_exclusive_product(v + 1)": QUAD_PRODUCTS.reshape(-1),
+    "ushort(quad_ballot(lane % 4 > 1)) + 100 * quad_is_first()": np.where(
+        LANES % 4 == 0, 112, 12
+    ),
+    "quad_active_threads_mask().all()": np.full(32, 1),
+    "simd_broadcast(v, 7)": np.full(32, 7),
+    "simd_broadcast_first(v + 3)": np.full(32, 3),
+    "simd_sum(v)": np.full(32, 496),
+    "simd_max(v) - simd_min(v + 1)": np.full(32, 30),
+    "simd_product(lane < 2 ? 3.0f : 1.0f)": np.full(32, 9),
+    "simd_or(lane) + simd_xor(lane) + simd_and(lane | 64)": np.full(32, 95),
+    "simd_prefix_inclusive_sum(v)": np.cumsum(LANES),
+    "simd_prefix_exclusive_sum(v)": np.cumsum(LANES) - LANES,
+    "simd_any(lane == 3) + 2 * simd_all(lane < 31)": np.full(32, 1),
+    "ulong(simd_ballot(lane < 4)) + simd_ballot(true).all()": np.full(32, 16),
+    "simd_is_first()": LANES == 0,
+    "quad_shuffle(v, 1)": LANES // 4 * 4 + 1,
+    "quad_shuffle_xor(v, 2)": LANES ^ 2,
+    "quad_broadcast(v, 3)": LANES // 4 * 4 + 3,
+    "quad_sum(v)": np.repeat(np.arange(8) * 16 + 6, 4),
+    "quad_shuffle_up(v, 1)": np.where(LANES % 4 < 1, LANES, LANES - 1),
+    "simd_shuffle_xor(half4(lane, 1, 2, lane), 1).w": LANES ^ 1,
+    "simd_shuffle_xor(uint4(lane), 1).z": LANES ^ 1,
+}
+LANE_VALUES = Values(
+    (f"float({each})" for each in OF_LANES),
+    before="uint lane = thread_index_in_simdgroup;\nfloat v = lane;",
+    threads=64,
 )
+
+
+@pytest.mark.parametrize(("expression", "expected"), OF_LANES.items())
 def test_lanes_see_each_other(expression: str, expected: np.ndarray) -> None:
-    source = f"""
-    uint lane = thread_index_in_simdgroup;
-    float v = lane;
-    out[thread_index_in_threadgroup] = float({expression});
-    """
+    values = LANE_VALUES[f"float({expression})"]
 
-    out = run(source, grid=64, threadgroup=64, shape=(64,))
-
-    np.testing.assert_array_equal(out, np.tile(expected, 2))
+    np.testing.assert_array_equal(values, np.tile(expected, 2))
 
 
 def test_a_thousand_exchanges_do_not_mix_up() -> None:
@@ -199,74 +192,6 @@ def test_matrices_are_loaded_and_stored_at_an_origin(transpose: bool) -> None:
 
     block = a.reshape(16, 20)[5:13, 3:11]
     np.testing.assert_array_equal(out, block.T if transpose else block)
-
-
-TILED = """
-threadgroup T xs[8][36];
-threadgroup T ys[32][12];
-uint lane = thread_index_in_simdgroup;
-uint sg = simdgroup_index_in_threadgroup;
-uint tid = thread_index_in_threadgroup;
-uint row0 = threadgroup_position_in_grid.y * 8;
-uint col0 = threadgroup_position_in_grid.x * 8;
-int m = shape[0], n = shape[1], k = shape[2];
-simdgroup_float8x8 sum(0.0f);
-for (int k0 = 0; k0 < k; k0 += 32) {
-  for (uint i = tid; i < 256; i += 128) {
-    int r = row0 + i / 32, c = k0 + i % 32;
-    xs[i / 32][i % 32] = r < m && c < k ? a[r * k + c] : T(0);
-    r = k0 + i / 8, c = col0 + i % 8;
-    ys[i / 8][i % 8] = r < k && c < n ? b[r * n + c] : T(0);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  simdgroup_matrix<T, 8, 8> x, y;
-  simdgroup_load(x, &xs[0][8 * sg], 36);
-  simdgroup_load(y, &ys[8 * sg][0], 12);
-  simdgroup_multiply_accumulate(sum, x, y, sum);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-threadgroup float parts[4][64];
-simdgroup_store(sum, parts[sg], 8);
-threadgroup_barrier(mem_flags::mem_threadgroup);
-if (tid < 64) {
-  int r = row0 + tid / 8, c = col0 + tid % 8;
-  float y = parts[0][tid] + parts[1][tid] + parts[2][tid] + parts[3][tid];
-  if (r < m && c < n) { out[r * n + c] = y; }
-}
-"""
-
-
-@given(
-    m=st.integers(1, 20),
-    n=st.integers(1, 20),
-    k=st.integers(1, 70),
-    seed=st.integers(0, 2**32),
-    workers=st.integers(1, 3),
-)
-def test_a_tiled_product_is_exact_on_integers_for_every_schedule(
-    m: int, n: int, k: int, seed: int, workers: int
-) -> None:
-    random = np.random.default_rng(0)
-    a, b = (
-        random.integers(-4, 5, size).astype(np.float16) for size in ((m, k), (k, n))
-    )
-    source = TILED.replace("shape", "c")
-    tiles = (-(-n // 8), -(-m // 8))
-    # Eight elements and more arrive in device memory, whatever the size.
-    x, y = (np.resize(v, max(8, v.size)) for v in (a, b))
-
-    with emulated(seed=seed, workers=workers):
-        out = run(
-            source,
-            *map(mx.array, (x, y)),
-            mx.array([m, n, k]),
-            shape=(m, n),
-            grid=(tiles[0] * 128, tiles[1], 1),
-            threadgroup=(128, 1, 1),
-            template=[("T", mx.float16)],
-        )
-
-    np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32))
 
 
 def test_simdgroups_may_meet_at_one_barrier_from_different_lines() -> None:
