@@ -148,7 +148,7 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
 def test_experts_have_a_small_problem(n: int, pairs: int, pairs_per_row: int) -> None:
     for dtype, layout in product(DTYPE_BYTES, ("mlx", "marlin")):
         problem = problem_of(pairs, n, 2048, dtype=dtype, layout=layout)
-        plain = replace(of_experts(problem, 16), pairs_per_row=pairs_per_row)
+        plain = GatherProblem(problem=problem, experts=16, pairs_per_row=pairs_per_row)
         small = assert_same_variants(planner.choose_gather(plain, DEVICE))
         assert bytes_of(small) < MOST_BYTES
         if dtype == "float32" or layout == "mlx":

@@ -4,8 +4,8 @@ import platform
 import re
 import signal
 import sys
-from fnmatch import fnmatch
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import mlx.core as mx
 import pytest
