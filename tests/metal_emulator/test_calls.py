@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from metal_emulator import CompileError, EmulatorError, metal_kernel
-from metal_emulator.dispatch import record
 from metal_emulator.memory import POOL_REGIONS
 from support.marks import needs_emulator
 from support.metal_sources import FLOATS, HALVES, Size, each_thread, run, to_numpy
@@ -325,26 +324,6 @@ def test_tracing_raises_an_error_that_names_the_remedy(
 
     with pytest.raises(EmulatorError, match=r"kernel copy: .*mx\.disable_compile\(\)"):
         transform(lambda x: call(kernel, inputs=[x + 1])[0])(FLOATS)
-
-
-def test_the_text_that_runs_is_the_text_that_mlx_writes() -> None:
-    stock = mx.fast.metal_kernel(
-        name="k",
-        input_names=["a", "b"],
-        output_names=["out"],
-        source="out[thread_position_in_grid.x] = a[0] + b;",
-        header="// mine\n",
-    )
-
-    trace = record(
-        lambda a, b: call(stock, inputs=[a, b], template=[("N", 3)]),
-        [FLOATS, mx.array(2)],
-    )
-
-    assert trace.text.startswith("// mine\ntemplate <int N>\n[[kernel]] void")
-    assert "  const constant int32_t& b [[buffer(1)]]," in trace.text
-    assert trace.grid == trace.threadgroup == (32, 1, 1)
-    assert trace.ensure_row_contiguous
 
 
 def test_verbose_prints_the_generated_text(capsys: pytest.CaptureFixture[str]) -> None:

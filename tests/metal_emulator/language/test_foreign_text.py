@@ -17,6 +17,10 @@ HEADER = """#include <metal_stdlib>
 #endif
 
 float first(float pair[2]) { return pair[0]; }
+template <typename T>
+T sum(const thread T (&v)[3], thread float4 (&w)[2]) {
+  return v[0] + v[1] + v[2] + T(w[1].z);
+}
 
 constant bool unused [[function_constant(200)]];
 constant int n [[function_constant(0)]];
@@ -45,6 +49,8 @@ struct pointed<device T*> { using type = T; };
 template <typename T>
 struct pointed<threadgroup T*> { using type = T; };
 
+template <typename T> float twice(const device T* p) { return 2 * p[0]; }
+template <typename T> float twice(const threadgroup T* p) { return 2 * p[0]; }
 namespace one {
 float value(const device float* x) { return 1; }
 float value(const threadgroup float* x) { return 1; }
@@ -76,6 +82,13 @@ half4 h = (half4) 0.5h;
 float4 zeros = (float4) 0.0f;
 float4 short_list = {1.f};
 float pair[2] = {2, 3};
+float three[3] = {1, 2, 4};
+float4 two[2] = {float4(0), float4(0, 0, 8, 0)};
+constexpr const uniform<int> step = make_uniform(4);
+const metal::uniform<float> scale = make_uniform(a[2]) * make_uniform(0.5f);
+metal::array<float, 3> values = {1, 2, scale};
+const metal::array<float, 3> copy = values;
+values[0] = step;
 """
 FOREIGN = {
     # Kernels are callable, with their attributes, and functions template arguments.
@@ -85,6 +98,7 @@ FOREIGN = {
     "fixed<int, 5>{}": 5,
     # Specialisations for every address space are one, functions of two namespaces two.
     "six": 6,
+    "twice(a)": 12,
     "one::value(out) + two::value(out)": 7,
     "metal::bool_constant<true>::value ? plain(8.5f) : 0": 8.5,
     # A constant may be computed from a function constant.
@@ -92,6 +106,10 @@ FOREIGN = {
     # Casts of literals, lists that are too short, arrays as parameters.
     "float4(h).w + zeros.z + 10 * short_list.x + 100 * short_list.y": 10.5,
     "first(pair)": 2,
+    "sum(three, two)": 15,
+    # Uniform values and arrays of the library.
+    "values[0] + 10 * values[1] + 100 * copy[0]": 124,
+    "values[2]": 3,
 }
 VALUES = Values(FOREIGN, mx.full(8, 6.0), before=BEFORE, header=HEADER)
 
@@ -165,6 +183,6 @@ constant int last = a[2] + int(bits);
 
 
 def test_initializers_that_are_constants_pass() -> None:
-    out = run("out[0] = last + cast.x + v[1].y + m[1][1];", header=CONSTANTS)
+    out = run("out[0] = last + cast.x + v[1].y + m[1][1] + a.size();", header=CONSTANTS)
 
-    assert out[0] == 13
+    assert out[0] == 16

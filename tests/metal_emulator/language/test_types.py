@@ -228,15 +228,6 @@ def test_literals_without_a_suffix_are_floats_in_templates_too(dtype: mx.Dtype) 
     np.testing.assert_array_equal(found, np.tile(wanted, (4, 1)))
 
 
-def test_functions_overloaded_by_address_space_are_one() -> None:
-    header = """
-    template <typename T> float twice(const device T* p) { return 2 * p[0]; }
-    template <typename T> float twice(const threadgroup T* p) { return 2 * p[0]; }
-    """
-
-    assert each_thread("twice(a + i)", FLOATS, header=header)[3] == 6
-
-
 def test_threadgroup_variables_may_share_a_declaration() -> None:
     source = """
     threadgroup T rows[4][8], columns[32];
@@ -253,36 +244,6 @@ def test_threadgroup_variables_may_share_a_declaration() -> None:
     out = run(source, template=[("T", mx.float16)])
 
     np.testing.assert_array_equal(out, 2 * (31 - np.arange(32)) + 5)
-
-
-def test_arrays_are_taken_by_reference() -> None:
-    header = """
-    template <typename T>
-    T sum(const thread T (&v)[3], thread float4 (&w)[2]) {
-      return v[0] + v[1] + v[2] + T(w[1].z);
-    }
-    """
-    source = """
-    float v[3] = {1, 2, 4};
-    float4 w[2] = {float4(0), float4(0, 0, 8, 0)};
-    out[0] = sum(v, w);
-    """
-
-    assert run(source, header=header)[0] == 15
-
-
-def test_uniform_values_and_arrays_of_the_library_are_what_they_hold() -> None:
-    source = """
-    constexpr const uniform<int> step = make_uniform(4);
-    const metal::uniform<float> scale = make_uniform(a[2]) * make_uniform(0.5f);
-    metal::array<float, 3> values = {1, 2, scale};
-    const metal::array<float, 3> copy = values;
-    values[0] = step;
-    uint i = thread_position_in_grid.x;
-    out[i] = i < values.size() ? values[i] + 10 * copy[i] : 0;
-    """
-
-    assert run(source, FLOATS, shape=(32,))[:4].tolist() == [14, 22, 11, 0]
 
 
 DECLARING = (
