@@ -140,7 +140,7 @@ strided = st.sampled_from(
 @pytest.mark.parametrize(
     ("expression", "copied"),
     [
-        ("a[i] + 0 * a_strides[a_ndim - 1]", True),
+        ("a[i]", True),
         ("a[elem_to_loc(int64_t(i), a_shape, a_strides, a_ndim)]", False),
     ],
 )
@@ -159,6 +159,15 @@ def test_strided_inputs_are_copied_or_read_in_place(
     out = each_thread(expression, a, dtype=dtype, ensure_row_contiguous=copied)
 
     np.testing.assert_array_equal(out, to_numpy(a).ravel())
+
+
+def test_only_copies_have_other_strides() -> None:
+    a = mx.arange(80)[1:65:2]
+    mx.eval(a)
+
+    for copied, stride in ((True, 1), (False, 2)):
+        out = each_thread("a_strides[0]", a, ensure_row_contiguous=copied)
+        assert (out == stride).all()
 
 
 @pytest.mark.parametrize("offset", range(8))
@@ -324,6 +333,22 @@ def test_tracing_raises_an_error_that_names_the_remedy(
 
     with pytest.raises(EmulatorError, match=r"kernel copy: .*mx\.disable_compile\(\)"):
         transform(lambda x: call(kernel, inputs=[x + 1])[0])(FLOATS)
+
+
+def test_gradients_pass_through_a_custom_function() -> None:
+    kernel = copy_kernel()
+
+    @mx.custom_function
+    def copy(x: mx.array) -> mx.array:
+        return call(kernel, inputs=[x])[0]
+
+    @copy.vjp
+    def copy_vjp(_: object, cotangent: mx.array, __: object) -> mx.array:
+        return 3 * cotangent
+
+    gradient = mx.grad(lambda x: copy(x).sum())(FLOATS[:32])
+
+    assert mx.array_equal(gradient, mx.full((32,), 3.0))
 
 
 def test_verbose_prints_the_generated_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,65 +196,47 @@ def test_32_kib_of_threadgroup_memory_is_the_limit() -> None:
 
 MEETINGS = {
     "missing lanes": (
-        """
-        uint lane = thread_index_in_simdgroup;
-        if (lane < 31) {
-          out[lane] = simd_sum(1.0f);
-        }
-        """,
+        "uint lane = thread_index_in_simdgroup;\n"
+        "if (lane < 31) { out[lane] = simd_sum(1.0f); }",
         96,
         "simd_sum with missing lanes in simdgroup 0: lanes 7fffffff in simd_sum at "
-        "source line 4, 1 of 32 have returned",
+        "source line 2, 1 of 32 have returned",
     ),
     "lanes that returned before": (
-        """
-        uint lane = thread_index_in_simdgroup;
-        if (lane < 4) { return; }
-        out[lane] = simd_shuffle_xor(1.0f, 1);
-        """,
+        "if (thread_index_in_simdgroup < 4) { return; }\n"
+        "out[0] = simd_shuffle_xor(1.0f, 1);",
         32,
         "simd_shuffle_xor with missing lanes in simdgroup 0: 4 of 32 have returned, "
         "lanes fffffff0 in simd_shuffle_xor",
     ),
     "different operations": (
-        """
-        uint lane = thread_index_in_simdgroup;
-        if (lane < 16) { out[lane] = simd_max(1.0f); }
-        else { out[lane] = simd_shuffle_xor(1.0f, 1); }
-        """,
+        "if (thread_index_in_simdgroup < 16) { out[0] = simd_max(1.0f); }\n"
+        "else { out[0] = simd_shuffle_xor(1.0f, 1); }",
         32,
         "lanes of simdgroup 0 in different operations: lanes 0000ffff in simd_max at "
-        "source line 3, lanes * in simd_shuffle_xor at source line 4",
+        "source line 1, lanes * in simd_shuffle_xor at source line 2",
     ),
     "a simdgroup that skips a barrier": (
-        """
-        if (simdgroup_index_in_threadgroup == 2) { return; }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        """,
+        "if (simdgroup_index_in_threadgroup == 2) { return; }\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup);",
         128,
-        "barrier not reached by all threads: 96 wait at source line 3, "
+        "barrier not reached by all threads: 96 wait at source line 2, "
         "32 have returned",
     ),
     "different barriers": (
-        """
-        if (thread_index_in_simdgroup < 8) {
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        } else {
-          threadgroup_barrier(mem_flags::mem_device);
-        }
-        """,
+        "if (thread_index_in_simdgroup < 8) {\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); } else {\n"
+        "threadgroup_barrier(mem_flags::mem_device); }",
         32,
-        "lanes 000000ff in threadgroup_barrier at source line 3, lanes * in "
-        "threadgroup_barrier at source line 5",
+        "lanes 000000ff in threadgroup_barrier at source line 2, lanes * in "
+        "threadgroup_barrier at source line 3",
     ),
     "an operation against a barrier": (
-        """
-        if (thread_index_in_simdgroup < 8) { out[0] = simd_sum(1.0f); }
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        """,
+        "if (thread_index_in_simdgroup < 8) { out[0] = simd_sum(1.0f); }\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup);",
         64,
         "simd_sum with missing lanes in simdgroup 0: lanes 000000ff in simd_sum at "
-        "source line 2, lanes ffffff00 in threadgroup_barrier at source line 3",
+        "source line 1, lanes ffffff00 in threadgroup_barrier at source line 2",
     ),
 }
 """Kernels, their threads, and what is said of where those do not meet, * for any."""

@@ -269,12 +269,9 @@ def test_atomics_do_not_race_with_atomics() -> None:
 HEADER = "void put(device float* p, float v) {\n  p[0] = v;\n}\n"
 REPORTS: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
     "no barrier orders threadgroups": (
-        """
-        uint i = thread_position_in_grid.x;
-        out[i] = 1;
-        threadgroup_barrier(mem_flags::mem_device);
-        if (i >= 32) { out[i] = out[i - 32]; }
-        """,
+        "uint i = thread_position_in_grid.x; out[i] = 1;\n"
+        "threadgroup_barrier(mem_flags::mem_device);\n"
+        "if (i >= 32) { out[i] = out[i - 32]; }",
         {"grid": 64, "shape": (64,), "init_value": 0},
         ["race between threadgroups"],
     ),
@@ -289,45 +286,34 @@ REPORTS: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
         ["race between threads on byte 0 of buffer 'out'"],
     ),
     "threadgroup memory is new in every threadgroup": (
-        """
-        threadgroup float tile[32];
-        uint i = thread_index_in_threadgroup;
-        if (threadgroup_position_in_grid.x == 0) { tile[i] = 1; }
-        out[thread_position_in_grid.x] = tile[i];
-        """,
+        "threadgroup float tile[32]; uint i = thread_index_in_threadgroup;\n"
+        "if (threadgroup_position_in_grid.x == 0) { tile[i] = 1; }\n"
+        "out[thread_position_in_grid.x] = tile[i];",
         {"grid": 1024, "shape": (1024,)},
         ["never written", "of threadgroup variable 'tile'"],
     ),
     "a wide access across the end": (
-        """
-        const device ushort* a = (const device ushort*)out;
-        packed_ushort4 v = *(const device packed_ushort4*)(a + 15);
-        out[0] = v[0] + v[3];
-        """,
+        "const device ushort* a = (const device ushort*)out;\n"
+        "packed_ushort4 v = *(const device packed_ushort4*)(a + 15);\n"
+        "out[0] = v[0] + v[3];",
         {"grid": 1, "shape": (9,), "init_value": 0},
         ["read outside buffer 'out' (36 bytes), at byte 36"],
     ),
     "simdgroups at different barriers": (
-        """
-        if (simdgroup_index_in_threadgroup == 0) {
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        } else {
-          threadgroup_barrier(mem_flags::mem_threadgroup);
-        }
-        """,
+        "if (simdgroup_index_in_threadgroup == 0) {\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); } else {\n"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); }",
         {"grid": 64, "threadgroup": 64},
         [
-            "simdgroups wait at different barriers, others at source line 3",
-            "at source line 5: threadgroup_barrier",
+            "simdgroups wait at different barriers, others at source line 2",
+            "at source line 3: threadgroup_barrier",
         ],
     ),
     "an atomic races with a plain write": (
-        """
-        if (thread_position_in_grid.x == 0) { ((device uint*)out)[0] = 1; }
-        atomic_fetch_add_explicit(out, 1u, memory_order_relaxed);
-        """,
+        "if (thread_position_in_grid.x == 0) { ((device uint*)out)[0] = 1; }\n"
+        "atomic_fetch_add_explicit(out, 1u, memory_order_relaxed);",
         {"shape": (8,), "dtype": mx.uint32, "atomic_outputs": True, "init_value": 0},
-        ["race between threads on byte 0 of buffer 'out'", "line 2", "line 3"],
+        ["race between threads on byte 0 of buffer 'out'", "line 1", "line 2"],
     ),
     "lines of helpers are named with their callers": (
         "\nput(out, thread_index_in_simdgroup);",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -18,7 +19,7 @@ def saturated(value: int, bits: int, signed: bool) -> int:
     return min(max(value, low), low + 2**bits - 1)
 
 
-def packed(values: Sequence[float], bits: Sequence[int], signed: bool) -> int:
+def unorm(values: Sequence[float], bits: Sequence[int], signed: bool = False) -> int:
     """Packs normalized integers, the first one lowest; ties go to even."""
     word, at = 0, 0
     for value, width in zip(values, bits, strict=True):
@@ -27,6 +28,9 @@ def packed(values: Sequence[float], bits: Sequence[int], signed: bool) -> int:
         word |= (number & (2**width - 1)) << at
         at += width
     return word
+
+
+snorm = partial(unorm, signed=True)
 
 
 def to_srgb(linear: float) -> float:
@@ -80,30 +84,22 @@ INTEGERS = {
     "isnormal(1.0f) + 2 * isnormal(INFINITY) + 4 * isnormal(half(0x1p-20f))": 1,
     "isordered(1.0f, 2.0f) + 2 * isordered(1.0f, NAN)": 1,
     "isunordered(1.0f, 2.0f) + 2 * isunordered(NAN, NAN)": 2,
-    "pack_float_to_unorm4x8(float4(0, 0.5f, 1, 2))": packed(
-        (0, 0.5, 1, 2), BYTES, False
+    "pack_float_to_unorm4x8(float4(0, 0.5f, 1, 2))": unorm((0, 0.5, 1, 2), BYTES),
+    "pack_float_to_snorm4x8(float4(-2, -0.5f, 0.25f, 1))": snorm(
+        (-2, -0.5, 0.25, 1), BYTES
     ),
-    "pack_float_to_snorm4x8(float4(-2, -0.5f, 0.25f, 1))": packed(
-        (-2, -0.5, 0.25, 1), BYTES, True
+    "pack_float_to_unorm2x16(float2(0.25f, 0.75f))": unorm((0.25, 0.75), SHORTS),
+    "pack_float_to_snorm2x16(float2(-0.25f, 1))": snorm((-0.25, 1), SHORTS),
+    "pack_half_to_unorm4x8(half4(0.25h, 0.5h, 0, 1))": unorm((0.25, 0.5, 0, 1), BYTES),
+    "pack_half_to_snorm2x16(half2(-0.75h, 0.125h))": snorm((-0.75, 0.125), SHORTS),
+    "pack_float_to_unorm10a2(float4(1, 0, 0.25f, 0.4f))": unorm(
+        (1, 0, 0.25, 0.4), (10, 10, 10, 2)
     ),
-    "pack_float_to_unorm2x16(float2(0.25f, 0.75f))": packed(
-        (0.25, 0.75), SHORTS, False
+    "pack_float_to_unorm565(float3(1, 0.25f, 0.125f))": unorm(
+        (1, 0.25, 0.125), (5, 6, 5)
     ),
-    "pack_float_to_snorm2x16(float2(-0.25f, 1))": packed((-0.25, 1), SHORTS, True),
-    "pack_half_to_unorm4x8(half4(0.25h, 0.5h, 0, 1))": packed(
-        (0.25, 0.5, 0, 1), BYTES, False
-    ),
-    "pack_half_to_snorm2x16(half2(-0.75h, 0.125h))": packed(
-        (-0.75, 0.125), SHORTS, True
-    ),
-    "pack_float_to_unorm10a2(float4(1, 0, 0.25f, 0.4f))": packed(
-        (1, 0, 0.25, 0.4), (10, 10, 10, 2), False
-    ),
-    "pack_float_to_unorm565(float3(1, 0.25f, 0.125f))": packed(
-        (1, 0.25, 0.125), (5, 6, 5), False
-    ),
-    "pack_float_to_srgb_unorm4x8(float4(0.5f, 0.002f, 1, 0.5f))": packed(
-        (to_srgb(0.5), to_srgb(0.002), 1, 0.5), BYTES, False
+    "pack_float_to_srgb_unorm4x8(float4(0.5f, 0.002f, 1, 0.5f))": unorm(
+        (to_srgb(0.5), to_srgb(0.002), 1, 0.5), BYTES
     ),
 }
 INTEGER_VALUES = Values(INTEGERS, dtype=mx.int64)

@@ -212,24 +212,6 @@ def test_simdgroups_may_meet_at_one_barrier_from_different_lines() -> None:
     np.testing.assert_array_equal(out, 2 * LANES)
 
 
-def test_simdgroup_barriers_order_threadgroup_memory() -> None:
-    source = """
-    threadgroup float hand[2][32];
-    uint lane = thread_index_in_simdgroup;
-    threadgroup float* mine = hand[simdgroup_index_in_threadgroup];
-    for (uint j = 0; j < 3; ++j) {
-      mine[lane] = lane + j;
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-      out[thread_index_in_threadgroup] = mine[31 - lane];
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    """
-
-    out = run(source, grid=64, threadgroup=64, shape=(64,))
-
-    np.testing.assert_array_equal(out, np.tile(33 - LANES, 2))
-
-
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "float32"])
 def test_atomics_of_all_threads_arrive(dtype: str) -> None:
     source = """
@@ -255,24 +237,6 @@ def test_atomics_of_all_threads_arrive(dtype: str) -> None:
         )
 
     assert out.tolist() == [100_000, 99_999, 200_000]
-
-
-def test_threadgroup_atomics_count() -> None:
-    source = """
-    threadgroup atomic_uint count;
-    if (thread_index_in_threadgroup == 0) {
-      atomic_store_explicit(&count, 0u, memory_order_relaxed);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    atomic_fetch_add_explicit(&count, 2u, memory_order_relaxed);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    out[thread_position_in_grid.x] =
-        atomic_load_explicit(&count, memory_order_relaxed);
-    """
-
-    out = run(source, grid=192, threadgroup=96, shape=(192,))
-
-    assert (out == 192).all()
 
 
 def test_the_order_of_threadgroups_follows_the_seed() -> None:

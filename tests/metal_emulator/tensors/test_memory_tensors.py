@@ -45,15 +45,10 @@ SIZE = (16, 32, 64)
 def run(
     body: str, m: int, n: int, k: int, more: int = 0, registers: bool = False
 ) -> mx.array:
-    """Runs a body on a [m, k] and b [k, n] and returns y [m, n].
+    """Runs a body on a [m, k] and b [k, n], which it takes for [k + more, n].
 
-    Args:
-        body: Source.
-        m: Rows of y.
-        n: Columns of y.
-        k: Inner dimension.
-        more: Rows that the text says b has beyond its own.
-        registers: Whether the left operand is loaded to registers.
+    Returns:
+        y [m, n].
     """
     a, b = operands(m, n, k)
     kernel = metal_emulator.metal_kernel(
