@@ -1,6 +1,5 @@
 """Whole `.metal` texts: entries, constants, template arguments, calls."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -291,33 +290,29 @@ def test_numbers_have_the_type_of_their_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("source", "entry", "outputs", "words"),
     [
-        (lambda text: text.function(), "no entry is named, expected a kernel of some."),
+        (TEXT, None, None, "no entry is named, expected a kernel of some."),
+        (TEXT, "f", None, "entry f, expected a kernel of some.metal"),
         (
-            lambda text: text.function("f"),
-            "entry f, expected a kernel of some.metal",
-        ),
-        (
-            lambda text: text.function("scale", outputs=["x"]),
+            TEXT,
+            "scale",
+            ["x"],
             "output 'x', expected a parameter in device memory, not const (y)",
         ),
-        (lambda _: library("y[0] = 1;").function(), "(none: it is a body)"),
+        ("uint kernel = 1; y[0] = kernel;", None, None, "(none: it is a body)"),
         (
-            lambda _: library(
-                "kernel void f(texture2d<float> t [[texture(0)]]) {}"
-            ).function(),
+            "kernel void f(texture2d<float> t [[texture(0)]]) {}",
+            *(None, None),
             "parameter 'texture2d<float> t [[texture]]', expected a buffer",
         ),
     ],
 )
 def test_what_cannot_be_chosen_is_told(
-    text: metal_emulator.Library,
-    make: Callable[[metal_emulator.Library], object],
-    words: str,
+    source: str, entry: str | None, outputs: list[str] | None, words: str
 ) -> None:
     with pytest.raises(ValueError, match="expected") as caught:
-        make(text)
+        library(source, name="some.metal").function(entry, outputs=outputs)
 
     assert words in str(caught.value)
 

@@ -54,8 +54,6 @@ def gated(monkeypatch: pytest.MonkeyPatch, on_metal: Callable[..., Any]) -> Modu
             suffix = ("_vec" if vector else "") + ("_masked" if mask else "")
             kernel = on_metal(gated_delta._make_gated_delta_kernel, mask, vector)
             monkeypatch.setattr(gated_delta, f"_gated_delta_kernel{suffix}", kernel)
-    kernel = on_metal(gated_delta._make_gated_delta_kernel_xtree)
-    monkeypatch.setattr(gated_delta, "_gated_delta_kernel_xtree", kernel)
     kernel = on_metal(gated_delta._make_gated_delta_packed_kernel)
     monkeypatch.setattr(gated_delta, "_gated_delta_kernel_packed", kernel)
     return gated_delta
@@ -114,14 +112,6 @@ def test_gated_delta_is_its_operations(
     assert y.dtype == dtype
     close(y, expected_y * kept[..., None, None], dtype)
     close(state, expected_state, mx.float32)
-
-
-def test_packed_gated_delta_is_bit_for_bit_its_comparator(gated: ModuleType) -> None:
-    arguments = gated_arguments(mx.float16, keys=128)
-    packed = gated.gated_delta_kernel(**arguments)
-    comparator = gated.gated_delta_kernel_xtree(**arguments)
-    for one, other in zip(packed, comparator, strict=True):
-        assert mx.array_equal(one, other)
 
 
 @sampled(3)

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ import pytest
 from metal_emulator import EmulatorError, emulated, engine
 from support.marks import needs_emulator
 from support.metal_sources import FLOATS, each_thread, run
+from support.processes import run_python
 from support.profiles import sampled
 
 pytestmark = needs_emulator
@@ -55,14 +54,9 @@ def alarms(
 
 def run_apart(code: str) -> str:
     """Returns what `code` prints in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=environment,
-    ).stdout
+    answer = run_python(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{code}")
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
 
 
 def launch(source: str) -> mx.array:

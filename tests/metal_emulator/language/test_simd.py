@@ -3,9 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from metal_emulator import emulated
 from support.marks import needs_emulator
@@ -155,24 +152,6 @@ def test_mixed_matrices_are_multiplied_in_float(left: str, right: str) -> None:
 
     x, y = (np.array(m.astype(mx.float32)) for m in (a, b))
     np.testing.assert_allclose(out, 1 + 2 * (x @ y), rtol=2e-5, atol=2e-6)
-
-
-@given(values=hnp.arrays(np.float16, (8, 8), elements=st.integers(-8, 8)))
-def test_matrix_elements_lie_where_apple_puts_them(values: np.ndarray) -> None:
-    source = """
-    uint lane = thread_index_in_simdgroup;
-    simdgroup_half8x8 product;
-    simdgroup_multiply(product, load<half>(a, lane), simdgroup_half8x8(2.0h));
-    out[2 * lane] = product.thread_elements()[0];
-    out[2 * lane + 1] = product.thread_elements()[1];
-    """
-
-    out = run(source, mx.array(values), shape=(32, 2), header=LAYOUT)
-
-    quad = LANES // 4
-    row, column = (quad & 4) + LANES // 2 % 4, (quad & 2) * 2 + LANES % 2 * 2
-    np.testing.assert_array_equal(out[:, 0], 2 * values[row, column])
-    np.testing.assert_array_equal(out[:, 1], 2 * values[row, column + 1])
 
 
 @pytest.mark.parametrize("transpose", [False, True])
