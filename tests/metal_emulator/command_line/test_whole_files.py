@@ -207,55 +207,47 @@ def test_one_buffer_for_two_parameters_and_files_in_quotes(
         assert f"y: int32 1, min {result}, max {result}" in capsys.readouterr().out
 
 
+FILLED = "--entry fill --grid 4 --input x=none --output y=16:float16"
+BODY = "y[0] = 1;"
+ONE = "--grid 1 --output y=1:int32"
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("text", "options", "words"),
     [
-        (["--entry", "none"], "--grid is missing, expected the threads of the grid"),
-        (["--constant", "nsg"], "--constant 'nsg', expected NAME=VALUE or INDEX=VALUE"),
+        (CONSTANTS, "--entry none", "--grid is missing, expected the threads of the"),
+        (CONSTANTS, f"{FILLED} --constant nsg", "'nsg', expected NAME=VALUE or INDEX="),
+        (CONSTANTS, f"{FILLED} --constant nsg=x", "expected true, false or numbers"),
+        (CONSTANTS, f"{FILLED} --constant a=1 --constant a=2", "a is given twice, exp"),
+        (CONSTANTS, f"{FILLED} --template T={{", "argument '{', expected a dtype, a n"),
         (
-            ["--constant", "nsg=x"],
-            "--constant 'nsg=x', expected true, false or numbers",
+            CONSTANTS,
+            f"{FILLED} --threadgroup-memory h=x",
+            "'x', expected a number of",
         ),
-        (["--constant", "a=1", "--constant", "a=2"], "a is given twice, expected once"),
-        (["--template", "T={"], "template argument '{', expected a dtype, a number or"),
-        (["--threadgroup-memory", "hold=x"], "'x', expected a number of bytes"),
+        (BODY, f"{ONE} --entry f", "--entry f, expected a kernel with a signature"),
+        (BODY, f"{ONE} --constant a=1", "--constant ['a=1'], expected a kernel with a"),
+        (BODY, f"{ONE} --input x=none", "--input x=none, expected a value"),
+        (BODY, f"{ONE} --template T=half4", "'T=half4', expected an integer, true"),
+        (BODY, f"{ONE} --output x=4x8", "'4x8', expected an array such as 8x512:float"),
+        (BODY, f"{ONE} --output x", "--output 'x', expected NAME=VALUE"),
+        (BODY, f"{ONE} --input x=half", "'half' is neither"),
+        (BODY, f"{ONE} --threadgroup a", "--threadgroup 'a', expected one to three"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(
-    constants: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    text: str,
+    options: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rest = ["--entry", "fill", *FILL, "--output", "y=16:float16"]
-    command = options if "--entry" in options else [*rest, *options]
+    file = tmp_path / "kernels.metal"
+    file.write_text(text, encoding="utf-8")
 
-    assert main([constants, *command]) == 2
+    assert main([str(file), *options.split()]) == 2
 
     said = capsys.readouterr().err
     assert said.startswith("python -m metal_emulator: error: ")
     assert words in said
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--entry", "f"], "--entry f, expected a kernel with a signature"),
-        (["--constant", "a=1"], "--constant ['a=1'], expected a kernel with a sign"),
-        (["--input", "x=none"], "--input x=none, expected a value"),
-        (["--template", "T=half4"], "--template 'T=half4', expected an integer, true"),
-        (["--output", "x=4x8"], "'4x8', expected an array such as 8x512:float16"),
-        (["--output", "x"], "--output 'x', expected NAME=VALUE"),
-        (["--input", "x=half"], "'half' is neither"),
-        (["--threadgroup", "a"], "--threadgroup 'a', expected one to three"),
-    ],
-)
-def test_wrong_options_of_a_body_are_told(
-    tmp_path: Path,
-    options: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "body.metal"
-    file.write_text("y[0] = 1;")
-
-    assert main([str(file), "--grid", "1", "--output", "y=1:int32", *options]) == 2
-    assert words in capsys.readouterr().err

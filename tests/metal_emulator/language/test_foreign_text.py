@@ -130,41 +130,39 @@ def test_a_function_constant_without_a_value_cannot_be_used() -> None:
         run("out[0] = unused ? 2 : 1;", header=HEADER)
 
 
+RUNNING = """
+constant int table[4] = {1, 2, 3, 4};
+constant int zero = 0;
+extern constant int seed;
+int spin() {
+  volatile int x = 0;
+  while (true) { x = x + 1; }
+  return x;
+}
+constexpr int recursive(int n) { return n <= 0 ? 0 : 1 + recursive(n - 1); }
+struct Counted {
+  int value;
+  Counted(int x) : value(x) {}
+};
+"""
+
+
 @pytest.mark.parametrize(
     "initializer",
     [
-        "table[1000000]",
-        "table[4]",
-        "1 / zero",
-        "spin()",
-        "Counted(1).value",
-        "sin(1)",
+        *("table[1000000]", "table[4]", "1 / zero", "spin()", "sin(1)", "bad + 1"),
+        *("Counted(1).value", "recursive(1000000000)", "*(constant int*)0", "seed"),
     ],
 )
 @pytest.mark.parametrize("trace", [False, True])
-@sampled(6)
+@sampled(10)
 def test_initializers_that_would_run_at_load_time_are_refused(
     initializer: str, trace: bool
 ) -> None:
-    header = f"""
-constant int table[4] = {{1, 2, 3, 4}};
-constant int zero = 0;
-int spin() {{
-  volatile int x = 0;
-  while (true) {{ x = x + 1; }}
-  return x;
-}}
-struct Counted {{
-  int value;
-  Counted(int x) : value(x) {{}}
-}};
-constant int bad = {initializer};
-"""
-    message = (
-        "not initialized with a constant\\n    at header line 13: constant int bad"
-    )
+    bad = f"constant int bad = {initializer};\n"
+    message = "not initialized with a constant\n    at header line 15: constant int bad"
     with emulated(trace=trace), pytest.raises(CompileError, match=message):
-        run("out[0] = bad;", header=header)
+        run("out[0] = bad;", header=RUNNING + bad)
 
 
 CONSTANTS = """

@@ -44,35 +44,38 @@ def test_elements_lie_where_an_m5_holds_them(
     shape: tuple[int, int, int], transposed: bool
 ) -> None:
     matmul = Matmul(*shape, transposed, transposed)
-    names = ("left", "right", "destination")
-    capacities = [math.prod(matmul.stored(name)) // 32 for name in names]
+    operands = ("left", "right", "destination")
+    most = 32
     loops = (
         f"""
-        for (ushort i = 0; i < {name}.get_capacity(); ++i) {{
-          auto at = {name}.get_multidimensional_index(i);
-          of_{name}[2 * ({capacity} * lane + i)] = at[0];
-          of_{name}[2 * ({capacity} * lane + i) + 1] = at[1];
+        for (ushort i = 0; i < {operand}.get_capacity(); ++i) {{
+          auto at = {operand}.get_multidimensional_index(i);
+          y[2 * (({32 * nth} + lane) * {most} + i)] = at[0];
+          y[2 * (({32 * nth} + lane) * {most} + i) + 1] = at[1];
         }}
         """
-        for name, capacity in zip(names, capacities, strict=True)
+        for nth, operand in enumerate(operands)
     )
-    found = metal_emulator.metal_kernel(
+    (found,) = metal_emulator.metal_kernel(
         name="indices",
         input_names=[],
-        output_names=[f"of_{name}" for name in names],
+        output_names=["y"],
         header=HEADER,
         source=f"{OPERATION}\nuint lane = thread_position_in_grid.x;\n{''.join(loops)}",
     )(
         inputs=[],
-        output_shapes=[(32, capacity, 2) for capacity in capacities],
-        output_dtypes=[mx.int32] * 3,
+        output_shapes=[(3, 32, most, 2)],
+        output_dtypes=[mx.int32],
         template=matmul.template(mx.float16),
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
+        init_value=-1,
     )
-    for name, capacity, indices in zip(names, capacities, found, strict=True):
-        assert indices.tolist() == [
-            [list(m5_index(name, matmul, lane, i)) for i in range(capacity)]
+    for nth, operand in enumerate(operands):
+        capacity = math.prod(matmul.stored(operand)) // 32
+        assert found[nth].tolist() == [
+            [[*m5_index(operand, matmul, lane, i)] for i in range(capacity)]
+            + [[-1, -1]] * (most - capacity)
             for lane in range(32)
         ]
 
