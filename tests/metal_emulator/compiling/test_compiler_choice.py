@@ -30,6 +30,8 @@ AS_HERE = 20 if HERE.traps_name_checks else 19
 """The version that a script for the compiler in use states: it decides the flags."""
 VERSION = 'echo "clang version {version}.1.2"'
 SEARCH_PATH = os.environ["PATH"]
+ROOT = cache.root
+"""Of the user's cache, which has what the compiler in use has built."""
 WORKING = """
 PATH='{path}'
 case "$*" in
@@ -136,6 +138,7 @@ def test_the_wheel_comes_first(
     empty: None, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "ziglang")
+    monkeypatch.setattr(cache, "root", ROOT)
     script("clang", WORKING)
 
     assert compiler.search() == (HERE, ())
@@ -226,6 +229,7 @@ def test_a_second_process_finds_the_compiler_without_running_it(
 ) -> None:
     assert HERE is not None
     monkeypatch.setenv("PATH", SEARCH_PATH)
+    monkeypatch.setattr(cache, "root", ROOT)
     candidate = clangs.Candidate("it", lambda: HERE)
     monkeypatch.setattr(clangs, "candidates", lambda: iter([candidate]))
     compiler.search()
