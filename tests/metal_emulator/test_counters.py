@@ -39,6 +39,9 @@ def test_bytes_and_lines_of_a_copy_are_exact() -> None:
         lines = traffic.lines_128, traffic.lines_64, traffic.lines_32
         assert lines == (2, 4, 8)
     assert counters.operations == ()
+    shifted = FLOATS[1:]  # whose lines are counted from where it starts
+    mx.eval(shifted)
+    assert counted(source, shifted).of("a").lines_32 == 5
 
 
 LANES = np.arange(32)
@@ -236,14 +239,6 @@ def test_long_logs_lose_nothing() -> None:
 
     assert one == two
     assert traffic.written_bytes + traffic.repeated_written_bytes == 20000 * 128
-
-
-def test_views_count_lines_from_where_they_start() -> None:
-    source = "uint i = thread_position_in_grid.x;\nout[i] = a[i];"
-    shifted = FLOATS[1:]
-    mx.eval(shifted)
-
-    assert counted(source, shifted).of("a").lines_32 == 5
 
 
 def test_every_launch_of_a_call_is_told_in_order() -> None:

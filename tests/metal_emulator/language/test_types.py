@@ -183,8 +183,6 @@ def test_vectors_are_loaded_through_pointer_casts() -> None:
 
 def test_templates_aliases_and_structs_compile() -> None:
     header = """
-    #include <metal_stdlib>
-    using namespace metal;
     constant constexpr float table[4] = {1, 2, 4, 8};
     template <typename T, int N>
     struct Block {
@@ -194,19 +192,16 @@ def test_templates_aliases_and_structs_compile() -> None:
         return Pair(values[0], values[1]) * scale;
       }
     };
-    template <typename T>
-    METAL_FUNC T both(vec<T, 2> v) { return v.x + v.y; }
     """
     source = """
     Block<T, N> block;
     #pragma clang loop unroll(full)
     for (int j = 0; j < N; ++j) { block.values[j] = T(table[j]); }
-    T scale = T(2);
-    out[0] = FLAG ? float(both(block.first(scale))) : 0.0f;
+    out[0] = FLAG ? float(block.first(T(2)).y) : 0.0f;
     """
     template = [("T", mx.bfloat16), ("N", 4), ("FLAG", True)]
 
-    assert run(source, header=header, template=template, grid=1)[0] == 6
+    assert run(source, header=header, template=template, grid=1)[0] == 4
 
 
 LITERALS = ("0.1", ".1", "1e-1", "1.E-1")
