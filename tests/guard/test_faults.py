@@ -44,7 +44,7 @@ def test_a_right_kernel_serves_after_its_check(
     assert kernel in verdict.kernels
 
 
-@sampled(14)
+@sampled(15)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_a_kernel_with_a_fault_never_serves(
@@ -75,6 +75,7 @@ def test_a_kernel_with_a_fault_never_serves(
     assert len(messages) == 1
 
 
+@sampled(4, 15)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 def test_experts_kernel_with_a_fault_never_serves(
     kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +99,7 @@ def test_experts_kernel_with_a_fault_never_serves(
     assert (fault.called, len(messages)) == (called, 1)
 
 
+@sampled(4, 15)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 def test_a_decoding_kernel_with_a_fault_never_serves(
     kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +120,7 @@ def test_a_decoding_kernel_with_a_fault_never_serves(
     assert "marlin_dequantize" in reason
 
 
+@sampled(6, 26)
 @pytest.mark.parametrize("kind", guard_faults.OF_CODES)
 @pytest.mark.parametrize("to", ["marlin", "mlx"])
 def test_a_repack_kernel_with_a_fault_moves_nothing(

@@ -1,6 +1,6 @@
 """Products of bfloats, and of halves by floats, are checked before plans have them."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import kernels, planner, registry
+from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import operand_probe
 from mlx_marlin.backends.metal import source as metal_source
@@ -25,70 +24,73 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import AnyPlan, Refusal
 from mlx_marlin.products import eligibility
 from support import oracles
-from support.guarded_calls import collected
-
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="the emulator does not run here"
+from support.guarded_calls import (
+    assert_compares,
+    change_header,
+    check_statically,
+    collected,
 )
+from support.marks import needs_emulator
+from support.profiles import sampled
+
+pytestmark = needs_emulator
 M1, M4_PRO = named("Apple M1 Max"), named("Apple M4 Pro")
 FORMS: tuple[Operand, ...] = ("bfloat", "half_by_float")
 BITS = {"bfloat": 4, "half_by_float": 8}
 forms = pytest.mark.parametrize("operand", FORMS)
 
-FAULTS = {
-    "bfloats are truncated": ("bits);", "ushort(bits & 0xFFFEu));"),
+FAULTS: dict[str, tuple[tuple[str, str], Sequence[Operand]]] = {
+    "bfloats are truncated": (("bits);", "ushort(bits & 0xFFFEu));"), ["bfloat"]),
     "bfloats pass through halves": (
-        "return as_type<bfloat>(bits);",
-        "return bfloat(float(half(as_type<float>(uint(bits) << 16))));",
+        (
+            "return as_type<bfloat>(bits);",
+            "return bfloat(float(half(as_type<float>(uint(bits) << 16))));",
+        ),
+        ["bfloat"],
     ),
     "floats pass through halves": (
-        "return as_type<float>(uint(bits) << 16);",
-        "return float(half(as_type<float>(uint(bits) << 16)));",
+        (
+            "return as_type<float>(uint(bits) << 16);",
+            "return float(half(as_type<float>(uint(bits) << 16)));",
+        ),
+        ["half_by_float"],
     ),
     "halves pass through bfloats": (
-        "(0x5C01 + 2 * (8 * n + k))",
-        "(0x5C00 + 8 * ((8 * n + k) / 4))",
+        ("(0x5C01 + 2 * (8 * n + k))", "(0x5C00 + 8 * ((8 * n + k) / 4))"),
+        ["half_by_float"],
     ),
     "products are rounded to half": (
-        "= products.thread_elements()[i];",
-        "= float(half(products.thread_elements()[i]));",
+        (
+            "= products.thread_elements()[i];",
+            "= float(half(products.thread_elements()[i]));",
+        ),
+        FORMS,
     ),
     "small bfloats are flushed": (
-        "(27 + 25 * k) << 7",
-        "(k == 0 ? 0 : 27 + 25 * k) << 7",
+        ("(27 + 25 * k) << 7", "(k == 0 ? 0 : 27 + 25 * k) << 7"),
+        FORMS,
     ),
     "a lane's elements change places": (
-        "make_fragment<F>(values[0], values[1])",
-        "make_fragment<F>(values[1], values[0])",
+        (
+            "make_fragment<F>(values[0], values[1])",
+            "make_fragment<F>(values[1], values[0])",
+        ),
+        FORMS,
     ),
     "lanes have the codes of the transpose": (
-        "probe_code(V(), lane.row, first + i)",
-        "probe_code(V(), first + i, lane.row)",
+        (
+            "probe_code(V(), lane.row, first + i)",
+            "probe_code(V(), first + i, lane.row)",
+        ),
+        FORMS,
     ),
 }
-"""What a GPU might do, as a change of the probe's text."""
-SEEN_BY = {
-    "bfloats are truncated": ("bfloat",),
-    "bfloats pass through halves": ("bfloat",),
-    "floats pass through halves": ("half_by_float",),
-    "halves pass through bfloats": ("half_by_float",),
-}
-"""The forms that have what is changed; all forms have the rest."""
+"""What a GPU might do, as a change of the probe's text, and the forms that have it."""
 
 
-def planted(change: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes the text of the probe, and of nothing else."""
-    right = metal_source.kernel_source
-
-    def broken(name: str, atomic: bool = False) -> Any:
-        text = right(name, atomic)
-        if name != "operand_probe":
-            return text
-        old, new = map(metal_source.stripped, change)
-        assert old in text.header
-        return replace(text, header=text.header.replace(old, new))
-
-    monkeypatch.setattr(operand_probe.source, "kernel_source", broken)
+def planted(fault: str, patch: pytest.MonkeyPatch) -> None:
+    old, new = map(metal_source.stripped, FAULTS[fault][0])
+    change_header(patch, "operand_probe", old, new)
 
 
 def plan_of(operand: Operand, m: int = 16, device: Device = M4_PRO) -> MetalPlan:
@@ -103,47 +105,33 @@ def test_the_products_of_a_form_are_known(operand: Operand) -> None:
     assert known_answers.fault_of_probe(operand_probe.probe(operand)) is None
 
 
-@forms
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "operand"),
+    [(fault, form) for fault, (_, has) in FAULTS.items() for form in has],
+)
+@sampled(8)
 def test_a_gpu_that_computes_otherwise_is_noticed(
     fault: str, operand: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted(FAULTS[fault], monkeypatch)
+    planted(fault, monkeypatch)
 
-    said = known_answers.fault_of_probe(operand_probe.probe(operand))
-
-    assert (said is not None) == (operand in SEEN_BY.get(fault, FORMS))
+    assert known_answers.fault_of_probe(operand_probe.probe(operand)) is not None
 
 
 @forms
 def test_the_probe_passes_the_static_check(operand: Operand) -> None:
-    launch = operand_probe.probe(operand).launch
-    (output,) = launch.outputs
-    call = {
-        "inputs": [mx.zeros(1)],
-        "output_shapes": [output.shape],
-        "output_dtypes": [mx.float32],
-        "template": kernels.template(launch.template),
-        "grid": launch.grid,
-        "threadgroup": launch.threadgroup,
-    }
-    text = launch.source
-    names = text.name, text.input_names, text.output_names
-    metal_emulator.check(*names, text.source, text.header, calls=[call])
+    check_statically(operand_probe.probe(operand))
 
 
 @forms
 def test_every_product_is_compared(operand: Operand) -> None:
-    probe = operand_probe.probe(operand)
     values = [*operand_probe.products(operand)]
     assert len({*values}) == len(values) == 512
-    assert probe.fault(values) is None
-    for at in range(512):
-        right = values[at]
-        for wrong in (float(np.nextafter(np.float32(right), 0)), -right, float("nan")):
-            values[at] = wrong
-            assert probe.fault(values) is not None
-        values[at] = right
+
+    def below(value: float) -> float:
+        return float(np.nextafter(np.float32(value), 0))
+
+    assert_compares(operand_probe.probe(operand), values, below, range(512))
 
 
 def test_plans_have_the_forms_that_a_chip_computes() -> None:
@@ -207,7 +195,7 @@ def test_the_exact_form_serves_where_the_probe_fails(
     operand: Operand, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not works:
-        planted(FAULTS["products are rounded to half"], monkeypatch)
+        planted("products are rounded to half", monkeypatch)
     draw = np.random.default_rng(1)
     x = mx.array(draw.standard_normal((11, 256), np.float32)).astype(mx.bfloat16)
     w = mx.array(draw.standard_normal((70, 256), np.float32)).astype(mx.bfloat16)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -66,6 +67,9 @@ def of_experts(
 
 
 NATIVE = [form for form in formats() if form["layout"] == "mlx"]
+OF_4_BITS = sorted(
+    {(each["mode"], each["layout"]) for each in formats() if each["bits"] == 4}
+)
 
 
 def bytes_of(plan: AnyPlan) -> int:
@@ -81,9 +85,12 @@ def assert_same_variants(plan: AnyPlan) -> AnyPlan:
     return smaller[0]
 
 
+@sampled(6, 99)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_every_instance_has_a_small_problem(dtype: str) -> None:
-    for variant in instances.variants(dtype=dtype, bits=4, experiments=True):
+@pytest.mark.parametrize(("mode", "layout"), OF_4_BITS)
+def test_every_instance_has_a_small_problem(mode: str, layout: str, dtype: str) -> None:
+    form: dict[str, Any] = {"mode": mode, "bits": 4, "layout": layout}
+    for variant in instances.variants(dtype=dtype, experiments=True, **form):
         small = assert_same_variants(variant.plan)
         assert bytes_of(small) < MOST_BYTES
 
@@ -134,30 +141,21 @@ def test_every_candidate_of_cuda_has_a_small_problem(m: int) -> None:
                 assert_same_variants(candidate.plan)
 
 
-@pytest.mark.parametrize("pairs", [2, 8, 60])
+@pytest.mark.parametrize(
+    ("pairs", "pairs_per_row"), [(2, 2), (8, 2), (60, 2), (57, 19)]
+)
 @pytest.mark.parametrize("n", [LARGE, LARGE - 6])
-def test_experts_have_a_small_problem(pairs: int, n: int) -> None:
-    for dtype in DTYPE_BYTES:
-        problem = problem_of(pairs, n, 2048, dtype=dtype)
-        small = assert_same_variants(
-            planner.choose_gather(of_experts(problem, 16), DEVICE)
-        )
+def test_experts_have_a_small_problem(n: int, pairs: int, pairs_per_row: int) -> None:
+    for dtype, layout in product(DTYPE_BYTES, ("mlx", "marlin")):
+        problem = problem_of(pairs, n, 2048, dtype=dtype, layout=layout)
+        plain = GatherProblem(problem=problem, experts=16, pairs_per_row=pairs_per_row)
+        small = assert_same_variants(planner.choose_gather(plain, DEVICE))
         assert bytes_of(small) < MOST_BYTES
-        if dtype == "float32":
+        if dtype == "float32" or layout == "mlx":
             continue
-        packed = problem_of(pairs, n, 2048, dtype=dtype, layout="marlin")
-        gates = (None, "silu") if n % 32 == 0 else (None,)
-        for gate in gates:
-            plan = planner.choose_gather(of_experts(packed, 16, gate), h200())
-            assert_same_variants(plan)
-
-
-def test_experts_with_many_pairs_of_a_row_have_a_small_problem() -> None:
-    problem = problem_of(19 * 3, LARGE, 2048, layout="marlin")
-    gather = GatherProblem(problem=problem, experts=16, pairs_per_row=19)
-    for device in (h200(), DEVICE):
-        small = assert_same_variants(planner.choose_gather(gather, device))
-        assert bytes_of(small) < MOST_BYTES
+        for gate in (None, "silu") if n % 32 == 0 else (None,):
+            asked = replace(plain, gate=gate)
+            assert_same_variants(planner.choose_gather(asked, h200()))
 
 
 @needs_emulator
@@ -264,12 +262,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
 FIELDS = ("invariant", "global_scale", "norm", "epilogue")
 
 
-@pytest.mark.parametrize("chip", ["Apple M3 Max", "Apple M5 Max", "NVIDIA H200"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: "-".join(each) or "plain")
-def test_a_check_of_every_kind_of_plan_can_be_made(
-    change: dict[str, Any], chip: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A check never raises, whatever the plan: kernels give no answer here."""
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    """Lets every kernel give no answer, but raise what is returned."""
 
     class NoKernelError(Exception):
         pass
@@ -279,6 +274,16 @@ def test_a_check_of_every_kind_of_plan_can_be_made(
 
     for name in ("product", "gather_product", "decoded_blocks", "call"):
         monkeypatch.setattr(launcher, name, none)
+    return NoKernelError
+
+
+@sampled(11)
+@pytest.mark.parametrize("chip", ["Apple M3 Max", "Apple M5 Max", "NVIDIA H200"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda each: "-".join(each) or "plain")
+def test_a_check_of_every_kind_of_plan_can_be_made(
+    change: dict[str, Any], chip: str, no_kernels: type[Exception]
+) -> None:
+    """A check never raises, whatever the plan."""
     n = ROTATED_N if "rotation=R" in str(change) else 512
     device = named(chip)
     backend = registry.of_device(device)
@@ -300,7 +305,7 @@ def test_a_check_of_every_kind_of_plan_can_be_made(
         for plan in plans:
             with pytest.raises(KernelError) as raised:
                 known_answers.fault_of(plan)
-            assert type(raised.value.__cause__) is NoKernelError
+            assert type(raised.value.__cause__) is no_kernels
             tried += 1
     rotates = problem.epilogue.rotation is not None
     assert tried or (rotates and backend.name == "metal")
@@ -310,21 +315,15 @@ def test_a_check_of_every_kind_of_plan_can_be_made(
 @pytest.mark.parametrize("gate", [None, "silu", "swiglu_oai"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_check_of_every_kind_of_experts_can_be_made(
-    gate: str | None, bias: bool, chip: str, monkeypatch: pytest.MonkeyPatch
+    gate: str | None, bias: bool, chip: str, no_kernels: type[Exception]
 ) -> None:
-    class NoKernelError(Exception):
-        pass
-
-    def none(*_: Any, **__: Any) -> Any:
-        raise NoKernelError
-
-    monkeypatch.setattr(launcher, "gather_product", none)
     for pairs in (2, 12, 200):
         problem = problem_of(pairs, 512, 1024, layout="marlin")
         gather = of_experts(problem, 16, gate, bias)
         plan = planner.choose_gather(gather, named(chip))
-        with pytest.raises(KernelError):
+        with pytest.raises(KernelError) as raised:
             known_answers.fault_of(plan)
+        assert type(raised.value.__cause__) is no_kernels
 
 
 def truncated(y: mx.array) -> mx.array:

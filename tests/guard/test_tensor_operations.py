@@ -1,18 +1,15 @@
 """Tensor operations are checked before the kernel that depends on their layout."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import kernels, planner, registry
+from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.cli.doctor import kernel_checks
 from mlx_marlin.guard import known_answers
@@ -20,7 +17,17 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.verdict import AnyPlan, Refusal
 from mlx_marlin.products import eligibility, serving
-from support.guarded_calls import K, N, collected, is_right, new_process, operands
+from support.guarded_calls import (
+    K,
+    N,
+    assert_compares,
+    change_header,
+    check_statically,
+    collected,
+    is_right,
+    new_process,
+    operands,
+)
 from support.marks import needs_emulator
 
 pytestmark = needs_emulator
@@ -49,29 +56,8 @@ def test_the_operations_of_an_m5_pass(dtype: str) -> None:
 
     assert [known_answers.fault_of_probe(probe) for probe in probes] == [None] * 3
     assert [dict(probe.launch.template)["T"] for probe in probes] == [dtype] * 3
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_probes_pass_the_static_check(dtype: str) -> None:
-    for probe in tensor_probe.probes(plan_of(dtype)):
-        launch, text = probe.launch, probe.launch.source
-        (output,) = launch.outputs
-        call = {
-            "inputs": [mx.zeros(1)],
-            "output_shapes": [output.shape],
-            "output_dtypes": [getattr(mx, output.dtype)],
-            "template": kernels.template(launch.template),
-            "grid": launch.grid,
-            "threadgroup": launch.threadgroup,
-        }
-        names = text.name, text.input_names, text.output_names
-        metal_emulator.check(*names, text.source, text.header, calls=[call])
-
-
-def test_other_kernels_need_no_probe() -> None:
-    plan = planner.make(problem_of(16, 64, 64), device=M5_MAX, kernel="gemm_register")
-
-    assert registry.named(plan.backend).probes(plan) == ()
+    for probe in probes:
+        check_statically(probe)
 
 
 @pytest.mark.parametrize("layout", ["g16", "scrambled"])
@@ -129,15 +115,10 @@ def test_whatever_an_operand_says_of_an_element_is_compared(
 
 @pytest.mark.parametrize("add", [False, True])
 def test_every_product_of_a_probe_is_compared(add: bool) -> None:
-    probe = tensor_probe.probes(plan_of())[1 + add]
     values = [float(value) for value in tensor_probe._products(add)]
-    assert probe.fault(values) is None
-    for at in (*range(0, len(values), 977), len(values) - 1):
-        right = values[at]
-        for wrong in (right + 1, -right, float("nan")):
-            values[at] = wrong
-            assert probe.fault(values) is not None
-        values[at] = right
+    places = (*range(0, len(values), 977), len(values) - 1)
+    probe = tensor_probe.probes(plan_of())[1 + add]
+    assert_compares(probe, values, lambda value: value + 1, places)
 
 
 @pytest.mark.usefixtures("_tensor")
@@ -161,13 +142,7 @@ def test_one_operation_a_simdgroup_serves_where_two_give_wrong_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where a compiler spills registers."""
-    right = metal_source.kernel_source
-
-    def broken(name: str, atomic: bool = False) -> Any:
-        text = right(name, atomic)
-        return replace(text, header=text.header.replace("BLOCKS>1&&", "BLOCKS>2&&"))
-
-    monkeypatch.setattr(metal_source, "kernel_source", broken)
+    change_header(monkeypatch, "gemm_tensor", "BLOCKS>1&&", "BLOCKS>2&&")
     x, w = operands(24)
 
     y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
@@ -209,13 +184,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where macOS has no tensor operations after all."""
-    right = tensor_probe.source.kernel_source
-
-    def broken(name: str, atomic: bool = False) -> Any:
-        text = right(name, atomic)
-        return replace(text, header=text.header.replace("Primitives.h", "Missing.h"))
-
-    monkeypatch.setattr(tensor_probe.source, "kernel_source", broken)
+    change_header(monkeypatch, "tensor_layout", "Primitives.h", "Missing.h")
     x, w = operands(16)
 
     y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
@@ -234,9 +203,8 @@ def test_the_kernel_is_not_built_without_tensor_units() -> None:
 
 def fault(plan: AnyPlan) -> str | None:
     """Returns that tensor operations failed their check."""
-    return (
-        "it failed" if isinstance(plan, Plan) and plan.has_tensor_operations else None
-    )
+    failed = isinstance(plan, Plan) and plan.has_tensor_operations
+    return "it failed" if failed else None
 
 
 @pytest.mark.parametrize("may", [False, True])
@@ -252,9 +220,11 @@ def test_stock_mlx_serves_instead_where_it_may_and_is_faster(may: bool) -> None:
     assert kernel(14336, 4096, "mlx") == ("it failed" if may else "gemm_register")
 
 
-def test_other_kernels_have_no_alternative() -> None:
+def test_other_kernels_have_no_probe_and_no_alternative() -> None:
     plan = planner.make(problem_of(16, 64, 64), device=M5_MAX, kernel="gemm_register")
-    assert registry.named(plan.backend).alternative(plan, M5_MAX) is None
+    backend = registry.named(plan.backend)
+    assert backend.probes(plan) == ()
+    assert backend.alternative(plan, M5_MAX) is None
     refused = planner.usable(plan, M5_MAX, lambda _: "it failed")
     assert refused == Refusal("it failed", "fault")
 

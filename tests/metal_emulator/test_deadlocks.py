@@ -1,11 +1,4 @@
-"""Kernels that wait for other threads: reported, interrupted or allowed."""
-
-import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""Kernels that wait for other threads: reported or allowed."""
 
 import mlx.core as mx
 import pytest
@@ -13,7 +6,7 @@ import pytest
 import metal_emulator
 from metal_emulator import EmulatorError, emulated
 from support.marks import needs_emulator
-from support.metal_sources import each_thread, run
+from support.metal_sources import run
 from support.profiles import sampled
 
 pytestmark = needs_emulator
@@ -55,6 +48,7 @@ def waits(source: str, groups: int = GROUPS, threads: int = 32) -> mx.array:
     return mx.array(out).view(mx.uint32)
 
 
+@sampled(2)
 @MODES
 @pytest.mark.parametrize("workers", [1, 3])
 def test_waiting_for_a_threadgroup_that_does_not_run_is_reported(
@@ -71,6 +65,7 @@ def test_waiting_for_a_threadgroup_that_does_not_run_is_reported(
     assert "at source line 6: while (atomic_load_explicit(&flags[0]" in message
 
 
+@sampled(3)
 @MODES
 @pytest.mark.parametrize("seed", range(3))
 def test_threadgroups_that_are_resident_may_wait_for_each_other(
@@ -167,47 +162,6 @@ def test_a_loop_without_an_end_meets_the_time_limit(loop: str, trace: bool) -> N
         waits(f"{ATOMICS}{loop}")
 
     assert "in threadgroup (" in str(caught.value)
-
-
-@contextmanager
-def interrupt_soon() -> Iterator[None]:
-    """Presses Ctrl-C in the block."""
-
-    def press() -> None:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    # Compiled before: Ctrl-C is to meet the kernel.
-    with emulated(time_limit=0.05), pytest.raises(EmulatorError):
-        waits(ENDLESS)
-    pressing = threading.Thread(target=press)
-    pressing.start()
-    try:
-        yield
-    finally:
-        pressing.join()
-
-
-@pytest.fixture
-def pythons_own_handler() -> Iterator[None]:
-    """Puts back what a shell takes away from a program that it runs beside others."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@MODES
-@pytest.mark.usefixtures("pythons_own_handler")
-@pytest.mark.parametrize("workers", [1, 3])
-def test_ctrl_c_interrupts_a_kernel(workers: int, trace: bool) -> None:
-    with (
-        emulated(workers=workers, trace=trace),
-        pytest.raises(KeyboardInterrupt),
-        interrupt_soon(),
-    ):
-        waits(ENDLESS)
-
-    assert each_thread("1.0f").tolist() == [1] * 32
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,13 @@ import pytest
 from mlx_lm.tuner import losses
 
 import metal_emulator
+from support.marks import needs_emulator
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {
     file.name: file.read_text(encoding="utf-8")
     for file in (ROOT / "docs" / "emulator.md", ROOT / "metal_emulator" / "README.md")
 }
-
-needs_compiler = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -27,7 +24,7 @@ def test_the_first_screen_says_that_kernels_are_native_code(name: str) -> None:
     assert any("native code with your rights" in line for line in screen)
 
 
-@needs_compiler
+@needs_emulator
 def test_the_race_of_mlx_lm_is_found_as_the_readme_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

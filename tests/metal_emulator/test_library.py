@@ -1,6 +1,5 @@
 """Whole `.metal` texts: entries, constants, template arguments, calls."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 
 import metal_emulator
 from metal_emulator import CompileError, EmulatorError, library
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 TEXT = """
 #include <metal_stdlib>
@@ -80,6 +78,12 @@ ARGUMENTS = np.array([8], np.int32).tobytes() + np.array([0.5], np.float32).toby
 X = mx.arange(8).astype(mx.float32)
 CALL: dict[str, Any] = {"grid": (8, 1, 1), "threadgroup": (8, 1, 1)}
 FLOATS: dict[str, Any] = {"output_shapes": [(8,)], "output_dtypes": [mx.float32]}
+ONE: dict[str, Any] = {
+    "output_shapes": [(1,)],
+    "output_dtypes": [mx.float32],
+    "grid": (1, 1, 1),
+    "threadgroup": (1, 1, 1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +154,9 @@ def test_a_wrong_constant_is_refused(
 
 
 def vectors(function: metal_emulator.Function, dtype: mx.Dtype, **more: Any) -> Any:
+    half = 0.5 if dtype == mx.float32 else mx.array(0.5, dtype)  # either is a T
     (y,) = function(
-        inputs=[mx.arange(32).astype(dtype), mx.array(0.5, dtype)],
+        inputs=[mx.arange(32).astype(dtype), half],
         output_shapes=[(32,)],
         output_dtypes=[dtype],
         threadgroup_memory={"tile": 8 * 4 * dtype.size},
@@ -272,62 +277,42 @@ def test_a_wrong_call_is_refused(
     assert words in str(caught.value)
 
 
-def test_numbers_have_the_type_of_a_template_argument(
-    text: metal_emulator.Library,
-) -> None:
-    (y,) = text.function("vectors")(
-        inputs=[mx.zeros(32), 7],
-        output_shapes=[(32,)],
-        output_dtypes=[mx.float32],
-        threadgroup_memory={"tile": 128},
-        **CALL,
-    )
-
-    assert y.tolist() == [7] * 32
-
-
 def test_numbers_have_the_type_of_their_parameter() -> None:
     body = "{ y[0] = n + small; }"
     head = "kernel void f(device float* y, constant ulong& n, constant uchar* s)"
     function = library(f"{head} {body.replace('small', 's[0]')}").function()
-    one = {"output_shapes": [(1,)], "output_dtypes": [mx.float32]}
-    call = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
 
-    (y,) = function(inputs=[2**40, 255], **one, **call)
+    (y,) = function(inputs=[2**40, 255], **ONE)
 
     assert y.item() == 2**40
     with pytest.raises(ValueError, match="expected a number of that type, not 256"):
-        function(inputs=[1, 256], **one, **call)
+        function(inputs=[1, 256], **ONE)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("source", "entry", "outputs", "words"),
     [
-        (lambda text: text.function(), "no entry is named, expected a kernel of some."),
+        (TEXT, None, None, "no entry is named, expected a kernel of some."),
+        (TEXT, "f", None, "entry f, expected a kernel of some.metal"),
         (
-            lambda text: text.function("f"),
-            "entry f, expected a kernel of some.metal",
-        ),
-        (
-            lambda text: text.function("scale", outputs=["x"]),
+            TEXT,
+            "scale",
+            ["x"],
             "output 'x', expected a parameter in device memory, not const (y)",
         ),
-        (lambda _: library("y[0] = 1;").function(), "(none: it is a body)"),
+        ("uint kernel = 1; y[0] = kernel;", None, None, "(none: it is a body)"),
         (
-            lambda _: library(
-                "kernel void f(texture2d<float> t [[texture(0)]]) {}"
-            ).function(),
+            "kernel void f(texture2d<float> t [[texture(0)]]) {}",
+            *(None, None),
             "parameter 'texture2d<float> t [[texture]]', expected a buffer",
         ),
     ],
 )
 def test_what_cannot_be_chosen_is_told(
-    text: metal_emulator.Library,
-    make: Callable[[metal_emulator.Library], object],
-    words: str,
+    source: str, entry: str | None, outputs: list[str] | None, words: str
 ) -> None:
     with pytest.raises(ValueError, match="expected") as caught:
-        make(text)
+        library(source, name="some.metal").function(entry, outputs=outputs)
 
     assert words in str(caught.value)
 
@@ -348,12 +333,10 @@ def test_files_in_quotes_are_included_and_named(tmp_path: Path) -> None:
         name="top.metal",
         include=[tmp_path / "inner"],
     ).function
-    one = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "inputs": []}
-    call = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
 
-    assert function("f")(**one, **call)[0].item() == 3
+    assert function("f")(inputs=[], **ONE)[0].item() == 3
     with pytest.raises(EmulatorError) as caught:
-        function("g")(**one, **call)
+        function("g")(inputs=[], **ONE)
     assert "at two.h line 5: return y[100];" in str(caught.value)
     assert "at top.metal line 8: y[0] = wrong(y);" in str(caught.value)
 
@@ -363,57 +346,3 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"odd.h: byte 0 is not UTF-8, expected a tex"):
         library('#include "odd.h"', include=[tmp_path])
-
-
-LITERALS = """
-#if __METAL_VERSION__ < 310
-#error
-#endif
-float first(float pair[2]) { return pair[0]; }
-kernel void f(device float4* y) {
-  half4 h = (half4) 0.5h;
-  float4 z = (float4) 0.0f;
-  float4 s = {1.f};
-  float pair[2] = {2, 3};
-  y[0] = float4(h) + z + s + first(pair);
-}
-"""
-
-
-def test_casts_of_literals_short_lists_and_array_parameters_are_metal() -> None:
-    function = library(LITERALS).function()
-    output = {"output_shapes": [(4,)], "output_dtypes": [mx.float32]}
-    one = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-
-    function.check()
-    (y,) = function(inputs=[], **output, **one)
-
-    assert y.tolist() == [3.5, 2.5, 2.5, 2.5]
-    with pytest.raises(CompileError, match="excess elements"):
-        library(LITERALS.replace("{1.f}", "{1, 2, 3, 4, 5}")).function().check()
-
-
-BFLOATS = """
-template <typename M>
-void load(device const matrix<bfloat, 4, 4>* x, thread M& m) { m = (M)(*x); }
-kernel void f(device const matrix<bfloat, 4, 4>* x, device float4x4* y) {
-  float4x4 m;
-  load(x, m);
-  y[0] = m;
-}
-"""
-
-
-def test_matrices_may_be_of_bfloat() -> None:
-    function = library(BFLOATS).function()
-
-    function.check()
-    (y,) = function(
-        inputs=[mx.arange(16).astype(mx.bfloat16)],
-        output_shapes=[(16,)],
-        output_dtypes=[mx.float32],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-    )
-
-    assert y.tolist() == [*range(16)]

@@ -1,33 +1,46 @@
-"""mlx-lm's own Metal kernels, unmodified, against the operations that they replace."""
+"""mlx-lm's own Metal kernels, unmodified: checked, and run against their operations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import gated_delta, ssm
+from mlx_lm.models import bitlinear_layers, gated_delta, ssm
 
 import metal_emulator
+from support.marks import needs_emulator
 from support.profiles import sampled
+
+pytestmark = needs_emulator
 
 TOLERANCE = {mx.float32: 2e-6, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 """Of the largest element: a rounding of the result, and float32 sums in any order."""
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason=str(metal_emulator.unavailable())
-)
+DTYPES = pytest.mark.parametrize("dtype", [*TOLERANCE], ids=str)
+
+
+class Checked:
+    """A kernel of the emulator whose calls pass the static check first."""
+
+    def __init__(self, **kernel: Any) -> None:
+        self.kernel = kernel
+        self.run = metal_emulator.metal_kernel(**kernel)
+
+    def __call__(self, **call: Any) -> list[mx.array]:
+        metal_emulator.check(**self.kernel, calls=[call])
+        return self.run(**call)
 
 
 @pytest.fixture
-def on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Calls what makes a kernel as if there were a GPU: the emulator's is made."""
+def on_metal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Calls what makes a kernel as if there were a GPU."""
 
     def make(maker: Callable[..., Any], *arguments: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(mx.metal, "is_available", lambda: True)
-            patch.setattr(mx.fast, "metal_kernel", metal_emulator.metal_kernel)
+            patch.setattr(mx.fast, "metal_kernel", Checked)
             return maker(*arguments)
 
     return make
@@ -41,8 +54,6 @@ def gated(monkeypatch: pytest.MonkeyPatch, on_metal: Callable[..., Any]) -> Modu
             suffix = ("_vec" if vector else "") + ("_masked" if mask else "")
             kernel = on_metal(gated_delta._make_gated_delta_kernel, mask, vector)
             monkeypatch.setattr(gated_delta, f"_gated_delta_kernel{suffix}", kernel)
-    kernel = on_metal(gated_delta._make_gated_delta_kernel_xtree)
-    monkeypatch.setattr(gated_delta, "_gated_delta_kernel_xtree", kernel)
     kernel = on_metal(gated_delta._make_gated_delta_packed_kernel)
     monkeypatch.setattr(gated_delta, "_gated_delta_kernel_packed", kernel)
     return gated_delta
@@ -83,51 +94,28 @@ def in_float32(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def agree(module: ModuleType, dtype: mx.Dtype, arguments: dict[str, Any]) -> None:
-    """The kernel's two results are those of the same arguments in float32."""
-    y, state = module.gated_delta_kernel(**arguments)
-    expected_y, expected_state = module.gated_delta_ops(**in_float32(arguments))
-    assert y.dtype == dtype
-    close(y, expected_y, dtype)
-    close(state, expected_state, mx.float32)
-
-
-@sampled(3)
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@DTYPES
+@pytest.mark.parametrize("keys", [64, 128])
 @pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@sampled(8)
 def test_gated_delta_is_its_operations(
-    gated: ModuleType, dtype: mx.Dtype, vector: bool
+    gated: ModuleType, dtype: mx.Dtype, keys: int, vector: bool, masked: bool
 ) -> None:
-    agree(gated, dtype, gated_arguments(dtype, vector=vector))
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_packed_gated_delta_is_its_operations(
-    gated: ModuleType, dtype: mx.Dtype
-) -> None:
-    agree(gated, dtype, gated_arguments(dtype, keys=128))
-
-
-def test_packed_gated_delta_is_bit_for_bit_its_comparator(gated: ModuleType) -> None:
-    arguments = gated_arguments(mx.float16, keys=128)
-    packed = gated.gated_delta_kernel(**arguments)
-    comparator = gated.gated_delta_kernel_xtree(**arguments)
-    for one, other in zip(packed, comparator, strict=True):
-        assert mx.array_equal(one, other)
-
-
-@pytest.mark.parametrize("vector", [False, True])
-def test_gated_delta_leaves_masked_steps_out(gated: ModuleType, vector: bool) -> None:
-    arguments = gated_arguments(mx.float32, vector=vector)
-    mask = mx.array([[True, True, False], [False, True, True]])
+    arguments = gated_arguments(dtype, keys=keys, vector=vector)
+    kept = mx.array([[True, True, not masked], [not masked, True, True]])
+    mask = kept if masked else None
     y, state = gated.gated_delta_kernel(**arguments, mask=mask)
-    expected_y, expected_state = gated.gated_delta_ops(**arguments, mask=mask)
-    close(y, expected_y * mask[..., None, None], mx.float32)
+    expected_y, expected_state = gated.gated_delta_ops(
+        **in_float32(arguments), mask=mask
+    )
+    assert y.dtype == dtype
+    close(y, expected_y * kept[..., None, None], dtype)
     close(state, expected_state, mx.float32)
 
 
 @sampled(3)
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@DTYPES
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ssm_is_its_operations(
     monkeypatch: pytest.MonkeyPatch,
@@ -154,3 +142,22 @@ def test_ssm_is_its_operations(
     assert y.dtype == dtype
     close(y, expected_y, dtype)
     close(state, expected_state, mx.float32)
+
+
+@DTYPES
+def test_bitlinear_runs(on_metal: Callable[..., Any], dtype: mx.Dtype) -> None:
+    kernel = on_metal(bitlinear_layers.make_bitlinear_kernel)
+    template = {"T": dtype, "invert_weight_scales": True}
+    (y,) = kernel(
+        inputs=[
+            mx.ones((2, 64), dtype),
+            mx.zeros((16, 64), mx.uint8),
+            mx.ones(1, dtype),
+        ],
+        template=[*template.items(), ("in_features", 64), ("out_features", 64)],
+        grid=(32, 32, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(2, 64)],
+        output_dtypes=[dtype],
+    )
+    assert mx.array_equal(y, mx.full((2, 64), -64, dtype))  # a code of 0 is -1

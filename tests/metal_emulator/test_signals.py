@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,8 @@ import pytest
 from metal_emulator import EmulatorError, emulated, engine
 from support.marks import needs_emulator
 from support.metal_sources import FLOATS, each_thread, run
+from support.processes import run_python
+from support.profiles import sampled
 
 pytestmark = needs_emulator
 
@@ -54,20 +54,16 @@ def alarms(
 
 def run_apart(code: str) -> str:
     """Returns what `code` prints in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=environment,
-    ).stdout
+    answer = run_python(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{code}")
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
 
 
 def launch(source: str) -> mx.array:
     return run(source, FLOATS, grid=512, shape=(512,))
 
 
+@sampled(2)
 @LAUNCHES
 def test_handlers_run_during_a_launch_and_what_they_raise_ends_it(
     workers: int, trace: bool
@@ -90,6 +86,7 @@ def test_handlers_run_during_a_launch_and_what_they_raise_ends_it(
     assert each_thread("1.0f").tolist() == [1] * 32
 
 
+@sampled(2)
 @LAUNCHES
 def test_a_launch_goes_on_after_a_handler_that_returns(
     workers: int, trace: bool
@@ -120,7 +117,7 @@ def test_ctrl_c_ends_no_launch_if_its_handler_returns() -> None:
     pressing.start()
     try:
         with (
-            emulated(time_limit=1.0),
+            emulated(time_limit=0.3),
             pytest.raises(EmulatorError, match="exceeds the time limit"),
         ):
             launch(ENDLESS)
@@ -172,28 +169,28 @@ thread.join()
     assert run_apart(code) == "ended\n"
 
 
-@pytest.mark.parametrize("blocked", [signal.SIGSEGV, signal.SIGILL, signal.SIGURG])
-def test_faults_are_reported_where_their_signals_are_blocked(blocked: int) -> None:
+def test_faults_are_reported_where_their_signals_are_blocked() -> None:
     code = f"""
 import signal
 from metal_emulator import EmulatorError, emulated
 from support.metal_sources import FLOATS, run
 
-signal.pthread_sigmask(signal.SIG_BLOCK, [{int(blocked)}])
 faults = (
     ("out[0] = a[100000];", "outside buffer"),
     ("out[0] = 1 << int(a[40]);", "shift by"),
     ({ENDLESS!r}, "time limit"),
 )
-for workers in (1, 3):
-    for source, message in faults:
-        with emulated(time_limit=0.2, workers=workers):
-            try:
-                run(source, FLOATS, grid=4096)
-            except EmulatorError as error:
-                assert message in str(error), error
-            else:
-                raise AssertionError(source)
-        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == {{{int(blocked)}}}
+for blocked in (signal.SIGSEGV, signal.SIGILL, signal.SIGURG):
+    signal.pthread_sigmask(signal.SIG_SETMASK, [blocked])
+    for workers in (1, 3):
+        for source, message in faults:
+            with emulated(time_limit=0.1, workers=workers):
+                try:
+                    run(source, FLOATS, grid=4096)
+                except EmulatorError as error:
+                    assert message in str(error), (blocked, workers, error)
+                else:
+                    raise AssertionError((blocked, workers, source))
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == {{blocked}}
 """
     run_apart(code)

@@ -13,10 +13,9 @@ from metal_emulator import (
 )
 from support.marks import needs_emulator
 from support.metal_sources import FLOATS, run
+from support.profiles import sampled
 
 pytestmark = needs_emulator
-
-MISALIGNED = "const device float4* p = (const device float4*)(a + OFFSET);"
 
 
 def traced(lines: str, *inputs: mx.array, **options: object) -> object:
@@ -32,32 +31,34 @@ def report(lines: str, *inputs: mx.array, **options: object) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "component",
-    [
-        "p[i / 4].x",
-        "p[i / 4].zw.y",
-        "p->y",
-        "(*p).w",
-        "(p + i / 8)->x",
-        "((const device float4*)(a + OFFSET))[0].x",
-        "hold.q[1].x",
-        "rows[1][i / 4].y",
-    ],
+COMPONENTS = (
+    "p[i / 4].x",
+    "p[i / 4].zw.y",
+    "p->y",
+    "(*p).w",
+    "(p + i / 8)->x",
+    "((const device float4*)(a + b))[0].x",
+    "hold.q[1].x",
+    "rows[1][i / 4].y",
 )
-def test_a_component_of_a_misaligned_vector_is_reported(component: str) -> None:
-    lines = f"""
-    {MISALIGNED}
-    struct {{ const device float4* q; }} hold = {{p}};
-    const device float4* rows[2] = {{p, p}};
-    out[i] = {component};
-    """
 
-    traced(lines.replace("OFFSET", "4"), FLOATS)
-    message = report(lines.replace("OFFSET", "1"), FLOATS)
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_of_a_misaligned_vector_is_reported(component: str) -> None:
+    reads = [f"if (c == {j}) out[i] = {each};" for j, each in enumerate(COMPONENTS)]
+    lines = (
+        "const device float4* p = (const device float4*)(a + b);",
+        "struct { const device float4* q; } hold = {p};",
+        "const device float4* rows[2] = {p, p};",
+        *reads,
+    )
+    chosen = COMPONENTS.index(component)
+
+    traced("\n".join(lines), FLOATS, 4, chosen)
+    message = report("\n".join(lines), FLOATS, 1, chosen)
 
     assert message.startswith("kernel bug: misaligned access")
-    assert "at source line 6: out[i] =" in message
+    assert f"at source line {5 + chosen}: {reads[chosen]}" in message
 
 
 def test_components_of_other_objects_are_what_they_were() -> None:
@@ -121,6 +122,7 @@ def test_a_private_variable_without_a_value_is_named(use: str) -> None:
         "struct { bfloat b[2]; } s; s.b[0] = bfloat(1.0f); v = s.b[i & 1];",
     ],
 )
+@sampled(3)
 def test_a_value_that_was_never_set_is_found_in_an_output(
     use: str, dtype: mx.Dtype
 ) -> None:
@@ -132,30 +134,38 @@ def test_a_value_that_was_never_set_is_found_in_an_output(
 
 
 def test_other_nans_are_results() -> None:
+    lines = """
+    float4 v; v.x = b[i]; v.yzw = float3(1);
+    out[i] = v.x * v.y / v.z;
+    out[i + 32] = NAN;
+    out[i + 64] = (b[i] - b[i]) / 0;
+    out[i + 96] = a[i];
+    """
     given = mx.array(np.full(32, 0xFFFFFFFF, np.uint32)).view(mx.float32)
-    partly = "float4 v; v.x = a[i]; v.yzw = float3(1); out[i] = v.x * v.y / v.z;"
 
-    assert np.isnan(traced("out[i] = NAN;")).all()
-    assert np.isnan(traced("out[i] = (a[i] - a[i]) / 0;", FLOATS)).all()
-    assert np.isnan(traced("out[i] = a[i];", given)).all()
-    np.testing.assert_array_equal(traced(partly, FLOATS), np.arange(32))
+    out = traced(lines, given, FLOATS, shape=(4, 32))
+
+    np.testing.assert_array_equal(out, [np.arange(32), *np.full((3, 32), np.nan)])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("simd_shuffle(a[i], 32)", "simd_shuffle asks for lane 32, a simdgroup has 32"),
-        ("simd_shuffle(a[i], i + 1)", "simd_shuffle asks for lane 32"),
-        ("simd_broadcast(a[i], 99)", "simd_broadcast asks for lane 99"),
-        ("simd_shuffle_xor(a[i], 32)", "simd_shuffle_xor asks for lane"),
-        ("quad_broadcast(a[i], 4)", "quad_broadcast asks for lane 4, a quad has 4"),
-    ],
-)
+NO_LANES = {
+    "simd_shuffle(a[i], 32)": "simd_shuffle asks for lane 32, a simdgroup has 32",
+    "simd_shuffle(a[i], i + 1)": "simd_shuffle asks for lane 32",
+    "simd_broadcast(a[i], 99)": "simd_broadcast asks for lane 99",
+    "simd_shuffle_xor(a[i], 32)": "simd_shuffle_xor asks for lane",
+    "quad_broadcast(a[i], 4)": "quad_broadcast asks for lane 4, a quad has 4",
+}
+
+
+@pytest.mark.parametrize(("call", "message"), NO_LANES.items())
 def test_a_lane_that_does_not_exist_is_reported(call: str, message: str) -> None:
-    found = report(f"out[i] = {call};", FLOATS)
+    lines = [f"if (b == {j}) out[i] = {each};" for j, each in enumerate(NO_LANES)]
+    chosen = [*NO_LANES].index(call)
+
+    found = report("\n".join(lines), FLOATS, chosen)
 
     assert f"kernel bug: {message}" in found
-    assert f"at source line 2: out[i] = {call};" in found
+    assert f"at source line {2 + chosen}: {lines[chosen]}" in found
 
 
 def test_shuffles_by_more_than_a_simdgroup_keep_their_values() -> None:

@@ -1,14 +1,19 @@
 """Calls that the guard checks: operands, plans of one kernel, warnings."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
+import metal_emulator
 from mlx_marlin import state
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import kernels, planner
+from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import source
 from mlx_marlin.planning.explicit import STAGED
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -61,3 +66,46 @@ def collected(run: Callable[[], Any]) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         result = run()
     return result, [str(each.message) for each in found]
+
+
+def change_header(patch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
+    """Changes a kernel's text as a GPU might, and that of no other kernel."""
+    right = source.kernel_source
+
+    def changed(asked: str, atomic: bool = False) -> Any:
+        text = right(asked, atomic)
+        if asked != name:
+            return text
+        assert old in text.header
+        return replace(text, header=text.header.replace(old, new))
+
+    patch.setattr(source, "kernel_source", changed)
+
+
+def check_statically(probe: Probe) -> None:
+    """Puts the kernel of a probe to the static check."""
+    launch, text = probe.launch, probe.launch.source
+    (output,) = launch.outputs
+    call = {
+        "inputs": [mx.zeros(1)],
+        "output_shapes": [output.shape],
+        "output_dtypes": [getattr(mx, output.dtype)],
+        "template": kernels.template(launch.template),
+        "grid": launch.grid,
+        "threadgroup": launch.threadgroup,
+    }
+    names = text.name, text.input_names, text.output_names
+    metal_emulator.check(*names, text.source, text.header, calls=[call])
+
+
+def assert_compares(
+    probe: Probe, values: list[float], near: Callable[[float], float], at: Iterable[int]
+) -> None:
+    """Asserts that a probe finds each wrong value: a near one, its negative and NaN."""
+    assert probe.fault(values) is None
+    for each in at:
+        right = values[each]
+        for wrong in (near(right), -right, float("nan")):
+            values[each] = wrong
+            assert probe.fault(values) is not None
+        values[each] = right

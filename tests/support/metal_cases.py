@@ -34,39 +34,50 @@ def run_checked(source: str, *inputs: mx.array, **options: Any) -> Array:
 
 
 class Values:
-    """What scalar expressions are worth: all of them are one kernel.
+    """What expressions are worth: all of them are one kernel.
 
     Args:
         expressions: In Metal.
+        inputs: What they call `a`, `b`, ...
         dtype: Of the values.
         before: Statements that the expressions follow.
         header: What stands before the kernel.
+        threads: Of the one threadgroup.
     """
 
     def __init__(
         self,
         expressions: Iterable[str],
+        *inputs: mx.array,
         dtype: mx.Dtype = mx.float32,
         before: str = "",
         header: str = "",
+        threads: int = 1,
     ) -> None:
         self._expressions = list(expressions)
+        self._inputs = inputs
         self._dtype = dtype
         self._before = before
         self._header = header
+        self._threads = threads
 
     def __getitem__(self, expression: str) -> Any:
-        """Returns the value of an expression."""
-        return self._values[self._expressions.index(expression)]
+        """Returns an expression's value, or its values in several threads [threads]."""
+        values = self._values[self._expressions.index(expression)]
+        return values[0] if self._threads == 1 else values
 
     @cached_property
     def _values(self) -> Array:
-        lines = (f"out[{j}] = {each};" for j, each in enumerate(self._expressions))
+        lines = (
+            f"out[{j * self._threads} + thread_index_in_threadgroup] = {each};"
+            for j, each in enumerate(self._expressions)
+        )
         return run_checked(
             "\n".join([self._before, *lines]),
+            *self._inputs,
             header=self._header,
-            shape=(len(self._expressions),),
+            shape=(len(self._expressions), self._threads),
             dtype=self._dtype,
-            grid=1,
-            threadgroup=1,
+            grid=self._threads,
+            threadgroup=self._threads,
         )

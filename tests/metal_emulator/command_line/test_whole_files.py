@@ -6,14 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import metal_emulator
 from metal_emulator.command_line.main import main
-from metal_emulator.language.tokens import Tokens
-from metal_emulator.language.whole_kernel import whole_kernels
+from support.marks import needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason="no compiler for Metal kernels"
-)
+pytestmark = needs_emulator
 
 WHOLE = """// Copyright © 2026
 #include <metal_stdlib>
@@ -65,19 +61,6 @@ def scale(file: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def test_parameters_and_templates_are_read() -> None:
-    first, second = whole_kernels(Tokens(WHOLE))
-
-    assert (first.name, first.template) == ("scale", ())
-    assert [parameter.name for parameter in first.parameters] == [
-        *("x", "y", "arguments", "hold", "i", "inside")
-    ]
-    assert (second.name, second.template) == ("shift", ("T", "N"))
-    assert second.parameters[2].type == "constant int&"
-    assert second.parameters[3].attribute == "thread_position_in_grid"
-    assert not list(whole_kernels(Tokens("uint kernel = 1; y[0] = kernel;")))
-
-
 def test_a_whole_kernel_is_checked_and_run(
     scale: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,36 +108,6 @@ def test_elements_that_nobody_writes_are_told(
 
     said = capsys.readouterr().err
     assert "8 of 40 elements of output 'y' were never written, the first is" in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            ["--entry", "other"],
-            "entry other, expected a kernel of whole.metal (scale, sh",
-        ),
-        (["--entry", "shift"], "kernel shift: output 'y', expected a parameter in dev"),
-        (
-            ["--input", "x=32:float16"],
-            "parameter 'x' is device const float*, expected an array of that type",
-        ),
-        (["--threadgroup-memory", "hold=x"], "'x', expected a number of bytes"),
-    ],
-)
-def test_what_is_missing_is_told_in_a_line(
-    scale: list[str],
-    capsys: pytest.CaptureFixture[str],
-    changes: list[str],
-    words: str,
-) -> None:
-    keep = scale[:-2] if "memory" in changes[0] else scale
-    if "x=" in changes[1]:
-        keep = [word for word in scale if not word.startswith("x=")]
-        keep.pop(keep.index("--input"))
-
-    assert main([*keep, *changes]) == 2
-    assert words in capsys.readouterr().err
 
 
 def test_messages_name_lines_of_the_file_only(
@@ -236,15 +189,6 @@ def test_constants_instances_and_vector_types_are_given(
     assert "y: float16 16, min 9, max 9, mean 9" in capsys.readouterr().out
 
 
-def test_a_constant_that_is_missing_is_named(
-    constants: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--entry", "fill_half4", "--output", "y=16:float16", *FILL, *VALUES[2:]]
-
-    assert main([constants, *options]) == 1
-    assert "constant nsg (600): int, which has no value" in capsys.readouterr().out
-
-
 def test_one_buffer_for_two_parameters_and_files_in_quotes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,54 +207,47 @@ def test_one_buffer_for_two_parameters_and_files_in_quotes(
         assert f"y: int32 1, min {result}, max {result}" in capsys.readouterr().out
 
 
+FILLED = "--entry fill --grid 4 --input x=none --output y=16:float16"
+BODY = "y[0] = 1;"
+ONE = "--grid 1 --output y=1:int32"
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("text", "options", "words"),
     [
-        (["--entry", "none"], "--grid is missing, expected the threads of the grid"),
-        (["--constant", "nsg"], "--constant 'nsg', expected NAME=VALUE or INDEX=VALUE"),
+        (CONSTANTS, "--entry none", "--grid is missing, expected the threads of the"),
+        (CONSTANTS, f"{FILLED} --constant nsg", "'nsg', expected NAME=VALUE or INDEX="),
+        (CONSTANTS, f"{FILLED} --constant nsg=x", "expected true, false or numbers"),
+        (CONSTANTS, f"{FILLED} --constant a=1 --constant a=2", "a is given twice, exp"),
+        (CONSTANTS, f"{FILLED} --template T={{", "argument '{', expected a dtype, a n"),
         (
-            ["--constant", "nsg=x"],
-            "--constant 'nsg=x', expected true, false or numbers",
+            CONSTANTS,
+            f"{FILLED} --threadgroup-memory h=x",
+            "'x', expected a number of",
         ),
-        (["--constant", "a=1", "--constant", "a=2"], "a is given twice, expected once"),
-        (
-            ["--constant", "a=1"],
-            "constant 'a', expected one of the text: nsg (600): int",
-        ),
-        (["--template", "T={"], "template argument '{', expected a dtype, a number or"),
+        (BODY, f"{ONE} --entry f", "--entry f, expected a kernel with a signature"),
+        (BODY, f"{ONE} --constant a=1", "--constant ['a=1'], expected a kernel with a"),
+        (BODY, f"{ONE} --input x=none", "--input x=none, expected a value"),
+        (BODY, f"{ONE} --template T=half4", "'T=half4', expected an integer, true"),
+        (BODY, f"{ONE} --output x=4x8", "'4x8', expected an array such as 8x512:float"),
+        (BODY, f"{ONE} --output x", "--output 'x', expected NAME=VALUE"),
+        (BODY, f"{ONE} --input x=half", "'half' is neither"),
+        (BODY, f"{ONE} --threadgroup a", "--threadgroup 'a', expected one to three"),
     ],
 )
 def test_wrong_options_are_told_in_a_line(
-    constants: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    text: str,
+    options: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    rest = ["--entry", "fill", *FILL, "--output", "y=16:float16"]
-    command = options if "--entry" in options else [*rest, *options]
+    file = tmp_path / "kernels.metal"
+    file.write_text(text, encoding="utf-8")
 
-    assert main([constants, *command]) == 2
+    assert main([str(file), *options.split()]) == 2
 
     said = capsys.readouterr().err
     assert said.startswith("python -m metal_emulator: error: ")
     assert words in said
     assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--entry", "f"], "--entry f, expected a kernel with a signature"),
-        (["--constant", "a=1"], "--constant ['a=1'], expected a kernel with a sign"),
-        (["--input", "x=none"], "--input x=none, expected a value"),
-        (["--template", "T=half4"], "--template 'T=half4', expected an integer, true"),
-    ],
-)
-def test_a_body_has_no_options_of_whole_kernels(
-    tmp_path: Path,
-    options: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "body.metal"
-    file.write_text("y[0] = 1;")
-
-    assert main([str(file), "--grid", "1", "--output", "y=1:int32", *options]) == 2
-    assert words in capsys.readouterr().err

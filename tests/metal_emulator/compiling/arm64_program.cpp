@@ -1,6 +1,6 @@
 // Runs kernels without Python: the run time and what `KERNELS` names are linked into one
 // program. Every kernel gets 64 floats 0, 1, ... and writes 64; a line tells how it ended.
-#include "../metal_emulator/runtime/runtime.h"
+#include "../../../metal_emulator/runtime/runtime.h"
 
 namespace emu {
 struct Region {

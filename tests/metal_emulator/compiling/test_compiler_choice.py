@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_emulator import cache
 from metal_emulator.compiling import build, clangs, compiler
-from mlx_marlin import cache
 from support.marks import needs_emulator
 from support.metal_sources import each_thread, to_numpy
 from support.processes import HANG_SECONDS
@@ -30,16 +30,18 @@ AS_HERE = 20 if HERE.traps_name_checks else 19
 """The version that a script for the compiler in use states: it decides the flags."""
 VERSION = 'echo "clang version {version}.1.2"'
 SEARCH_PATH = os.environ["PATH"]
+ROOT = cache.root
+"""Of the user's cache, which has what the compiler in use has built."""
 WORKING = """
 PATH='{path}'
 case "$*" in
   --version) echo "clang version {version}.1.2" ;;
   *-shared*) shift 2; exec {linker} "$@" ;;
-  *) exec {clang} "$@" ;;
+  *) exec {clang} "$@" -O0 ;;
 esac
 """
 """A clang that runs the compiler in use, which may need a linker of the search path.
-To link it gets `-nostdlib -shared` first."""
+To link it gets `-nostdlib -shared` first. It optimises nothing, which is faster."""
 RUN_TIME_ONLY = """
 case "$*" in
   *translation.cpp*) echo "error: this kernel is too hard" >&2; exit 1 ;;
@@ -53,7 +55,7 @@ def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv(clangs.ENVIRONMENT, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setitem(sys.modules, "ziglang", None)
-    monkeypatch.setattr(cache, "folder", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(cache, "root", lambda: tmp_path / "cache")
     forget()
     yield
     forget()
@@ -88,32 +90,29 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
-def test_a_failing_clang_is_passed_over(empty: None, script: Script) -> None:
-    bad = script("clang", "echo 'I cannot start' >&2", "exit 1")
-    good = script("clang-20", WORKING)
-
-    found, failures = compiler.search()
-
-    assert found is not None
-    assert found.clang == (good,)
-    assert failures == (
-        f"{bad} does not work: `--version` does not name a clang, but prints "
-        "I cannot start",
-    )
-    assert compiler.unavailable() is None
-
-
-def test_a_clang_that_builds_the_run_time_alone_is_passed_over(
-    empty: None, script: Script
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (
+            ("echo 'I cannot start' >&2", "exit 1"),
+            "`--version` does not name a clang, but prints I cannot start",
+        ),
+        ((RUN_TIME_ONLY, WORKING), "error: this kernel is too hard"),
+    ],
+    ids=["does not start", "builds the run time alone"],
+)
+def test_a_failing_clang_is_passed_over(
+    lines: tuple[str, ...], why: str, empty: None, script: Script
 ) -> None:
-    bad = script("clang", RUN_TIME_ONLY, WORKING)
+    bad = script("clang", *lines)
     good = script("clang-20", WORKING)
 
     found, failures = compiler.search()
 
     assert found is not None
     assert found.clang == (good,)
-    assert failures == (f"{bad} does not work: error: this kernel is too hard",)
+    assert failures == (f"{bad} does not work: {why}",)
+    assert compiler.unavailable() is None
 
 
 def test_a_second_clang_of_one_name_is_tried(
@@ -139,6 +138,7 @@ def test_the_wheel_comes_first(
     empty: None, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "ziglang")
+    monkeypatch.setattr(cache, "root", ROOT)
     script("clang", WORKING)
 
     assert compiler.search() == (HERE, ())
@@ -229,6 +229,7 @@ def test_a_second_process_finds_the_compiler_without_running_it(
 ) -> None:
     assert HERE is not None
     monkeypatch.setenv("PATH", SEARCH_PATH)
+    monkeypatch.setattr(cache, "root", ROOT)
     candidate = clangs.Candidate("it", lambda: HERE)
     monkeypatch.setattr(clangs, "candidates", lambda: iter([candidate]))
     compiler.search()

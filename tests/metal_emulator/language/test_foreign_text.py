@@ -3,55 +3,30 @@
 import mlx.core as mx
 import pytest
 
-import metal_emulator
+from metal_emulator import CompileError, check_text, emulated
+from support.marks import needs_emulator
+from support.metal_cases import Values
+from support.metal_sources import run
+from support.profiles import sampled
 
-pytestmark = pytest.mark.skipif(
-    metal_emulator.unavailable() is not None, reason=str(metal_emulator.unavailable())
-)
+pytestmark = needs_emulator
 
+HEADER = """#include <metal_stdlib>
+#if __METAL_VERSION__ < 310
+#error
+#endif
 
-def result(source: str, header: str) -> float:
-    """What `y[0]` becomes."""
-    kernel = metal_emulator.metal_kernel(
-        name="foreign", input_names=[], output_names=["y"], source=source, header=header
-    )
-    (y,) = kernel(
-        inputs=[],
-        output_shapes=[(1,)],
-        output_dtypes=[mx.float32],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-    )
-    return float(y.item())
+float first(float pair[2]) { return pair[0]; }
+template <typename T>
+T sum(const thread T (&v)[3], thread float4 (&w)[2]) {
+  return v[0] + v[1] + v[2] + T(w[1].z);
+}
 
+constant bool unused [[function_constant(200)]];
+constant int n [[function_constant(0)]];
+constant int half_of_it = n / 2;
+constant int n = 8;
 
-CONSTANT = """#include <metal_stdlib>
-
-constant bool wanted [[function_constant(200)]];
-float chosen() { return wanted ? 2 : 1; }
-"""
-
-
-@pytest.mark.parametrize(("value", "expected"), [("true", 2), ("false", 1)])
-def test_a_function_constant_has_the_value_defined_behind_it(
-    value: str, expected: float
-) -> None:
-    header = f"{CONSTANT}constant bool wanted = {value};\n"
-    assert result("y[0] = chosen();", header) == expected
-
-
-def test_a_function_constant_without_a_value_may_stand_unused() -> None:
-    unused = CONSTANT.replace("wanted ? 2 : 1", "3")
-    assert result("y[0] = chosen();", unused) == 3
-
-
-def test_a_function_constant_without_a_value_cannot_be_used() -> None:
-    with pytest.raises(metal_emulator.CompileError, match="wanted"):
-        result("y[0] = chosen();", CONSTANT)
-
-
-def test_a_kernel_function_is_callable_with_its_attributes() -> None:
-    header = """
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(32)]] void theirs(
     const device T* x [[buffer(0), function_constant(absent)]],
@@ -60,39 +35,22 @@ template <typename T>
     uint i [[thread_position_in_grid]]) {
   y[i] = 4;
 }
-"""
-    source = "theirs<float>(nullptr, y, nullptr, thread_position_in_grid.x);"
-    assert result(source, header) == 4
 
-
-def test_a_class_converts_to_its_own_type_name() -> None:
-    header = """
 template <typename T, T v>
 struct fixed {
   using value_type = T;
   constexpr operator value_type() const thread noexcept { return v; }
 };
-"""
-    assert result("y[0] = fixed<int, 5>{};", header) == 5
 
-
-SPECIALISED = """
 template <typename T>
 struct pointed {};
 template <typename T>
 struct pointed<device T*> { using type = T; };
 template <typename T>
 struct pointed<threadgroup T*> { using type = T; };
-"""
 
-
-def test_specialisations_for_every_address_space_are_one() -> None:
-    source = "pointed<device float*>::type six = 6; y[0] = six;"
-    assert result(source, SPECIALISED) == 6
-
-
-def test_functions_of_two_namespaces_are_two() -> None:
-    header = """
+template <typename T> float twice(const device T* p) { return 2 * p[0]; }
+template <typename T> float twice(const threadgroup T* p) { return 2 * p[0]; }
 namespace one {
 float value(const device float* x) { return 1; }
 float value(const threadgroup float* x) { return 1; }
@@ -101,20 +59,7 @@ namespace two {
 float value(const device float* x) { return 6; }
 float value(const threadgroup float* x) { return 6; }
 }
-"""
-    assert result("y[0] = one::value(y) + two::value(y);", header) == 7
 
-
-def test_types_are_chosen_by_condition() -> None:
-    source = """
-    using chosen = typename ConditionalType<true, float, int>::type;
-    using plain = metal::remove_addrspace_t<chosen>;
-    y[0] = metal::bool_constant<true>::value ? plain(8.5f) : 0;
-    """
-    assert result(source, "") == 8.5
-
-
-FUNCTIONS = """
 template <typename T>
 void halve(T x, thread float& y) { y = x / 2; }
 template <typename T, void (*change)(T, thread float&)>
@@ -129,59 +74,95 @@ template [[host_name("changed_a")]] kernel changed_t changed<float, halve>;
 template [[host_name("changed_b")]] [[kernel]] void changed<half, halve<half>>(
     const device half*, device float*, uint);
 """
-
-
-def test_functions_are_template_arguments_and_instances_have_host_names() -> None:
-    assert result("float x = 6; changed<float, halve>(&x, y, 0);", FUNCTIONS) == 3
-    metal_emulator.check_text(FUNCTIONS)
-
-
-def test_a_constant_may_be_computed_from_a_function_constant() -> None:
-    header = """
-constant int n [[function_constant(0)]];
-constant int half_of_it = n / 2;
-constant int n = 8;
+BEFORE = """
+using chosen = typename ConditionalType<true, float, int>::type;
+using plain = metal::remove_addrspace_t<chosen>;
+pointed<device float*>::type six = 6;
+half4 h = (half4) 0.5h;
+float4 zeros = (float4) 0.0f;
+float4 short_list = {1.f};
+float pair[2] = {2, 3};
+float three[3] = {1, 2, 4};
+float4 two[2] = {float4(0), float4(0, 0, 8, 0)};
+constexpr const uniform<int> step = make_uniform(4);
+const metal::uniform<float> scale = make_uniform(a[2]) * make_uniform(0.5f);
+metal::array<float, 3> values = {1, 2, scale};
+const metal::array<float, 3> copy = values;
+values[0] = step;
 """
-    assert result("y[0] = half_of_it;", header) == 4
+FOREIGN = {
+    # Kernels are callable, with their attributes, and functions template arguments.
+    "(theirs<float>(nullptr, out, nullptr, 0), out[0])": 4,
+    "(changed<float, halve>(a, out, 1), out[1])": 3,
+    # A class converts to its own type name.
+    "fixed<int, 5>{}": 5,
+    # Specialisations for every address space are one, functions of two namespaces two.
+    "six": 6,
+    "twice(a)": 12,
+    "one::value(out) + two::value(out)": 7,
+    "metal::bool_constant<true>::value ? plain(8.5f) : 0": 8.5,
+    # A constant may be computed from a function constant.
+    "half_of_it": 4,
+    # Casts of literals, lists that are too short, arrays as parameters.
+    "float4(h).w + zeros.z + 10 * short_list.x + 100 * short_list.y": 10.5,
+    "first(pair)": 2,
+    "sum(three, two)": 15,
+    # Uniform values and arrays of the library.
+    "values[0] + 10 * values[1] + 100 * copy[0]": 124,
+    "values[2]": 3,
+}
+VALUES = Values(FOREIGN, mx.full(8, 6.0), before=BEFORE, header=HEADER)
+
+
+@pytest.mark.parametrize(("expression", "expected"), FOREIGN.items())
+def test_what_others_write_means_what_it_means_to_metal(
+    expression: str, expected: float
+) -> None:
+    assert VALUES[expression] == expected
+
+
+def test_instances_with_host_names_are_checked() -> None:
+    check_text(HEADER)
+
+
+def test_a_function_constant_without_a_value_cannot_be_used() -> None:
+    with pytest.raises(CompileError, match="unused"):
+        run("out[0] = unused ? 2 : 1;", header=HEADER)
+
+
+RUNNING = """
+constant int table[4] = {1, 2, 3, 4};
+constant int zero = 0;
+extern constant int seed;
+int spin() {
+  volatile int x = 0;
+  while (true) { x = x + 1; }
+  return x;
+}
+constexpr int recursive(int n) { return n <= 0 ? 0 : 1 + recursive(n - 1); }
+struct Counted {
+  int value;
+  Counted(int x) : value(x) {}
+};
+"""
 
 
 @pytest.mark.parametrize(
     "initializer",
     [
-        "table[1000000]",
-        "table[4]",
-        "1 / zero",
-        "spin()",
-        "Counted(1).value",
-        "sin(1)",
+        *("table[1000000]", "table[4]", "1 / zero", "spin()", "sin(1)", "bad + 1"),
+        *("Counted(1).value", "recursive(1000000000)", "*(constant int*)0", "seed"),
     ],
 )
 @pytest.mark.parametrize("trace", [False, True])
+@sampled(10)
 def test_initializers_that_would_run_at_load_time_are_refused(
     initializer: str, trace: bool
 ) -> None:
-    header = f"""
-constant int table[4] = {{1, 2, 3, 4}};
-constant int zero = 0;
-int spin() {{
-  volatile int x = 0;
-  while (true) {{ x = x + 1; }}
-  return x;
-}}
-struct Counted {{
-  int value;
-  Counted(int x) : value(x) {{}}
-}};
-constant int bad = {initializer};
-"""
-    message = (
-        "not initialized with a constant\\n    at header line 13: constant int bad"
-    )
-    with (
-        metal_emulator.emulated(trace=trace),
-        pytest.raises(metal_emulator.CompileError, match=message),
-    ):
-        result("y[0] = bad;", header)
+    bad = f"constant int bad = {initializer};\n"
+    message = "not initialized with a constant\n    at header line 15: constant int bad"
+    with emulated(trace=trace), pytest.raises(CompileError, match=message):
+        run("out[0] = bad;", header=RUNNING + bad)
 
 
 CONSTANTS = """
@@ -200,4 +181,6 @@ constant int last = a[2] + int(bits);
 
 
 def test_initializers_that_are_constants_pass() -> None:
-    assert result("y[0] = last + cast.x + v[1].y + m[1][1];", CONSTANTS) == 13
+    out = run("out[0] = last + cast.x + v[1].y + m[1][1] + a.size();", header=CONSTANTS)
+
+    assert out[0] == 16

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -18,7 +19,7 @@ def saturated(value: int, bits: int, signed: bool) -> int:
     return min(max(value, low), low + 2**bits - 1)
 
 
-def packed(values: Sequence[float], bits: Sequence[int], signed: bool) -> int:
+def unorm(values: Sequence[float], bits: Sequence[int], signed: bool = False) -> int:
     """Packs normalized integers, the first one lowest; ties go to even."""
     word, at = 0, 0
     for value, width in zip(values, bits, strict=True):
@@ -27,6 +28,9 @@ def packed(values: Sequence[float], bits: Sequence[int], signed: bool) -> int:
         word |= (number & (2**width - 1)) << at
         at += width
     return word
+
+
+snorm = partial(unorm, signed=True)
 
 
 def to_srgb(linear: float) -> float:
@@ -80,33 +84,25 @@ INTEGERS = {
     "isnormal(1.0f) + 2 * isnormal(INFINITY) + 4 * isnormal(half(0x1p-20f))": 1,
     "isordered(1.0f, 2.0f) + 2 * isordered(1.0f, NAN)": 1,
     "isunordered(1.0f, 2.0f) + 2 * isunordered(NAN, NAN)": 2,
-    "pack_float_to_unorm4x8(float4(0, 0.5f, 1, 2))": packed(
-        (0, 0.5, 1, 2), BYTES, False
+    "pack_float_to_unorm4x8(float4(0, 0.5f, 1, 2))": unorm((0, 0.5, 1, 2), BYTES),
+    "pack_float_to_snorm4x8(float4(-2, -0.5f, 0.25f, 1))": snorm(
+        (-2, -0.5, 0.25, 1), BYTES
     ),
-    "pack_float_to_snorm4x8(float4(-2, -0.5f, 0.25f, 1))": packed(
-        (-2, -0.5, 0.25, 1), BYTES, True
+    "pack_float_to_unorm2x16(float2(0.25f, 0.75f))": unorm((0.25, 0.75), SHORTS),
+    "pack_float_to_snorm2x16(float2(-0.25f, 1))": snorm((-0.25, 1), SHORTS),
+    "pack_half_to_unorm4x8(half4(0.25h, 0.5h, 0, 1))": unorm((0.25, 0.5, 0, 1), BYTES),
+    "pack_half_to_snorm2x16(half2(-0.75h, 0.125h))": snorm((-0.75, 0.125), SHORTS),
+    "pack_float_to_unorm10a2(float4(1, 0, 0.25f, 0.4f))": unorm(
+        (1, 0, 0.25, 0.4), (10, 10, 10, 2)
     ),
-    "pack_float_to_unorm2x16(float2(0.25f, 0.75f))": packed(
-        (0.25, 0.75), SHORTS, False
+    "pack_float_to_unorm565(float3(1, 0.25f, 0.125f))": unorm(
+        (1, 0.25, 0.125), (5, 6, 5)
     ),
-    "pack_float_to_snorm2x16(float2(-0.25f, 1))": packed((-0.25, 1), SHORTS, True),
-    "pack_half_to_unorm4x8(half4(0.25h, 0.5h, 0, 1))": packed(
-        (0.25, 0.5, 0, 1), BYTES, False
-    ),
-    "pack_half_to_snorm2x16(half2(-0.75h, 0.125h))": packed(
-        (-0.75, 0.125), SHORTS, True
-    ),
-    "pack_float_to_unorm10a2(float4(1, 0, 0.25f, 0.4f))": packed(
-        (1, 0, 0.25, 0.4), (10, 10, 10, 2), False
-    ),
-    "pack_float_to_unorm565(float3(1, 0.25f, 0.125f))": packed(
-        (1, 0.25, 0.125), (5, 6, 5), False
-    ),
-    "pack_float_to_srgb_unorm4x8(float4(0.5f, 0.002f, 1, 0.5f))": packed(
-        (to_srgb(0.5), to_srgb(0.002), 1, 0.5), BYTES, False
+    "pack_float_to_srgb_unorm4x8(float4(0.5f, 0.002f, 1, 0.5f))": unorm(
+        (to_srgb(0.5), to_srgb(0.002), 1, 0.5), BYTES
     ),
 }
-INTEGER_VALUES = Values(INTEGERS, mx.int64)
+INTEGER_VALUES = Values(INTEGERS, dtype=mx.int64)
 
 
 @pytest.mark.parametrize(("expression", "expected"), INTEGERS.items())
@@ -187,7 +183,7 @@ def test_functions_of_floats_agree_with_python(
     )
 
 
-TABLES = """
+NAMES = """
 clamp mix saturate sign smoothstep step abs absdiff addsat clz ctz extract_bits hadd
 insert_bits mad24 madhi madsat max max3 median3 min min3 mul24 mulhi popcount
 reverse_bits rhadd rotate subsat all any isfinite isinf isnan isnormal isordered
@@ -196,40 +192,30 @@ cosh cospi divide exp exp10 exp2 fabs fdim floor fma fmax fmax3 fmedian3 fmin fm
 fmod fract frexp ilogb ldexp log log10 log2 modf nextafter pow powr rint round rsqrt
 sin sincos sinh sinpi sqrt tan tanh tanpi trunc cross distance distance_squared dot
 faceforward length length_squared normalize reflect refract determinant transpose
-unpack_unorm4x8_to_float unpack_snorm4x8_to_float unpack_unorm4x8_srgb_to_float
-unpack_unorm2x16_to_float unpack_snorm2x16_to_float unpack_unorm10a2_to_float
-unpack_unorm565_to_float unpack_unorm4x8_to_half unpack_snorm4x8_to_half
-unpack_unorm4x8_srgb_to_half unpack_unorm2x16_to_half unpack_snorm2x16_to_half
-unpack_unorm10a2_to_half unpack_unorm565_to_half pack_float_to_unorm4x8
-pack_float_to_snorm4x8 pack_float_to_srgb_unorm4x8 pack_float_to_unorm2x16
-pack_float_to_snorm2x16 pack_float_to_unorm10a2 pack_float_to_unorm565
-pack_half_to_unorm4x8 pack_half_to_snorm4x8 pack_half_to_srgb_unorm4x8
-pack_half_to_unorm2x16 pack_half_to_snorm2x16 pack_half_to_unorm10a2
-pack_half_to_unorm565 threadgroup_barrier simdgroup_barrier simd_active_threads_mask
-simd_all simd_and simd_any simd_ballot simd_broadcast simd_broadcast_first
-simd_is_first simd_is_helper_thread simd_max simd_min simd_or
-simd_prefix_exclusive_product simd_prefix_exclusive_sum simd_prefix_inclusive_product
-simd_prefix_inclusive_sum simd_product simd_shuffle simd_shuffle_and_fill_down
-simd_shuffle_and_fill_up simd_shuffle_down simd_shuffle_rotate_down
-simd_shuffle_rotate_up simd_shuffle_up simd_shuffle_xor simd_sum simd_xor
-quad_active_threads_mask quad_all quad_and quad_any quad_ballot quad_broadcast
-quad_broadcast_first quad_is_first quad_is_helper_thread quad_max quad_min quad_or
-quad_prefix_exclusive_product quad_prefix_exclusive_sum quad_prefix_inclusive_product
-quad_prefix_inclusive_sum quad_product quad_shuffle quad_shuffle_and_fill_down
-quad_shuffle_and_fill_up quad_shuffle_down quad_shuffle_rotate_down
-quad_shuffle_rotate_up quad_shuffle_up quad_shuffle_xor quad_sum quad_xor
-simdgroup_load simdgroup_store simdgroup_multiply simdgroup_multiply_accumulate
-make_filled_simdgroup_matrix atomic_store_explicit atomic_load_explicit
-atomic_exchange_explicit atomic_compare_exchange_weak_explicit
-atomic_fetch_add_explicit atomic_fetch_and_explicit atomic_fetch_max_explicit
-atomic_fetch_min_explicit atomic_fetch_or_explicit atomic_fetch_sub_explicit
-atomic_fetch_xor_explicit atomic_max_explicit atomic_min_explicit atomic_thread_fence
-as_type
+threadgroup_barrier simdgroup_barrier simdgroup_load simdgroup_store
+simdgroup_multiply simdgroup_multiply_accumulate make_filled_simdgroup_matrix
+atomic_store_explicit atomic_load_explicit atomic_exchange_explicit
+atomic_compare_exchange_weak_explicit atomic_fetch_add_explicit
+atomic_fetch_and_explicit atomic_fetch_max_explicit atomic_fetch_min_explicit
+atomic_fetch_or_explicit atomic_fetch_sub_explicit atomic_fetch_xor_explicit
+atomic_max_explicit atomic_min_explicit atomic_thread_fence as_type
 """
+OF_LANES = """
+active_threads_mask all and any ballot broadcast broadcast_first is_first
+is_helper_thread max min or prefix_exclusive_product prefix_exclusive_sum
+prefix_inclusive_product prefix_inclusive_sum product shuffle shuffle_and_fill_down
+shuffle_and_fill_up shuffle_down shuffle_rotate_down shuffle_rotate_up shuffle_up
+shuffle_xor sum xor
+"""
+PACKED = ("unorm4x8", "snorm4x8", "unorm2x16", "snorm2x16", "unorm10a2", "unorm565")
 
 
 def test_every_function_of_the_specification_for_kernels_is_known() -> None:
-    names = TABLES.split()
+    names = NAMES.split()
+    names += [f"{of}_{name}" for of in ("simd", "quad") for name in OF_LANES.split()]
+    for kind in ("float", "half"):
+        names += [f"pack_{kind}_to_{each}" for each in (*PACKED, "srgb_unorm4x8")]
+        names += [f"unpack_{each}_to_{kind}" for each in (*PACKED, "unorm4x8_srgb")]
     header = "".join(f"namespace named {{ using metal::{name}; }}\n" for name in names)
 
     assert Values(["1"], header=header)["1"] == 1

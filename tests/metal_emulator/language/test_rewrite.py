@@ -4,7 +4,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from metal_emulator import CompileError
 from metal_emulator.language.frontend import translate
 from metal_emulator.language.rewrite import rewritten
 from metal_emulator.language.tokens import Tokens
@@ -74,28 +73,6 @@ def test_threadgroup_variables_become_references() -> None:
     assert "auto& y = emu::threadgroup_variable<vec<T, 4> ," in found
 
 
-def test_the_parameters_of_a_kernel_are_bound_in_order() -> None:
-    text = (
-        "template <int N>\n[[kernel]] void k(\n"
-        "  const constant float& a [[buffer(0)]],\n"
-        "  const device half* b [[buffer(1)]],\n"
-        "  const constant int* b_shape [[buffer(2)]],\n"
-        "  device float* out [[buffer(3)]],\n"
-        "  uint3 threads_per_grid [[threads_per_grid]]) {\n"
-        "out[0] = a;\n}\n"
-        '\ntemplate [[host_name("k")]] [[kernel]] decltype(k<3>) k<3>;\n'
-    )
-
-    found = translate("k", text)
-
-    assert [buffer.name for buffer in found.buffers] == ["a", "b", "b_shape", "out"]
-    assert found.body_line == 8
-    assert (
-        "k<3>(emu::reference(0), emu::pointer(1), emu::pointer(2), emu::pointer(3), "
-        "emu::attribute::threads_per_grid());" in found.text
-    )
-
-
 def test_instances_of_a_template_are_rewritten_once_and_keep_their_names() -> None:
     text = (
         "template <int N>\n[[kernel]] void k{0}(\n"
@@ -110,13 +87,3 @@ def test_instances_of_a_template_are_rewritten_once_and_keep_their_names() -> No
     assert "void k3(" in three
     assert "k[0] = emu::make<float4>(N);" in three
     assert three.replace("3", "4") == four
-
-
-def test_a_parameter_list_that_is_closed_twice_is_refused() -> None:
-    text = (
-        "[[kernel]] void k(\n  device float* x [[buffer(0)]]) {\n"
-        "  device float* y [[buffer(1)]]) {\nx[0] = 1;\n}\n"
-    )
-
-    with pytest.raises(CompileError, match="mention an attribute"):
-        translate("k", text)

@@ -3,14 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from metal_emulator import emulated
 from support.marks import needs_emulator
+from support.metal_cases import Values
 from support.metal_sources import FLOATS, each_thread, run
-from support.profiles import sampled
 
 pytestmark = needs_emulator
 
@@ -19,70 +16,63 @@ QUADS = LANES.reshape(8, 4)
 QUAD_PRODUCTS = np.hstack([np.ones((8, 1)), (QUADS + 1).cumprod(1)[:, :3]])
 
 
-@sampled(16)
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        ("simd_shuffle(v, 5)", np.full(32, 5)),
-        ("simd_shuffle(v, 31 - lane)", 31 - LANES),
-        ("simd_shuffle_xor(v, 3)", LANES ^ 3),
-        ("simd_shuffle_up(v, 2)", np.where(LANES < 2, LANES, LANES - 2)),
-        ("simd_shuffle_down(v, 2)", np.where(LANES > 29, LANES, LANES + 2)),
-        ("simd_shuffle_rotate_up(v, 2)", (LANES - 2) % 32),
-        ("simd_shuffle_rotate_down(v, 2)", (LANES + 2) % 32),
-        (
-            "simd_shuffle_and_fill_up(v, -v, 2)",
-            np.where(LANES < 2, -((LANES - 2) % 32), LANES - 2),
-        ),
-        (
-            "simd_shuffle_and_fill_down(v, -v, 3)",
-            np.where(LANES < 29, LANES + 3, -((LANES + 3) % 32)),
-        ),
-        (
-            "simd_shuffle_and_fill_up(v, v + 100, 3, 8)",
-            np.where(LANES % 8 < 3, LANES + 5 + 100, LANES - 3),
-        ),
-        (
-            "quad_shuffle_and_fill_down(v, -v, 1)",
-            np.where(LANES % 4 == 3, -(LANES - 3), LANES + 1),
-        ),
-        ("quad_prefix_inclusive_sum(v)", QUADS.cumsum(1).reshape(-1)),
-        ("quad_prefix_exclusive_product(v + 1)", QUAD_PRODUCTS.reshape(-1)),
-        (
-            "ushort(quad_ballot(lane % 4 > 1)) + 100 * quad_is_first()",
-            np.where(LANES % 4 == 0, 112, 12),
-        ),
-        ("quad_active_threads_mask().all()", np.full(32, 1)),
-        ("simd_broadcast(v, 7)", np.full(32, 7)),
-        ("simd_broadcast_first(v + 3)", np.full(32, 3)),
-        ("simd_sum(v)", np.full(32, 496)),
-        ("simd_max(v) - simd_min(v + 1)", np.full(32, 30)),
-        ("simd_product(lane < 2 ? 3.0f : 1.0f)", np.full(32, 9)),
-        ("simd_or(lane) + simd_xor(lane) + simd_and(lane | 64)", np.full(32, 95)),
-        ("simd_prefix_inclusive_sum(v)", np.cumsum(LANES)),
-        ("simd_prefix_exclusive_sum(v)", np.cumsum(LANES) - LANES),
-        ("simd_any(lane == 3) + 2 * simd_all(lane < 31)", np.full(32, 1)),
-        ("ulong(simd_ballot(lane < 4)) + simd_ballot(true).all()", np.full(32, 16)),
-        ("simd_is_first()", LANES == 0),
-        ("quad_shuffle(v, 1)", LANES // 4 * 4 + 1),
-        ("quad_shuffle_xor(v, 2)", LANES ^ 2),
-        ("quad_broadcast(v, 3)", LANES // 4 * 4 + 3),
-        ("quad_sum(v)", np.repeat(np.arange(8) * 16 + 6, 4)),
-        ("quad_shuffle_up(v, 1)", np.where(LANES % 4 < 1, LANES, LANES - 1)),
-        ("simd_shuffle_xor(half4(lane, 1, 2, lane), 1).w", LANES ^ 1),
-        ("simd_shuffle_xor(uint4(lane), 1).z", LANES ^ 1),
-    ],
+OF_LANES = {
+    "simd_shuffle(v, 5)": np.full(32, 5),
+    "simd_shuffle(v, 31 - lane)": 31 - LANES,
+    "simd_shuffle_xor(v, 3)": LANES ^ 3,
+    "simd_shuffle_up(v, 2)": np.where(LANES < 2, LANES, LANES - 2),
+    "simd_shuffle_down(v, 2)": np.where(LANES > 29, LANES, LANES + 2),
+    "simd_shuffle_rotate_up(v, 2)": (LANES - 2) % 32,
+    "simd_shuffle_rotate_down(v, 2)": (LANES + 2) % 32,
+    "simd_shuffle_and_fill_up(v, -v, 2)": np.where(
+        LANES < 2, -((LANES - 2) % 32), LANES - 2
+    ),
+    "simd_shuffle_and_fill_down(v, -v, 3)": np.where(
+        LANES < 29, LANES + 3, -((LANES + 3) % 32)
+    ),
+    "simd_shuffle_and_fill_up(v, v + 100, 3, 8)": np.where(
+        LANES % 8 < 3, LANES + 5 + 100, LANES - 3
+    ),
+    "quad_shuffle_and_fill_down(v, -v, 1)": np.where(
+        LANES % 4 == 3, -(LANES - 3), LANES + 1
+    ),
+    "quad_prefix_inclusive_sum(v)": QUADS.cumsum(1).reshape(-1),
+    "quad_prefix_exclusive_product(v + 1)": QUAD_PRODUCTS.reshape(-1),
+    "ushort(quad_ballot(lane % 4 > 1)) + 100 * quad_is_first()": np.where(
+        LANES % 4 == 0, 112, 12
+    ),
+    "quad_active_threads_mask().all()": np.full(32, 1),
+    "simd_broadcast(v, 7)": np.full(32, 7),
+    "simd_broadcast_first(v + 3)": np.full(32, 3),
+    "simd_sum(v)": np.full(32, 496),
+    "simd_max(v) - simd_min(v + 1)": np.full(32, 30),
+    "simd_product(lane < 2 ? 3.0f : 1.0f)": np.full(32, 9),
+    "simd_or(lane) + simd_xor(lane) + simd_and(lane | 64)": np.full(32, 95),
+    "simd_prefix_inclusive_sum(v)": np.cumsum(LANES),
+    "simd_prefix_exclusive_sum(v)": np.cumsum(LANES) - LANES,
+    "simd_any(lane == 3) + 2 * simd_all(lane < 31)": np.full(32, 1),
+    "ulong(simd_ballot(lane < 4)) + simd_ballot(true).all()": np.full(32, 16),
+    "simd_is_first()": LANES == 0,
+    "quad_shuffle(v, 1)": LANES // 4 * 4 + 1,
+    "quad_shuffle_xor(v, 2)": LANES ^ 2,
+    "quad_broadcast(v, 3)": LANES // 4 * 4 + 3,
+    "quad_sum(v)": np.repeat(np.arange(8) * 16 + 6, 4),
+    "quad_shuffle_up(v, 1)": np.where(LANES % 4 < 1, LANES, LANES - 1),
+    "simd_shuffle_xor(half4(lane, 1, 2, lane), 1).w": LANES ^ 1,
+    "simd_shuffle_xor(uint4(lane), 1).z": LANES ^ 1,
+}
+LANE_VALUES = Values(
+    (f"float({each})" for each in OF_LANES),
+    before="uint lane = thread_index_in_simdgroup;\nfloat v = lane;",
+    threads=64,
 )
+
+
+@pytest.mark.parametrize(("expression", "expected"), OF_LANES.items())
 def test_lanes_see_each_other(expression: str, expected: np.ndarray) -> None:
-    source = f"""
-    uint lane = thread_index_in_simdgroup;
-    float v = lane;
-    out[thread_index_in_threadgroup] = float({expression});
-    """
+    values = LANE_VALUES[f"float({expression})"]
 
-    out = run(source, grid=64, threadgroup=64, shape=(64,))
-
-    np.testing.assert_array_equal(out, np.tile(expected, 2))
+    np.testing.assert_array_equal(values, np.tile(expected, 2))
 
 
 def test_a_thousand_exchanges_do_not_mix_up() -> None:
@@ -164,24 +154,6 @@ def test_mixed_matrices_are_multiplied_in_float(left: str, right: str) -> None:
     np.testing.assert_allclose(out, 1 + 2 * (x @ y), rtol=2e-5, atol=2e-6)
 
 
-@given(values=hnp.arrays(np.float16, (8, 8), elements=st.integers(-8, 8)))
-def test_matrix_elements_lie_where_apple_puts_them(values: np.ndarray) -> None:
-    source = """
-    uint lane = thread_index_in_simdgroup;
-    simdgroup_half8x8 product;
-    simdgroup_multiply(product, load<half>(a, lane), simdgroup_half8x8(2.0h));
-    out[2 * lane] = product.thread_elements()[0];
-    out[2 * lane + 1] = product.thread_elements()[1];
-    """
-
-    out = run(source, mx.array(values), shape=(32, 2), header=LAYOUT)
-
-    quad = LANES // 4
-    row, column = (quad & 4) + LANES // 2 % 4, (quad & 2) * 2 + LANES % 2 * 2
-    np.testing.assert_array_equal(out[:, 0], 2 * values[row, column])
-    np.testing.assert_array_equal(out[:, 1], 2 * values[row, column + 1])
-
-
 @pytest.mark.parametrize("transpose", [False, True])
 def test_matrices_are_loaded_and_stored_at_an_origin(transpose: bool) -> None:
     source = """
@@ -201,74 +173,6 @@ def test_matrices_are_loaded_and_stored_at_an_origin(transpose: bool) -> None:
     np.testing.assert_array_equal(out, block.T if transpose else block)
 
 
-TILED = """
-threadgroup T xs[8][36];
-threadgroup T ys[32][12];
-uint lane = thread_index_in_simdgroup;
-uint sg = simdgroup_index_in_threadgroup;
-uint tid = thread_index_in_threadgroup;
-uint row0 = threadgroup_position_in_grid.y * 8;
-uint col0 = threadgroup_position_in_grid.x * 8;
-int m = shape[0], n = shape[1], k = shape[2];
-simdgroup_float8x8 sum(0.0f);
-for (int k0 = 0; k0 < k; k0 += 32) {
-  for (uint i = tid; i < 256; i += 128) {
-    int r = row0 + i / 32, c = k0 + i % 32;
-    xs[i / 32][i % 32] = r < m && c < k ? a[r * k + c] : T(0);
-    r = k0 + i / 8, c = col0 + i % 8;
-    ys[i / 8][i % 8] = r < k && c < n ? b[r * n + c] : T(0);
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  simdgroup_matrix<T, 8, 8> x, y;
-  simdgroup_load(x, &xs[0][8 * sg], 36);
-  simdgroup_load(y, &ys[8 * sg][0], 12);
-  simdgroup_multiply_accumulate(sum, x, y, sum);
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-threadgroup float parts[4][64];
-simdgroup_store(sum, parts[sg], 8);
-threadgroup_barrier(mem_flags::mem_threadgroup);
-if (tid < 64) {
-  int r = row0 + tid / 8, c = col0 + tid % 8;
-  float y = parts[0][tid] + parts[1][tid] + parts[2][tid] + parts[3][tid];
-  if (r < m && c < n) { out[r * n + c] = y; }
-}
-"""
-
-
-@given(
-    m=st.integers(1, 20),
-    n=st.integers(1, 20),
-    k=st.integers(1, 70),
-    seed=st.integers(0, 2**32),
-    workers=st.integers(1, 3),
-)
-def test_a_tiled_product_is_exact_on_integers_for_every_schedule(
-    m: int, n: int, k: int, seed: int, workers: int
-) -> None:
-    random = np.random.default_rng(0)
-    a, b = (
-        random.integers(-4, 5, size).astype(np.float16) for size in ((m, k), (k, n))
-    )
-    source = TILED.replace("shape", "c")
-    tiles = (-(-n // 8), -(-m // 8))
-    # Eight elements and more arrive in device memory, whatever the size.
-    x, y = (np.resize(v, max(8, v.size)) for v in (a, b))
-
-    with emulated(seed=seed, workers=workers):
-        out = run(
-            source,
-            *map(mx.array, (x, y)),
-            mx.array([m, n, k]),
-            shape=(m, n),
-            grid=(tiles[0] * 128, tiles[1], 1),
-            threadgroup=(128, 1, 1),
-            template=[("T", mx.float16)],
-        )
-
-    np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32))
-
-
 def test_simdgroups_may_meet_at_one_barrier_from_different_lines() -> None:
     source = """
     threadgroup float hand[32];
@@ -285,24 +189,6 @@ def test_simdgroups_may_meet_at_one_barrier_from_different_lines() -> None:
     out = run(source, FLOATS, grid=64, threadgroup=64)
 
     np.testing.assert_array_equal(out, 2 * LANES)
-
-
-def test_simdgroup_barriers_order_threadgroup_memory() -> None:
-    source = """
-    threadgroup float hand[2][32];
-    uint lane = thread_index_in_simdgroup;
-    threadgroup float* mine = hand[simdgroup_index_in_threadgroup];
-    for (uint j = 0; j < 3; ++j) {
-      mine[lane] = lane + j;
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-      out[thread_index_in_threadgroup] = mine[31 - lane];
-      simdgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    """
-
-    out = run(source, grid=64, threadgroup=64, shape=(64,))
-
-    np.testing.assert_array_equal(out, np.tile(33 - LANES, 2))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "float32"])
@@ -330,24 +216,6 @@ def test_atomics_of_all_threads_arrive(dtype: str) -> None:
         )
 
     assert out.tolist() == [100_000, 99_999, 200_000]
-
-
-def test_threadgroup_atomics_count() -> None:
-    source = """
-    threadgroup atomic_uint count;
-    if (thread_index_in_threadgroup == 0) {
-      atomic_store_explicit(&count, 0u, memory_order_relaxed);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    atomic_fetch_add_explicit(&count, 2u, memory_order_relaxed);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    out[thread_position_in_grid.x] =
-        atomic_load_explicit(&count, memory_order_relaxed);
-    """
-
-    out = run(source, grid=192, threadgroup=96, shape=(192,))
-
-    assert (out == 192).all()
 
 
 def test_the_order_of_threadgroups_follows_the_seed() -> None:

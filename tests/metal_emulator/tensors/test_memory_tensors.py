@@ -17,35 +17,47 @@ template <typename T>
 using Matrix = metal::tensor<T, Extents, metal::tensor_inline>;
 """
 OPERATION = """
+int M = size[0], N = size[1], K = size[2];
 constexpr auto descriptor = mpp::tensor_ops::matmul2d_descriptor(
     16, 32, 64, false, false, true,
     mpp::tensor_ops::matmul2d_descriptor::mode::multiply);
 mpp::tensor_ops::matmul2d<descriptor, metal::execution_simdgroup> operation;
 Matrix<device half> left((device half*)a, Extents(K, M));
-Matrix<device half> right((device half*)b, Extents(N, K));
+Matrix<device half> right((device half*)b, Extents(N, K + size[3]));
 Matrix<device float> result(y, Extents(N, M), metal::array<int32_t, 2>{1, N});
 auto destination = operation.template get_destination_cooperative_tensor<
     Matrix<device half>, Matrix<device half>, float>();
 """
-RUN = "operation.run(left, right, destination);\n"
-REGISTERS = """
-auto registers =
-    operation.template get_left_input_cooperative_tensor<half, half, float>();
-registers.load(left);
-operation.run(registers, right, destination);
+PRODUCT = f"""{OPERATION}
+if (size[4]) {{
+  auto registers =
+      operation.template get_left_input_cooperative_tensor<half, half, float>();
+  registers.load(left);
+  operation.run(registers, right, destination);
+}} else {{
+  operation.run(left, right, destination);
+}}
+destination.store(result);
 """
-STORE = "destination.store(result);\n"
+SIZE = (16, 32, 64)
 
 
-def run(body: str, m: int, n: int, k: int, columns: int | None = None) -> mx.array:
-    """Runs a body on a [m, k] and b [k, n] and returns y [m, columns or n]."""
+def run(
+    body: str, m: int, n: int, k: int, more: int = 0, registers: bool = False
+) -> mx.array:
+    """Runs a body on a [m, k] and b [k, n], which it takes for [k + more, n].
+
+    Returns:
+        y [m, n].
+    """
     a, b = operands(m, n, k)
-    kernel = metal_emulator.metal_kernel("memory", ["a", "b"], ["y"], body, HEADER)
+    kernel = metal_emulator.metal_kernel(
+        "memory", ["a", "b", "size"], ["y"], body, HEADER
+    )
     (y,) = kernel(
-        inputs=[a, b],
-        output_shapes=[(m, columns or n)],
+        inputs=[a, b, mx.array([m, n, k, more, registers])],
+        output_shapes=[(m, n)],
         output_dtypes=[mx.float32],
-        template=[("M", m), ("N", n), ("K", k)],
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
         init_value=-1,
@@ -62,13 +74,13 @@ def operands(m: int, n: int, k: int) -> tuple[mx.array, mx.array]:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("multiply", [RUN, REGISTERS], ids=["memory", "registers"])
-@pytest.mark.parametrize("size", [(16, 32, 64), (11, 9, 37)])
+@pytest.mark.parametrize("registers", [False, True])
+@pytest.mark.parametrize("size", [SIZE, (11, 9, 37)])
 def test_sizes_clip_the_operation(
-    size: tuple[int, int, int], multiply: str, traced: bool
+    size: tuple[int, int, int], registers: bool, traced: bool
 ) -> None:
     with metal_emulator.emulated(trace=traced):
-        y = run(OPERATION + multiply + STORE, *size)
+        y = run(PRODUCT, *size, registers=registers)
     a, b = (np.array(each, np.float32) for each in operands(*size))
     np.testing.assert_array_equal(np.array(y), a @ b)
 
@@ -85,8 +97,8 @@ def test_slices_begin_and_end_where_they_say() -> None:
     destination.store(target);
     """
     )
-    y = np.array(run(body, 16, 32, 64))
-    a, b = (np.array(each, np.float32) for each in operands(16, 32, 64))
+    y = np.array(run(body, *SIZE))
+    a, b = (np.array(each, np.float32) for each in operands(*SIZE))
     expected = np.full((16, 32), -1, np.float32)
     product = np.zeros((16, 7), np.float32)
     product[:8] = a[3:11, 16:] @ b[16:, 5:12]
@@ -95,15 +107,14 @@ def test_slices_begin_and_end_where_they_say() -> None:
 
 
 def test_size_beyond_the_memory_is_reported() -> None:
-    body = OPERATION.replace("b, Extents(N, K)", "b, Extents(N, K + 1)") + RUN + STORE
     with (
         metal_emulator.emulated(trace=True),
         pytest.raises(metal_emulator.EmulatorError, match="read outside buffer 'b'"),
     ):
-        run(body, 16, 32, 63)
+        run(PRODUCT, 16, 32, 63, more=1)
 
 
 def test_dynamic_k_is_refused() -> None:
-    body = OPERATION.replace("16, 32, 64,", "16, 32, metal::dynamic_extent,")
+    body = PRODUCT.replace("16, 32, 64,", "16, 32, metal::dynamic_extent,")
     with pytest.raises(metal_emulator.CompileError, match="emulated for a fixed k"):
-        run(body + RUN + STORE, 16, 32, 64)
+        run(body, *SIZE)

@@ -1,5 +1,7 @@
 """What the emulator reports about tensor operations."""
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -13,59 +15,63 @@ SMALL = Matmul(16, 32, 16)
 LANE = "uint lane = thread_position_in_threadgroup.x;\n"
 
 
-def run(body: str, matmul: Matmul = SMALL, lanes: int = 32) -> mx.array:
-    arrays = (
-        mx.ones(matmul.stored(name), dtype=mx.float16)
-        for name in ("left", "right", "destination")
+CAPACITIES = {"left": 8, "right": 16, "destination": 16}
+ROLES = {"left": "left operand", "right": "right operand", "destination": "destination"}
+modes = pytest.mark.parametrize("traced", [False, True])
+operands = pytest.mark.parametrize("operand", CAPACITIES)
+
+
+def run(body: str, matmul: Matmul = SMALL, lanes: int = 32, case: int = 1) -> mx.array:
+    """Runs a body on ones and, as c, the number of one of its cases."""
+    a, b, c = (
+        mx.full(matmul.stored(name), value, mx.float16)
+        for name, value in (("left", 1), ("right", 1), ("destination", case))
     )
-    a, b, c = arrays
     return matmul.run(a, b, c.astype(mx.float32), LANE + OPERATION + body, lanes)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize(
-    ("operand", "role", "capacity"),
-    [
-        ("left", "left operand", 8),
-        ("right", "right operand", 16),
-        ("destination", "destination", 16),
-    ],
-)
-def test_index_beyond_the_capacity(
-    operand: str, role: str, capacity: int, traced: bool
-) -> None:
+def refused(
+    message: str, body: str, traced: bool = False, **options: Any
+) -> pytest.ExceptionInfo[metal_emulator.EmulatorError]:
+    with (
+        metal_emulator.emulated(trace=traced),
+        pytest.raises(metal_emulator.EmulatorError, match=message) as caught,
+    ):
+        run(body, **options)
+    return caught
+
+
+def faulty() -> str:
+    """Returns a product with the faults of the next two tests, chosen by c."""
+    loads, beyond = LOADS, ""
+    for nth, (operand, capacity) in enumerate(CAPACITIES.items()):
+        loads = loads.replace(
+            f"  {operand}[i] =", f"  if (i != 5 || c[0] != {nth}) {operand}[i] ="
+        )
+        beyond += f"if (c[0] == {3 + nth}) {operand}[{capacity}] = 1;\n"
+    return loads + beyond + RUN + STORES
+
+
+@modes
+@operands
+def test_index_beyond_the_capacity(operand: str, traced: bool) -> None:
+    capacity = CAPACITIES[operand]
     message = (
         rf"kernel tensors: matmul2d\(16,32,16\): a lane holds {capacity} elements of "
-        rf"the {role}, the kernel uses element {capacity}\n"
-        rf".*simdgroup 0 lane 0\n  at source line \d+: {operand}\[{capacity}\] = 1;"
+        rf"the {ROLES[operand]}, the kernel uses element {capacity}\n"
+        rf".*simdgroup 0 lane 0\n  at source line \d+: .*{operand}\[{capacity}\] = 1;"
     )
-    with (
-        metal_emulator.emulated(trace=traced),
-        pytest.raises(metal_emulator.EmulatorError, match=message),
-    ):
-        run(f"{LOADS}\n{operand}[{capacity}] = 1;\n{RUN}{STORES}")
+    refused(message, faulty(), traced, case=3 + [*CAPACITIES].index(operand))
 
 
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize(
-    ("operand", "role"),
-    [
-        ("left", "left operand"),
-        ("right", "right operand"),
-        ("destination", "destination"),
-    ],
-)
-def test_element_that_was_never_set(operand: str, role: str, traced: bool) -> None:
-    loads = LOADS.replace(f"  {operand}[i] =", f"  if (i != 5) {operand}[i] =")
+@modes
+@operands
+def test_element_that_was_never_set(operand: str, traced: bool) -> None:
     message = (
-        rf"matmul2d\(16,32,16\) reads the {role}, of which the kernel has never set "
-        r"element 5\n.*\n  at source line \d+: operation.run"
+        rf"matmul2d\(16,32,16\) reads the {ROLES[operand]}, of which the kernel has "
+        r"never set element 5\n.*\n  at source line \d+: operation.run"
     )
-    with (
-        metal_emulator.emulated(trace=traced),
-        pytest.raises(metal_emulator.EmulatorError, match=message),
-    ):
-        run(loads + RUN + STORES)
+    refused(message, faulty(), traced, case=[*CAPACITIES].index(operand))
 
 
 def test_nan_of_the_data_is_no_fault() -> None:
@@ -75,14 +81,12 @@ def test_nan_of_the_data_is_no_fault() -> None:
 
 def test_missing_lane() -> None:
     message = r"matmul2d\(16,32,16\) with missing lanes in simdgroup 0"
-    with pytest.raises(metal_emulator.EmulatorError, match=message):
-        run(f"{LOADS}\nif (lane < 31) {RUN}\n{STORES}")
+    refused(message, f"{LOADS}\nif (lane < 31) {RUN}\n{STORES}")
 
 
 def test_incomplete_simdgroup() -> None:
     message = r"matmul2d\(16,32,16\) in an incomplete simdgroup"
-    with pytest.raises(metal_emulator.EmulatorError, match=message):
-        run(LOADS + RUN + STORES, lanes=31)
+    refused(message, LOADS + RUN + STORES, lanes=31)
 
 
 VIEW = """
@@ -91,20 +95,24 @@ metal::tensor<device half, metal::dextents<int32_t, 2>, metal::tensor_inline> vi
 """
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        RUN,
-        "operation.run(left, view, destination);",
-        "right.load(view);",
-        "right.store(view);",
-    ],
+CALLS = (
+    RUN,
+    "operation.run(left, view, destination);",
+    "right.load(view);",
+    "right.store(view);",
 )
-@pytest.mark.parametrize("before", ["", "left[0] = 2;\n"])
-def test_lanes_in_different_operations(call: str, before: str) -> None:
-    branches = f"if (lane < 16) {{ {before}{call}\n}} else {{\n{call}\n}}\n"
-    with pytest.raises(metal_emulator.EmulatorError, match="in different operations"):
-        run(LOADS + VIEW + branches + STORES)
+BRANCHES = [
+    f"if (lane < 16) {{ {before}{call}\n}} else {{\n{call}\n}}\n"
+    for call in CALLS
+    for before in ("", "left[0] = 2;\n")
+]
+
+
+@pytest.mark.parametrize("case", range(len(BRANCHES)))
+def test_lanes_in_different_operations(case: int) -> None:
+    chosen = (f"if (c[0] == {nth}) {{ {each} }}\n" for nth, each in enumerate(BRANCHES))
+    body = f"{LOADS}{VIEW}{''.join(chosen)}{STORES}"
+    refused("in different operations", body, case=case)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +126,8 @@ def test_lanes_in_different_operations(call: str, before: str) -> None:
 def test_shape_that_no_simdgroup_multiplies(
     shape: tuple[int, int, int], message: str
 ) -> None:
-    with pytest.raises(metal_emulator.CompileError, match=message):
-        run(LOADS + RUN + STORES, Matmul(*shape))
+    caught = refused(message, LOADS + RUN + STORES, matmul=Matmul(*shape))
+    assert caught.type is metal_emulator.CompileError
 
 
 def test_several_simdgroups_are_refused() -> None:
@@ -140,10 +148,4 @@ def test_operation_is_no_barrier() -> None:
     destination[0] += row[lane ^ 1];
     {STORES}
     """
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(
-            metal_emulator.EmulatorError, match="race between threads on byte"
-        ),
-    ):
-        run(body)
+    refused("race between threads on byte", body, traced=True)
