@@ -32,21 +32,12 @@ def downloaded() -> Path:
 
 def _fill(folder: Path, target: Path) -> None:
     # pip runs the distribution's build back end to read its metadata; nothing is built.
-    source = (f"--no-binary={PACKAGE}",)
-    wanted = f"{PACKAGE}=={VERSION}"
-    _unpack(downloads.archive(wanted, source, folder, "*.tar.gz"), target)
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as members:
+    wanted, source = f"{PACKAGE}=={VERSION}", (f"--no-binary={PACKAGE}",)
+    with tarfile.open(downloads.archive(wanted, source, folder, "*.tar.gz")) as members:
         for member in members:
-            name = member.name.partition("/ggml/src/")[2]
-            if name in FILES:
-                file = folder / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                content = members.extractfile(member)
-                assert content is not None
-                file.write_bytes(content.read())
+            member.name = member.name.partition("/ggml/src/")[2]
+            if member.name in FILES:
+                members.extract(member, target, filter="data")
 
 
 def library(*definitions: str) -> metal_emulator.Library:

@@ -8,6 +8,7 @@ import pytest
 
 import metal_emulator
 from peers.llama_cpp import arguments, launch, sizes
+from support import oracles
 
 pytestmark = pytest.mark.peer
 
@@ -99,10 +100,7 @@ def test_norms(
         three[f"nef{axis}"] = (sizes("0", x)[f"ne0{axis}"], 1, 1)
         three[f"nbf{axis}"] = (sizes("0", x)[f"nb0{axis}"], x.nbytes, x.nbytes)
     fields = {**sizes("0", x), **sizes("", x), **three, "ne00_4": 80, "eps": 1e-5}
-    given = {
-        "args": arguments(name.removesuffix("_mul"), **fields),
-        "src0": x,
-    }
+    given = {"args": arguments(name.removesuffix("_mul"), **fields), "src0": x}
     if name != "norm":
         given |= {"src1_0": weight, "src1_1": weight}
 
@@ -118,11 +116,6 @@ def test_norms(
 def rows_reduced(x: Array, **others: Array) -> dict[str, int]:
     fields = {**sizes("0", x), **sizes("1", others.get("src1", x))}
     return {**fields, **sizes("", others.get("dst", x))}
-
-
-def softmax(x: Array) -> Array:
-    powers = np.exp(x - x.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def soft_max(
@@ -149,7 +142,7 @@ def test_soft_max(
 
     result = soft_max(library, x, mask if masked else None, 32)
 
-    close(result, softmax(x.astype(float) / 2 + (mask if masked else 0)))
+    close(result, oracles.softmax(x.astype(float) / 2 + (mask if masked else 0)))
 
 
 def test_sum_rows(library: metal_emulator.Library, random: np.random.Generator) -> None:
@@ -194,14 +187,7 @@ def test_argsort(library: metal_emulator.Library, random: np.random.Generator) -
     x = normal(random, 2, 50)
     given = {"x": x, "args": arguments("argsort", ncols=50, ncols_pad=64)}
 
-    result = run(
-        library,
-        "argsort_f32_i32_asc",
-        given,
-        np.empty((2, 50), np.int32),
-        (1, 2, 1),
-        (64, 1, 1),
-        256,
-    )
+    y, size = np.empty((2, 50), np.int32), (64, 1, 1)
+    result = run(library, "argsort_f32_i32_asc", given, y, (1, 2, 1), size, 256)
 
     np.testing.assert_array_equal(result, x.argsort(axis=1))

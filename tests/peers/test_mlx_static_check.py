@@ -82,7 +82,7 @@ def test_the_floating_point_kernels_pass(fp_header: str) -> None:
 @pytest.mark.parametrize("header", OTHERS)
 def test_other_kernels_pass(header: str) -> None:
     before = ("steel/gemm/gemm.h",) if "steel/gemm" in header else ()
-    text = mlx_headers.flattened(mlx_headers.downloaded(), *before, header)
+    text = mlx_headers.flattened(*before, header)
     wanted = [
         template.format(T=element) for element in TYPES for template in OTHERS[header]
     ]
@@ -92,9 +92,7 @@ def test_other_kernels_pass(header: str) -> None:
 
 def test_attention_is_the_known_false_alarm() -> None:
     # Clang has no vec<bool, N> in this mode, and adds no object to a pointer.
-    text = mlx_headers.flattened(
-        mlx_headers.downloaded(), "steel/attn/kernels/steel_attention.h"
-    )
+    text = mlx_headers.flattened("steel/attn/kernels/steel_attention.h")
 
     with pytest.raises(CompileError) as caught:
         check_text(text, instances=["attention<half, 32, 16, 128, 128, 4, 1, bool>"])
