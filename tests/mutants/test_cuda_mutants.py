@@ -23,59 +23,76 @@ from support.cuda_cases import (
     STAGED_WAYS,
     WAYS,
     WGMMA_WAYS,
+    Case,
 )
 from support.cuda_on_cpu import check_moved
 from support.marks import needs_emulator
 
 pytestmark = [pytest.mark.mutant, needs_emulator]
 
-PACKED = ("affine", 4, 64, "marlin", "float16")
 WHOLE, SLICED, STREAM = WAYS[0], WAYS[2], WAYS[3]
-CASES: dict[str, Any] = {
-    "packed, two tiles side by side, three slices, whole k": (*PACKED, 12, WHOLE),
-    "packed, numbers that cancel, three slices": (*PACKED, 12, WHOLE),
-    "packed, streams, four slices": (*PACKED, 12, STREAM),
+WGMMA_WHOLE, WGMMA_SLICED, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[2], WGMMA_WAYS[3]
+STAGED_WHOLE, STAGED_STRIPE, STAGED_SLICED, *_ = STAGED_WAYS
+ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
+
+
+def packed(
+    m: int,
+    way: dict[str, Any],
+    group_size: int = 64,
+    mode: str = "affine",
+    bits: int = 4,
+    dtype: str = "float16",
+) -> Case:
+    return (mode, bits, group_size, "marlin", dtype, m, way)
+
+
+NATIVE = ("affine", 4, 64, "mlx", "bfloat16")
+NVFP4 = packed(10, WHOLE, 16, "nvfp4")
+PAIRED = packed(*GATED_WAYS[1])
+PRODUCTS = {
+    "packed, two tiles side by side, three slices, whole k": packed(12, WHOLE),
+    "packed, streams, four slices": packed(12, STREAM),
     "native bfloat16, two tiles side by side, three slices, whole k": (
-        "affine",
-        4,
-        64,
-        "mlx",
-        "bfloat16",
+        *NATIVE,
         12,
         WHOLE,
     ),
-    "packed groups of 32, k tail": ("affine", 4, 32, "marlin", "float16", 9, SLICED),
-    "packed groups of 128, slices": ("affine", 4, 128, "marlin", "float16", 9, SLICED),
-    "packed symmetric codes, bfloat16": (
-        "symmetric",
-        4,
-        64,
-        "marlin",
-        "bfloat16",
-        9,
-        STREAM,
+    "packed groups of 32, k tail": packed(9, SLICED, 32),
+    "packed groups of 128, slices": packed(9, SLICED, 128),
+    "packed symmetric codes, bfloat16": packed(
+        9, STREAM, mode="symmetric", dtype="bfloat16"
     ),
-    "packed zero points of 3 bits": (
-        "zero_point",
-        3,
-        64,
-        "marlin",
-        "float16",
-        9,
-        STREAM,
+    "packed zero points of 3 bits": packed(9, STREAM, mode="zero_point", bits=3),
+    "packed nvfp4": packed(9, STREAM, 16, "nvfp4"),
+    "packed mxfp4, bfloat16": packed(9, WHOLE, 32, "mxfp4", dtype="bfloat16"),
+    "wgmma, two slices, whole k": packed(12, WGMMA_WHOLE),
+    "wgmma, streams, two slices": packed(20, WGMMA_STREAM, dtype="bfloat16"),
+    "wgmma, k cut inside a stage": packed(12, WGMMA_SLICED),
+    "wgmma, loaders bring half stages": packed(40, WGMMA_STREAM, 128),
+    "wgmma, two warpgroups side by side, two slices, whole k": packed(
+        12, WGMMA_WAYS[5]
     ),
-    "packed, three results": (*PACKED, 9, WHOLE),
-    "packed nvfp4": ("nvfp4", 4, 16, "marlin", "float16", 9, STREAM),
-    "packed mxfp4, bfloat16": ("mxfp4", 4, 32, "marlin", "bfloat16", 9, WHOLE),
-    "packed, gate and up, two slices": (*PACKED, *GATED_WAYS[1]),
+    "wgmma, groups of 32, k tail": packed(20, WGMMA_WHOLE, 32),
+    "mma_staged, two slices, whole k": packed(12, STAGED_WHOLE),
+    "mma_staged, three fragments, two slices, whole k": packed(
+        20, STAGED_WHOLE, dtype="bfloat16"
+    ),
+    "mma_staged, four fragments": packed(30, STAGED_WHOLE),
+    "mma_staged, k cut inside a stage": packed(9, STAGED_SLICED),
+    "mma_staged, groups of 128": packed(9, STAGED_WHOLE, 128),
+    "mma_staged, groups of 256, one slice": packed(9, STAGED_STRIPE, 256),
 }
 MOVED = {
-    "packed, odd offsets": OPERANDS,
-    "packed, odd offset of x": ("x",),
-    "packed, odd offset of words": ("w",),
-    "packed, odd offset of scales": ("scales",),
+    "packed, odd offsets": (packed(6, WHOLE), OPERANDS),
+    "packed, odd offset of x": (packed(6, WHOLE), ("x",)),
+    "packed, odd offset of words": (packed(6, WHOLE), ("w",)),
+    "packed, odd offset of scales": (packed(6, WHOLE), ("scales",)),
+    "wgmma, odd offset of x": (packed(12, WGMMA_WHOLE), ("x",)),
+    "wgmma, odd offset of words": (packed(12, WGMMA_WHOLE), ("w",)),
+    "wgmma, odd offset of scales": (packed(12, WGMMA_WHOLE), ("scales",)),
 }
-CASES |= dict.fromkeys(MOVED, (*PACKED, 6, WHOLE))
+"""Products of arrays some of which begin an element after their buffers do."""
 ROTATED = Epilogue(
     bias=True,
     rotation=replace(ROTATION, per_row=True, factor=1.5),
@@ -85,207 +102,67 @@ NORMED_HEADS = Epilogue(
     rotation=Rotation(128, 512, per_row=True, norm=HEAD_EPSILON, queries=256),
     parts=(512, 128),
 )
-CHECKS: dict[str, Callable[[Any], None]] = {
-    "packed, numbers that cancel, three slices": cuda_on_cpu.check_order,
-    "packed, three results": partial(cuda_on_cpu.check_parts, parts=(40, 70, 90)),
-    "packed, gate and up, two slices": cuda_on_cpu.check_gated,
-    "packed, rotated heads, two slices": partial(
-        cuda_on_cpu.check_rotated, epilogue=ROTATED, n=sum(ROTATED.parts)
+check_rotated = partial(
+    cuda_on_cpu.check_rotated, PAIRED, epilogue=ROTATED, n=sum(ROTATED.parts)
+)
+check_normed = partial(cuda_on_cpu.check_normed, packed(2, ROWS_WAY))
+CASES: dict[str, Callable[[], None]] = {
+    **{name: partial(cuda_on_cpu.check, case) for name, case in PRODUCTS.items()},
+    **{name: partial(check_moved, *case) for name, case in MOVED.items()},
+    "packed, numbers that cancel, three slices": partial(
+        cuda_on_cpu.check_order, packed(12, WHOLE)
+    ),
+    "packed, three results": partial(
+        cuda_on_cpu.check_parts, packed(9, WHOLE), parts=(40, 70, 90)
+    ),
+    "packed, gate and up, two slices": partial(cuda_on_cpu.check_gated, PAIRED),
+    "packed, rotated heads, two slices": check_rotated,
+    "packed, rotated heads at places of a million": partial(
+        check_rotated, first=1_000_000
     ),
     "packed, rotated heads with norms, two slices": partial(
-        cuda_on_cpu.check_rotated, epilogue=NORMED_HEADS, n=sum(NORMED_HEADS.parts)
-    ),
-    "packed, rotated heads at places of a million": partial(
         cuda_on_cpu.check_rotated,
-        epilogue=ROTATED,
-        n=sum(ROTATED.parts),
-        first=1_000_000,
+        packed(3, GATED_WAYS[1][1] | {"simdgroups_n": 8}),
+        epilogue=NORMED_HEADS,
+        n=sum(NORMED_HEADS.parts),
     ),
-    "packed batch, streams": cuda_on_cpu.check_batch,
-    "packed, normalized rows, three warps a row and two": cuda_on_cpu.check_normed,
-    "packed, normalized rows, odd offset of x": partial(
-        cuda_on_cpu.check_normed, names="x"
-    ),
+    "packed batch, streams": partial(cuda_on_cpu.check_batch, packed(5, STREAM)),
+    "packed, normalized rows, three warps a row and two": check_normed,
+    "packed, normalized rows, odd offset of x": partial(check_normed, names="x"),
     "packed, normalized rows, odd offset of the norm's weight": partial(
-        cuda_on_cpu.check_normed, names=("norm",)
+        check_normed, names=("norm",)
     ),
     "nvfp4 with a global scale, rows decoded in blocks": partial(
-        cuda_on_cpu.check_decoded, transposed=True
+        cuda_on_cpu.check_decoded, NVFP4, transposed=True
     ),
     "nvfp4 with a global scale, k decoded in blocks": partial(
-        cuda_on_cpu.check_decoded, transposed=False
+        cuda_on_cpu.check_decoded, NVFP4, transposed=False
     ),
     "native bfloat16, decoded in blocks of k": partial(
-        cuda_on_cpu.check_decoded, transposed=False
+        cuda_on_cpu.check_decoded, (*NATIVE, 10, WHOLE), transposed=False
     ),
-    "wgmma, groups of 32, k tail, x ends in an infinity": cuda_on_cpu.check_infinite,
+    "wgmma, groups of 32, k tail, x ends in an infinity": partial(
+        cuda_on_cpu.check_infinite, packed(20, WGMMA_WHOLE, 32)
+    ),
+    **{
+        f"experts, {name}": cuda_experts.CALLS[name].check
+        for name in (
+            *("blocks of experts", "blocks of pairs", "gate and up", "biases"),
+            "gate and up with biases, both clipped",
+        )
+    },
+    **{
+        f"experts, {name}": partial(choice.check, launches.route)
+        for name, choice in {
+            "chosen": cuda_experts.ROUTINGS[0],
+            "chosen with scores of all": cuda_experts.ROUTINGS[1],
+            "chosen of few": cuda_experts.ROUTINGS[3],
+            "chosen where logits are no numbers": cuda_experts.SPECIAL_ROUTINGS[0],
+        }.items()
+    },
+    "experts, added up": partial(cuda_experts.ROUTINGS[1].check_sum, launches.combine),
 }
-"""What compares a case with float64; a product with arrays that are moved if it has
-none."""
-CASES |= {
-    "packed batch, streams": (*PACKED, 5, STREAM),
-    "nvfp4 with a global scale, rows decoded in blocks": (
-        "nvfp4",
-        4,
-        16,
-        "marlin",
-        "float16",
-        10,
-        WHOLE,
-    ),
-    "nvfp4 with a global scale, k decoded in blocks": (
-        "nvfp4",
-        4,
-        16,
-        "marlin",
-        "float16",
-        10,
-        WHOLE,
-    ),
-    "native bfloat16, decoded in blocks of k": (
-        "affine",
-        4,
-        64,
-        "mlx",
-        "bfloat16",
-        10,
-        WHOLE,
-    ),
-}
-WGMMA_WHOLE, WGMMA_STREAM = WGMMA_WAYS[0], WGMMA_WAYS[3]
-STAGED_WHOLE, STAGED_STRIPE, STAGED_SLICED, *_ = STAGED_WAYS
-RING_MOVED = {
-    "wgmma, odd offset of x": ("x",),
-    "wgmma, odd offset of words": ("w",),
-    "wgmma, odd offset of scales": ("scales",),
-}
-MOVED |= RING_MOVED
-CASES |= {
-    "wgmma, two slices, whole k": (*PACKED, 12, WGMMA_WHOLE),
-    "wgmma, streams, two slices": (
-        "affine",
-        4,
-        64,
-        "marlin",
-        "bfloat16",
-        20,
-        WGMMA_STREAM,
-    ),
-    "wgmma, k cut inside a stage": (*PACKED, 12, WGMMA_WAYS[2]),
-    "wgmma, loaders bring half stages": (
-        "affine",
-        4,
-        128,
-        "marlin",
-        "float16",
-        40,
-        WGMMA_STREAM,
-    ),
-    "wgmma, two warpgroups side by side, two slices, whole k": (
-        *PACKED,
-        12,
-        WGMMA_WAYS[5],
-    ),
-    "wgmma, groups of 32, k tail": (
-        "affine",
-        4,
-        32,
-        "marlin",
-        "float16",
-        20,
-        WGMMA_WHOLE,
-    ),
-    "wgmma, groups of 32, k tail, x ends in an infinity": (
-        "affine",
-        4,
-        32,
-        "marlin",
-        "float16",
-        20,
-        WGMMA_WHOLE,
-    ),
-}
-CASES |= dict.fromkeys(RING_MOVED, (*PACKED, 12, WGMMA_WHOLE))
-CASES |= {
-    "mma_staged, two slices, whole k": (*PACKED, 12, STAGED_WHOLE),
-    "mma_staged, three fragments, two slices, whole k": (
-        "affine",
-        4,
-        64,
-        "marlin",
-        "bfloat16",
-        20,
-        STAGED_WHOLE,
-    ),
-    "mma_staged, four fragments": (*PACKED, 30, STAGED_WHOLE),
-    "mma_staged, k cut inside a stage": (*PACKED, 9, STAGED_SLICED),
-    "mma_staged, groups of 128": (
-        "affine",
-        4,
-        128,
-        "marlin",
-        "float16",
-        9,
-        STAGED_WHOLE,
-    ),
-    "mma_staged, groups of 256, one slice": (
-        "affine",
-        4,
-        256,
-        "marlin",
-        "float16",
-        9,
-        STAGED_STRIPE,
-    ),
-}
-ROWS_WAY = {"strategy": "data_parallel", "simdgroups_n": 5, "simdgroups_k": 1}
-CASES["packed, rotated heads with norms, two slices"] = (
-    *PACKED,
-    3,
-    GATED_WAYS[1][1] | {"simdgroups_n": 8},
-)
-CASES |= dict.fromkeys(
-    (
-        "packed, rotated heads, two slices",
-        "packed, rotated heads at places of a million",
-    ),
-    (*PACKED, *GATED_WAYS[1]),
-)
-CASES |= dict.fromkeys(
-    (
-        "packed, normalized rows, three warps a row and two",
-        "packed, normalized rows, odd offset of x",
-        "packed, normalized rows, odd offset of the norm's weight",
-    ),
-    (*PACKED, 2, ROWS_WAY),
-)
-OF_EXPERTS = {
-    "experts, blocks of experts": cuda_experts.CALLS["blocks of experts"],
-    "experts, blocks of pairs": cuda_experts.CALLS["blocks of pairs"],
-    "experts, gate and up": cuda_experts.CALLS["gate and up"],
-    "experts, biases": cuda_experts.CALLS["biases"],
-    "experts, gate and up with biases, both clipped": cuda_experts.CALLS[
-        "gate and up with biases, both clipped"
-    ],
-}
-CASES |= {name: call.case for name, call in OF_EXPERTS.items()}
-CHECKS |= {name: lambda _, call=call: call.check() for name, call in OF_EXPERTS.items()}
-CASES |= {
-    "experts, chosen": cuda_experts.ROUTINGS[0],
-    "experts, chosen with scores of all": cuda_experts.ROUTINGS[1],
-    "experts, chosen of few": cuda_experts.ROUTINGS[3],
-    "experts, chosen where logits are no numbers": cuda_experts.SPECIAL_ROUTINGS[0],
-    "experts, added up": cuda_experts.ROUTINGS[1],
-}
-CHECKS |= {
-    "experts, chosen": lambda choice: choice.check(launches.route),
-    "experts, chosen with scores of all": lambda choice: choice.check(launches.route),
-    "experts, chosen of few": lambda choice: choice.check(launches.route),
-    "experts, chosen where logits are no numbers": lambda choice: choice.check(
-        launches.route
-    ),
-    "experts, added up": lambda choice: choice.check_sum(launches.combine),
-}
+"""What compares a case with float64, and raises an AssertionError."""
 
 
 @pytest.fixture
@@ -308,8 +185,7 @@ def detect(detector: Detector, case: str) -> str | None:
         with metal_emulator.emulated(
             workers=1, trace=detector in REPORTS, time_limit=TIME_LIMIT
         ):
-            judge = CHECKS.get(case, partial(check_moved, names=MOVED.get(case, ())))
-            judge(CASES[case])
+            CASES[case]()
     except AssertionError:
         return "wrong" if detector == Detector.WRONG_RESULT else None
     except metal_emulator.EmulatorError as error:
