@@ -38,8 +38,14 @@ attention_nax_header = _header("steel/attn/kernels/steel_attention_nax.h")
 
 @pytest.fixture(scope="session")
 def library() -> metal_emulator.Library:
-    """llama.cpp's kernels."""
+    """llama.cpp's text."""
     return llama_cpp.library()
+
+
+@pytest.fixture
+def llama(library: metal_emulator.Library) -> llama_cpp.Llama:
+    """llama.cpp's kernels."""
+    return llama_cpp.Llama(library, np.random.default_rng(7))
 
 
 @pytest.fixture
@@ -59,11 +65,6 @@ def record(record_property: Callable[[str, object], None]) -> Record:
             record_property(name, value)
 
     return add
-
-
-@pytest.fixture
-def random() -> np.random.Generator:
-    return np.random.default_rng(7)
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
