@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -65,51 +66,45 @@ DECODED = (("affine", 3, 32), ("symmetric", 8, 128), ("mxfp4", 4, 32), ("nvfp4",
 def runs() -> dict[str, Run]:
     """Returns what computes each variant once, by name."""
     found: dict[str, Run] = {}
+
+    def add(kind: str, run: Callable[..., float], case: Any, *more: Any) -> None:
+        found[f"{kind} {case}"] = partial(run, case, *more)
+
+    def packed(
+        m: int, way: Any, dtype: str = "float16", layout: str = "marlin"
+    ) -> Case:
+        return (*FORMAT, layout, dtype, m, way)
+
     for case in cuda_cases.cases():
-        found[f"format {case}"] = partial(multiply, case)
+        add("format", multiply, case)
     for m, way in LARGE:
-        case = ("affine", 4, 128, "marlin", "float16", m, way)
-        found[f"large block {case}"] = partial(multiply, case)
-    for way, (dtype, m) in product(WAYS, (("float16", 7), ("bfloat16", 40))):
-        case = (*FORMAT, "marlin", dtype, m, way)
-        found[f"way {case}"] = partial(multiply, case)
-    of_wgmma = product(WGMMA_WAYS, (("float16", 13), ("bfloat16", 64)))
-    of_staged = product(STAGED_WAYS, (("float16", 7), ("bfloat16", 32)))
-    for way, (dtype, m) in (*of_wgmma, *of_staged):
-        case = (*FORMAT, "marlin", dtype, m, way)
-        found[f"way {case}"] = partial(multiply, case)
-    for way, epilogue in product((WHOLE, SPLIT, *RING_WHOLES), EPILOGUES):
-        case = (*FORMAT, "marlin", "float16", 19, way)
-        found[f"epilogue {epilogue.explain()} {case}"] = partial(finish, case, epilogue)
-    for m, way in GATED_WAYS:
-        case = (*FORMAT, "marlin", "float16", m, way)
-        found[f"gated {case}"] = partial(multiply_gated, case)
-    for m, way in NORMED_WAYS:
-        case = (*FORMAT, "marlin", "float16", m, way)
-        found[f"normed {case}"] = partial(multiply_normed, case)
-    for m, way in GATED_WAYS:
-        case = (*FORMAT, "marlin", "float16", m, way)
-        found[f"rotated {case}"] = partial(multiply_rotated, case)
-    for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
-        case = (*FORMAT, layout, "float16", 5, way)
-        found[f"batch {case}"] = partial(multiply_batch, case)
-    for way in (*RING_WHOLES, *RING_SPLITS):
-        case = (*FORMAT, "marlin", "float16", 30, way)
-        found[f"batch {case}"] = partial(multiply_batch, case)
-    for layout, way in (
-        ("marlin", WHOLE),
-        ("mlx", WHOLE),
-        *(("marlin", way) for way in RING_WHOLES),
+        add("large block", multiply, ("affine", 4, 128, "marlin", "float16", m, way))
+    for way, (dtype, m) in (
+        *product(WAYS, (("float16", 7), ("bfloat16", 40))),
+        *product(WGMMA_WAYS, (("float16", 13), ("bfloat16", 64))),
+        *product(STAGED_WAYS, (("float16", 7), ("bfloat16", 32))),
     ):
-        case = (*FORMAT, layout, "float16", 6, way)
-        found[f"anywhere {case}"] = partial(multiply, case, cuda_cases.moved)
+        add("way", multiply, packed(m, way, dtype))
+    for way, epilogue in product((WHOLE, SPLIT, *RING_WHOLES), EPILOGUES):
+        add(f"epilogue {epilogue.explain()}", finish, packed(19, way), epilogue)
+    for m, way in GATED_WAYS:
+        add("gated", multiply_gated, packed(m, way))
+        add("rotated", multiply_rotated, packed(m, way))
+    for m, way in NORMED_WAYS:
+        add("normed", multiply_normed, packed(m, way))
+    for layout, way in product(("marlin", "mlx"), (WHOLE, SPLIT)):
+        add("batch", multiply_batch, packed(5, way, layout=layout))
+    for way in (*RING_WHOLES, *RING_SPLITS):
+        add("batch", multiply_batch, packed(30, way))
+    for way in (WHOLE, *RING_WHOLES):
+        add("anywhere", multiply, packed(6, way), cuda_cases.moved)
+    add("anywhere", multiply, packed(6, WHOLE, layout="mlx"), cuda_cases.moved)
     for name, call in cuda_experts.CALLS.items():
         found[f"experts, {name}"] = partial(multiply_experts, call)
     for choice in cuda_experts.ROUTINGS:
-        found[f"experts chosen, {choice}"] = partial(choose_experts, choice)
+        add("experts chosen,", choose_experts, choice)
     for format, dtype in product(DECODED, ("float16", "bfloat16")):
-        case = (*format, "marlin", dtype, 1, WHOLE)
-        found[f"decode {case[:5]}"] = partial(decode, case)
+        add("decode", decode, (*format, "marlin", dtype, 1, WHOLE))
     return found
 
 

@@ -6,7 +6,7 @@
 import builtins
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,20 @@ from mlx_marlin import cache
 from support import auto_hook, command_names
 
 SLOW = {
-    "docs/installation.md",
-    "docs/plans.md",
-    "examples/import_weights/README.md",
-    "examples/mlx_lm_model/README.md",
-    "examples/speculative_decoding/README.md",
+    "console": {
+        "docs/import.md",
+        "docs/installation.md",
+        "docs/mlx_lm.md",
+        "docs/plans.md",
+        "docs/speculation.md",
+        "examples/import_weights/README.md",
+        "examples/mlx_lm_model/README.md",
+        "examples/speculative_decoding/README.md",
+    },
+    "python": {"docs/speculation.md", "examples/tiny_llama/README.md"},
 }
-"""Pages whose commands take more than five seconds, such as the demo."""
+"""Pages that take seconds, such as the demo: in the quick profile it is only checked
+that what they name exists."""
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -38,13 +45,9 @@ def running(page: Path, language: str) -> list[Block]:
     ]
 
 
-def with_blocks(language: str, slow: Collection[str] = ()) -> pytest.MarkDecorator:
-    """Returns a decorator that gives a test all pages with such blocks.
-
-    Args:
-        language: "python" or "console".
-        slow: Pages that only `make test-all` runs.
-    """
+def with_blocks(language: str) -> pytest.MarkDecorator:
+    """Returns a decorator that gives a test all pages with such blocks."""
+    slow = SLOW[language]
     cases = [
         pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in slow))
         for page, name in zip(PAGES, NAMES, strict=True)
@@ -90,7 +93,7 @@ def test_the_python_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -
 
 @pytest.mark.usefixtures("_undone")
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-@with_blocks("console", SLOW)
+@with_blocks("console")
 def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path) -> None:
     with document_blocks.folder_of(page) as folder:
         for block in running(page, "console"):
@@ -102,14 +105,11 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_what_cannot_run_here_says_why_and_names_what_exists(page: Path) -> None:
+def test_what_does_not_run_says_why_and_commands_name_what_exists(page: Path) -> None:
+    name = page.relative_to(ROOT).as_posix()
     for block in document_blocks.blocks(page):
-        if block.mark == "needs":
+        if block.mark == "needs" or name in SLOW[block.language]:
             assert command_names.fault(block) is None, block.place
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_in_sentences_name_what_exists(page: Path) -> None:
     assert command_names.inline_faults(page) == []
 
 

@@ -1,9 +1,11 @@
-"""Links between documents lead somewhere."""
+"""Links between documents lead somewhere, and the README says what is so."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from support import oracles
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -11,6 +13,7 @@ DOCUMENTS = [
     *sorted(ROOT.glob("examples/*/README.md")),
     ROOT / "metal_emulator" / "README.md",
 ]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def prose(document: Path) -> str:
@@ -51,4 +54,23 @@ def test_every_document_is_linked_from_the_readme_or_the_records() -> None:
         for link in relative_links(index)
     }
 
-    assert {path.resolve() for path in ROOT.glob("docs/**/*.md")} <= linked
+    documents = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+    assert {path.resolve() for path in documents} <= linked
+
+
+def test_the_errors_that_are_promised_are_the_tested_ones() -> None:
+    promised = re.findall(r"(\d+e-\d+) \((\w+)\)", README)
+
+    assert {dtype: float(bound) for bound, dtype in promised} == oracles.TOLERANCES
+
+
+def test_every_environment_variable_is_listed() -> None:
+    named = {
+        name
+        for package in ("mlx_marlin", "metal_emulator")
+        for path in (ROOT / package).rglob("*.py")
+        for name in re.findall(r"MLX_MARLIN_[A-Z]+", path.read_text(encoding="utf-8"))
+    }
+
+    assert named == set(re.findall(r"`(MLX_MARLIN_[A-Z]+)`", README))
+    assert len(named) <= 7
