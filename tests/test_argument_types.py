@@ -52,6 +52,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: linear(X.tolist(), PACKED), r"x, w.*must be mx\.array.*got list"),
     (lambda: linear(X, W, SCALES, BIASES, bits="4"), "bits='4' must be an int"),
+    (lambda: linear(X, W, SCALES.tolist(), BIASES), r"must be mx\.array.*list"),
     (lambda: linear(X, PACKED, bias=[0.0] * N), "bias must be .*got list"),
     (lambda: linear(X, PACKED, multiply=LIST), "multiply must be .*got list"),
     (lambda: linear(X, PACKED, residual=1.0), r"residual=1\.0 must be .*got float"),
