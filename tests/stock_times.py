@@ -1,14 +1,12 @@
 """Published times of stock MLX beside those of our model of it.
 
 The times are those of `data/published_times.json`. Run as a program, this file prints
-the errors of each chip, and every time beside the model's.
+every time beside the model's.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from mlx_marlin.backends.metal.device import Device
@@ -169,25 +167,6 @@ NOTES: dict[str, str] = _CONTENT["notes"]
 ROWS: list[Row] = [row for entry in _CONTENT["series"] for row in _rows(entry)]
 
 
-def summary() -> Iterator[str]:
-    """Yields a line with the errors of each clock and chip.
-
-    Rows that a note sets apart are counted, and nothing else.
-    """
-    keys = dict.fromkeys((row.series.clock, row.series.chip) for row in ROWS)
-    for clock, chip in keys:
-        rows = [
-            row for row in ROWS if (row.series.clock, row.series.chip) == (clock, chip)
-        ]
-        errors = [row.error() for row in rows if not row.why and not row.is_reference]
-        if errors:
-            mean = fmean(map(abs, errors))
-            bounds = f"{min(errors):+.0%} to {max(errors):+.0%}"
-            apart = sum(bool(row.why) for row in rows)
-            said = f"{len(errors)} times, mean error {mean:.0%}, {bounds}"
-            yield f"{clock}, {chip}: {said}, {apart} set apart"
-
-
 if __name__ == "__main__":
-    print(*summary(), "", *(row.line() for row in ROWS), "", sep="\n")
+    print(*(row.line() for row in ROWS), "", sep="\n")
     print(*(f"{letter}: {text}" for letter, text in NOTES.items()), sep="\n")

@@ -11,6 +11,8 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 import document_blocks
@@ -180,3 +182,25 @@ def test_output_is_compared_and_dots_stand_for_anything() -> None:
     assert [each.shown for each in commands] == ["a ... c\n", ""]
     assert document_blocks.is_shown("a b\nb c\n", commands[0].shown)
     assert not document_blocks.is_shown("a b\n", commands[0].shown)
+
+
+def test_the_draft_model_can_be_trained_again(tmp_path: Path) -> None:
+    tokens, folder = tmp_path / "tokens.npz", tmp_path / "draft"
+    stream = np.arange(40, dtype=np.uint16)
+    np.savez(tokens, train=stream, held_out=stream)
+    shipped = ROOT / "examples" / "speculative_decoding/draft"
+    train = ROOT / "examples" / "tiny_llama/train.py"
+    files = f"--tokens {tokens} --out {folder} --config {shipped / 'config.json'}"
+    steps = "--steps 1 --warmup 1 --batch 1 --context 8"
+
+    said = document_blocks.run_command(f"python {train} {files} {steps}")
+
+    assert "102,592 parameters" in said
+    assert {path.name for path in folder.iterdir()} == {
+        path.name for path in shipped.iterdir()
+    }
+    new, old = (
+        {name: each.shape for name, each in mx.load(str(path)).items()}
+        for path in (folder / "model.safetensors", shipped / "model.safetensors")
+    )
+    assert new == old

@@ -3,6 +3,7 @@
 `gated_delta` and `ssm` are in tests/metal_emulator/test_mlx_lm_kernels.py.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,6 +23,12 @@ TOLERANCE = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2, mx.float32: 4e-6}
 """Of the largest element: two roundings to the dtype, and sums in float32."""
 DTYPES = pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _traced() -> Iterator[None]:
+    with metal_emulator.emulated(trace=True):
+        yield
 
 
 @cache
@@ -55,10 +62,9 @@ def test_expert_routing(experts: int, chosen: int) -> None:
     mx.random.seed(experts)
     logits, bias = uniform(7, experts, low=-4, high=4), uniform(experts)
     route = module("kernels.expert_routing").expert_routing
-    with metal_emulator.emulated(trace=True):
-        found, weights = route(
-            logits, bias, top_k=chosen, multiplier=0.5, score_eps=1e-6, route_scale=2.5
-        )
+    found, weights = route(
+        logits, bias, top_k=chosen, multiplier=0.5, score_eps=1e-6, route_scale=2.5
+    )
     scores = sigmoid(exact(logits) * 0.5)
     wanted = np.argsort(-(scores + exact(bias)), axis=-1, kind="stable")[:, :chosen]
     np.testing.assert_array_equal(np.array(found), wanted)
@@ -77,10 +83,9 @@ def test_norm_add_norm(size: int, scaled: bool, dtype: mx.Dtype) -> None:
     kernels = module("kernels.norm_add_norm")
     norm = SimpleNamespace(weight=next_weight, eps=EPS)
     arguments = {"alpha": alpha, "beta": beta, "post_weight": weight, "post_eps": EPS}
-    with metal_emulator.emulated(trace=True):
-        both = kernels.norm_add_norm(branch, stream, next_norm=norm, **arguments)
-        alone, none = kernels.norm_add_norm(branch, stream, next_norm=None, **arguments)
-        again = kernels.pre_norm(both[0], norm, dtype=dtype)
+    both = kernels.norm_add_norm(branch, stream, next_norm=norm, **arguments)
+    alone, none = kernels.norm_add_norm(branch, stream, next_norm=None, **arguments)
+    again = kernels.pre_norm(both[0], norm, dtype=dtype)
     assert none is None
     factor = 1 if weight is None else exact(weight)
     added = normed(exact(branch) * factor)
@@ -101,8 +106,7 @@ def test_post_expert_norm_combine(experts: int, size: int, dtype: mx.Dtype) -> N
     weights = uniform(3, experts, low=0).astype(dtype)
     scale = uniform(size, low=0.5, high=2)
     combine = module("kernels.post_expert_norm_combine").post_expert_norm_combine
-    with metal_emulator.emulated(trace=True):
-        y = combine(outputs, weights, norm_weight=scale, eps=EPS)
+    y = combine(outputs, weights, norm_weight=scale, eps=EPS)
     wanted = normed(exact(outputs) * exact(scale)) * exact(weights)[..., None]
     wanted = wanted.sum(axis=1)
     assert y.dtype == dtype
@@ -126,8 +130,7 @@ SIZES = {"n_heads": 4, "n_kv_heads": 2, "eps": EPS, "query_scale": 0.125}
 @pytest.mark.parametrize("features", [24, 64, 128])
 def test_qk_norm(features: int, dtype: mx.Dtype) -> None:
     x, wanted = heads(dtype, features)
-    with metal_emulator.emulated(trace=True):
-        found = module("kernels.qk_norm").qk_norm(x, head_dim=features, **SIZES)
+    found = module("kernels.qk_norm").qk_norm(x, head_dim=features, **SIZES)
     for actual, expected in zip(found, wanted, strict=True):
         close(actual, expected, dtype)
 
@@ -139,14 +142,13 @@ def test_qk_norm_rope(
     features: int, offset: int | tuple[int, int], dtype: mx.Dtype
 ) -> None:
     x, plain = heads(dtype, features)
-    with metal_emulator.emulated(trace=True):
-        found = module("kernels.qk_norm_rope").qk_norm_rope(
-            x,
-            head_dim=features,
-            rope_base=10000.0,
-            offset=offset if isinstance(offset, int) else mx.array(offset),
-            **SIZES,
-        )
+    found = module("kernels.qk_norm_rope").qk_norm_rope(
+        x,
+        head_dim=features,
+        rope_base=10000.0,
+        offset=offset if isinstance(offset, int) else mx.array(offset),
+        **SIZES,
+    )
     first = np.broadcast_to(np.array(offset), 2)
     positions = first[:, None] + np.arange(3)
     frequencies = 10000.0 ** -(np.arange(features // 2) / (features // 2))
@@ -166,8 +168,7 @@ def test_rms_norm_sigmoid_gate(features: int, dtype: mx.Dtype) -> None:
     x = uniform(2, 5, 3, features).astype(dtype).swapaxes(1, 2)
     gate = uniform(2, 5, 3 * features, low=-4, high=4).astype(dtype)
     apply = module("kernels.rms_norm_sigmoid_gate").rms_norm_sigmoid_gate
-    with metal_emulator.emulated(trace=True):
-        y = apply(x, gate, eps=EPS)
+    y = apply(x, gate, eps=EPS)
     rows = normed(exact(x)).swapaxes(1, 2).reshape(2, 5, -1)
     close(y, rows * sigmoid(exact(gate)), dtype)
 
@@ -180,8 +181,7 @@ def test_wkv7(dtype: mx.Dtype) -> None:
     r, k, v, a, b = (uniform(*shape).astype(dtype) / 8 for _ in range(5))
     w = uniform(*shape, low=0.8).astype(dtype)
     state = uniform(2, 2, 64, 64).astype(dtype)
-    with metal_emulator.emulated(trace=True):
-        y, after = module("models.rwkv7").wkv7_kernel(r, w, k, v, a, b, state)
+    y, after = module("models.rwkv7").wkv7_kernel(r, w, k, v, a, b, state)
     steps, current = [], exact(state)
     each = [exact(x) for x in (r, w, k, v, a, b)]
     for t in range(3):
@@ -203,15 +203,14 @@ def test_attention_over_residuals(blocks: int, size: int, dtype: mx.Dtype) -> No
     inverse = 1 / np.sqrt((exact(raw) ** 2).mean(-1) + EPS)
     kernel = module("models.kimi_k3")._attn_res_kernel
     threads = module("models.kimi_k3")._ATTN_RES_THREADS
-    with metal_emulator.emulated(trace=True):
-        (y,) = kernel(
-            inputs=[raw, mx.array(inverse), partial, weight, mx.array([EPS]), 4],
-            template=[("InT", dtype), ("K", blocks), ("D", size), ("THREADS", threads)],
-            grid=(threads, 4, 1),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[partial.shape],
-            output_dtypes=[dtype],
-        )
+    (y,) = kernel(
+        inputs=[raw, mx.array(inverse), partial, weight, mx.array([EPS]), 4],
+        template=[("InT", dtype), ("K", blocks), ("D", size), ("THREADS", threads)],
+        grid=(threads, 4, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[partial.shape],
+        output_dtypes=[dtype],
+    )
     streams = np.concatenate([exact(raw), exact(partial)[None]])
     scale = 1 / np.sqrt((streams**2).mean(-1) + EPS)
     logits = (streams @ exact(weight)) * scale
@@ -225,15 +224,14 @@ def test_sinkhorn(count: int, size: int) -> None:
     mx.random.seed(count)
     given = uniform(count, size, size, low=0.1)
     kernel = module("models.deepseek_v41")._sinkhorn_kernel
-    with metal_emulator.emulated(trace=True):
-        (found,) = kernel(
-            inputs=[given, mx.array([1e-6])],
-            template=[("HC", size), ("ITERS", 3)],
-            grid=(count, 1, 1),
-            threadgroup=(min(count, 256), 1, 1),
-            output_shapes=[given.shape],
-            output_dtypes=[mx.float32],
-        )
+    (found,) = kernel(
+        inputs=[given, mx.array([1e-6])],
+        template=[("HC", size), ("ITERS", 3)],
+        grid=(count, 1, 1),
+        threadgroup=(min(count, 256), 1, 1),
+        output_shapes=[given.shape],
+        output_dtypes=[mx.float32],
+    )
     wanted = exact(given)
     for axis in (-2, -1, -2, -1, -2):
         wanted = wanted / (wanted.sum(axis=axis, keepdims=True) + 1e-6)
@@ -255,6 +253,5 @@ def test_bitlinear(columns: int, inverted: bool, dtype: mx.Dtype) -> None:
     )
     layer.weight, layer.weight_scale = mx.array(packed), mx.array([0.5], dtype)
     x = uniform(3, columns).astype(dtype)
-    with metal_emulator.emulated(trace=True):
-        y = layer(x)
+    y = layer(x)
     close(y, exact(x) @ ternary.T * (2.0 if inverted else 0.5), dtype)
