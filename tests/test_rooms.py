@@ -3,7 +3,6 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import mlx_marlin
@@ -37,15 +36,15 @@ AS_MLX = {
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-@cache
-def modules() -> dict[Path, ast.Module]:
-    """Returns the syntax tree of each file of both packages, by its path."""
-    files = (PACKAGE.rglob("*.py"), PACKAGE.with_name("metal_emulator").rglob("*.py"))
-    return {
-        file: ast.parse(file.read_text(encoding="utf-8"))
-        for found in files
-        for file in sorted(found)
-    }
+FILES = [
+    file
+    for package in (PACKAGE, PACKAGE.with_name("metal_emulator"))
+    for file in sorted(package.rglob("*.py"))
+]
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def words(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -69,11 +68,13 @@ def words(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_only_a_back_ends_own_folder_names_it() -> None:
     unused, wrong = dict(ALLOWED), []
-    for file, tree in modules().items():
+    for file in FILES:
         path = file.relative_to(PACKAGE.parent).as_posix().removeprefix("mlx_marlin/")
         if path.startswith((*OWN_FOLDERS, "metal_emulator/")):
             continue
-        found = [each for each in words(tree) if WORD.search(each[1])]
+        if not WORD.search(file.read_text(encoding="utf-8")):
+            continue  # parsing takes longer
+        found = [each for each in words(parsed(file)) if WORD.search(each[1])]
         allowed = [each for each in ALLOWED if path.startswith(each)]
         if not allowed:
             wrong += [f"{path}:{line}: {word}" for line, word in found]
@@ -85,11 +86,11 @@ def test_only_a_back_ends_own_folder_names_it() -> None:
 
 def test_a_package_has_several_files_and_no_logic_in_its_init_file() -> None:
     names_are_lazy = PACKAGE / "__init__.py"
-    packages = [file for file in modules() if file.name == "__init__.py"]
+    packages = [file for file in FILES if file.name == "__init__.py"]
     wrong = [
         file.as_posix()
         for file in packages
-        for node in ast.walk(modules()[file])
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If | ast.For)
         and file != names_are_lazy
     ]
@@ -104,8 +105,8 @@ def test_a_package_has_several_files_and_no_logic_in_its_init_file() -> None:
 
 def test_only_mlxs_signatures_have_eight_or_more_positional_parameters() -> None:
     found = {}
-    for file, tree in modules().items():
-        for node in ast.walk(tree):
+    for file in FILES:
+        for node in ast.walk(parsed(file)):
             if isinstance(node, Function):
                 given = (*node.args.posonlyargs, *node.args.args)
                 count = len([each for each in given if each.arg not in ("self", "cls")])
