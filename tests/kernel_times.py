@@ -6,6 +6,7 @@ and docs/stock_model.md state.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
@@ -143,37 +144,16 @@ def mean_factor(of: list[Row]) -> float:
     return exp(fmean(log(1 + row.error()) for row in of))
 
 
-def table(generation: str) -> str:
-    """Returns the table of a generation, such as "M5", without its notes."""
-    columns = (
-        *("chip, cores", "source", "products", "kernel", "rows", "published"),
-        *("model", "error in time", "fitted", "note"),
-    )
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+def lines() -> Iterator[str]:
+    """Yields a line for each figure: the model's, its error, and its note."""
     for row in rows():
-        if not row.chip.startswith(generation):
-            continue
-        digits = 1 if row.value >= 10 else 3 if row.value < 1 else 2
-        cells = (
-            row.chip,
-            row.source,
-            row.name + (f", {row.bits} bits" if row.bits != 4 else ""),
-            row.kernel,
-            str(row.m),
-            f"{row.value:g} {row.unit}",
-            f"{row.model():.{digits}f}",
-            f"{row.error():+.0%}",
-            "yes" if row.fitted else "",
-            row.note,
+        products = row.name + (f", {row.bits} bits" if row.bits != 4 else "")
+        marks = ", ".join(filter(None, ("fitted" * row.fitted, row.note)))
+        yield (
+            f"{row.chip} ({row.source}): {row.m} x {products}, {row.kernel}: "
+            f"{row.value:g} {row.unit}, {row.model():.3g} predicted, "
+            f"{row.error():+.0%} of time {marks}"
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def notes() -> str:
-    """Returns the notes as a list."""
-    found: dict[str, str] = _data()["notes"]
-    return "\n".join(f"- {key}: {text}" for key, text in found.items())
 
 
 def mean_error(of: list[Row]) -> float:
@@ -190,21 +170,16 @@ def summary(of: list[Row]) -> str:
     return f"{mean_error(of):.1%} in the mean; the worst are {', '.join(named)}"
 
 
-def predictions() -> str:
-    """Returns the table of predicted speeds over stock MLX on M5."""
-    lines = [
-        f"| chip | product | {' | '.join(map(str, PREDICTED_ROWS))} |",
-        "|---" * (2 + len(PREDICTED_ROWS)) + "|",
-    ]
+def predictions() -> Iterator[str]:
+    """Yields lines of predicted speeds over stock MLX on M5, each for a product."""
     for chip in ("M5 Max", "M5 Pro", "M5"):
         device = Device.named(chip)
         for n, k in SHAPES:
             cells = (
-                _cell(problem_of(m, n, k, dtype="bfloat16"), device)
+                f"{m}: {_cell(problem_of(m, n, k, dtype='bfloat16'), device)}"
                 for m in PREDICTED_ROWS
             )
-            lines.append(f"| {chip} | {k}→{n} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            yield f"{chip}, {k}→{n}: {', '.join(cells)}"
 
 
 def speed(problem: Problem, device: Device) -> float:
@@ -222,14 +197,12 @@ def speed(problem: Problem, device: Device) -> float:
 
 
 def _cell(problem: Problem, device: Device) -> str:
-    """Returns the same as a cell of that table."""
+    """Returns the same with the kernel that serves."""
     served = planner.serve(problem, device)
     if isinstance(served, Refusal):
         return "stock"
-    ratio = f"{speed(problem, device):.2f}"
-    if not isinstance(served, Plan):
-        return f"{ratio} d"
-    return f"**{ratio}**" if served.kernel == "gemm_tensor" else ratio
+    kernel = served.kernel if isinstance(served, Plan) else "decoded first"
+    return f"{speed(problem, device):.2f} {kernel}"
 
 
 def _data() -> dict[str, Any]:
@@ -238,6 +211,7 @@ def _data() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(predictions(), table("M5"), notes(), table("M4"), sep="\n\n")
+    print(*predictions(), "", *lines(), "", sep="\n")
+    print(*(f"{key}: {text}" for key, text in _data()["notes"].items()), sep="\n")
     print(f"\ngemm_register on M4: {summary(fitted('gemm_register', 'M4'))}")
     print(f"gemm_tensor: factor {mean_factor(fitted('gemm_tensor', 'M5')):.3f}")

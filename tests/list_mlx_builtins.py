@@ -10,13 +10,12 @@ compiled library. Headers `*_nax` count for the names of tensor operations only.
 
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
+from peers import downloads
 from support.metal_vocabulary import used, used_tensors
 
 TARGET = Path(__file__).parent / "data" / "mlx_builtins.json"
@@ -34,21 +33,12 @@ TYPES = {b"f32": "float", b"f16": "half", b"bf16": "bfloat"}
 def main() -> None:
     """Downloads the wheel and writes the list."""
     version = metadata.version("mlx")
-    with (
-        tempfile.TemporaryDirectory() as name,
-        ZipFile(downloaded(version, Path(name))) as wheel,
-    ):
+    options = ("--only-binary=:all:", f"--platform={PLATFORM}")
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = f"mlx-metal=={version}"
+        wheel = ZipFile(downloads.archive(wanted, options, Path(folder), "*.whl"))
         listed = {"mlx": version, "wheel": PLATFORM, **builtins(wheel)}
     TARGET.write_text(json.dumps(listed, indent=1) + "\n")
-
-
-def downloaded(version: str, folder: Path) -> Path:
-    """Fetches the wheel that carries MLX's Metal kernels."""
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-    wheel = ("--only-binary=:all:", f"--platform={PLATFORM}", f"--dest={folder}")
-    subprocess.run((*pip, *wheel, f"mlx-metal=={version}"), check=True)
-    (path,) = folder.glob("*.whl")
-    return path
 
 
 def builtins(wheel: ZipFile) -> dict[str, object]:

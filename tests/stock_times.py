@@ -1,14 +1,12 @@
 """Published times of stock MLX beside those of our model of it.
 
 The times are those of `data/published_times.json`. Run as a program, this file prints
-the errors of each chip, and every time beside the model's.
+every time beside the model's.
 """
 
 import json
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from mlx_marlin.backends.metal.device import Device
@@ -128,15 +126,15 @@ class Row:
         series = self.series
         return f"{series.clock}, {series.chip}: {self.m} x {series.described}"
 
-    def cell(self) -> str:
-        """The row's part of the table: rows, the figure, the error and the note."""
-        if self.is_reference:
-            apart = ["reference"]
-        else:
-            marks = (self.why, "out" * self.is_out)
-            apart = [f"{self.error():+.0%}", *filter(None, marks)]
-        value = f"{self.value:.{2 if self.series.per else 3}f}"
-        return f"{self.m}: {value} ({', '.join(apart)})"
+    def line(self) -> str:
+        """The row, where it is from, the figure, the model's error and the note."""
+        series = self.series
+        form = f"{series.source}; {series.bits} bits, groups of {series.group_size}"
+        unit = f"times m={series.per}" if series.per else "ms"
+        error = "reference" if self.is_reference else f"{self.error():+.0%}"
+        more = (self.why, "out of sample" * self.is_out)
+        apart = ", ".join([error, *filter(None, more)])
+        return f"{self} ({form}): {self.value:.3f} {unit}, {apart}"
 
 
 def _rows(entry: dict[str, Any]) -> list[Row]:
@@ -169,49 +167,6 @@ NOTES: dict[str, str] = _CONTENT["notes"]
 ROWS: list[Row] = [row for entry in _CONTENT["series"] for row in _rows(entry)]
 
 
-def table(clock: str) -> str:
-    """Returns the table of a clock: a line for each series."""
-    head = ["chip, cores", "source", "k→n", "bits, group", "unit", "rows: published"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    of_clock = [row for row in ROWS if row.series.clock == clock]
-    for series, rows in groupby(of_clock, lambda row: row.series):
-        cells = (
-            series.chip,
-            series.source,
-            series.described,
-            f"{series.bits}, {series.group_size}",
-            f"x of m={series.per}" if series.per else "ms",
-            "; ".join(row.cell() for row in rows),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def summary() -> str:
-    """Returns the table of errors: a line for each clock and chip.
-
-    Rows that a note sets apart are counted, and nothing else.
-    """
-    head = ["clock", "chip, cores", "times", "mean error", "from", "to", "set apart"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    keys = dict.fromkeys((row.series.clock, row.series.chip) for row in ROWS)
-    for key in keys:
-        rows = [row for row in ROWS if (row.series.clock, row.series.chip) == key]
-        errors = [row.error() for row in rows if not row.why and not row.is_reference]
-        if not errors:
-            continue
-        apart = sum(bool(row.why) for row in rows)
-        mean = fmean(map(abs, errors))
-        bounds = f"{min(errors):+.0%} | {max(errors):+.0%}"
-        start = f"{key[0]} | {key[1]} | {len(errors)}"
-        lines.append(f"| {start} | {mean:.0%} | {bounds} | {apart} |")
-    return "\n".join(lines)
-
-
-def notes() -> str:
-    """Returns the notes as a list."""
-    return "\n".join(f"- {letter}: {text}" for letter, text in NOTES.items())
-
-
 if __name__ == "__main__":
-    print(summary(), table("chain"), table("independent"), notes(), sep="\n\n")
+    print(*(row.line() for row in ROWS), "", sep="\n")
+    print(*(f"{letter}: {text}" for letter, text in NOTES.items()), sep="\n")

@@ -1,6 +1,7 @@
 """An argument of the wrong type is named, with its type and what was expected."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,30 +20,25 @@ CHOSEN = mx.array([0, 2], mx.uint32)
 FLOATS = mx.zeros((N, K))
 LIST = [1.0]
 
-gather, linear, linears = (
-    mlx_marlin.gather_qmm,
-    mlx_marlin.linear,
-    mlx_marlin.linears,
-)
+gather, linear, linears = mlx_marlin.gather_qmm, mlx_marlin.linear, mlx_marlin.linears
+quantize = partial(mlx_marlin.quantize, FLOATS)
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: mlx_marlin.optimize((nn.Sequential(), "tokenizer")), "model.*tuple.*load"),
     (lambda: mlx_marlin.optimize(3), r"model must be an nn\.Module, got int$"),
     (lambda: mlx_marlin.restore((nn.Sequential(), 1)), "model .*got tuple.*load"),
     (lambda: mlx_marlin.quantize(FLOATS.tolist()), r"w must be an mx\.array.*list"),
-    (lambda: mlx_marlin.quantize(FLOATS, bits="4"), "bits='4' .*int or None.*str"),
-    (lambda: mlx_marlin.quantize(FLOATS, bits=4.0), r"bits=4\.0 must be an int"),
-    (lambda: mlx_marlin.quantize(FLOATS, bits=True), "bits=True must be an int"),
+    (lambda: quantize(bits="4"), "bits='4' .*int or None.*str"),
+    (lambda: quantize(bits=True), "bits=True must be an int"),
     (
-        lambda: mlx_marlin.quantize(FLOATS, group_size="row"),
+        lambda: quantize(group_size="row"),
         "group_size='row' must be an int, 'channel' or None",
     ),
-    (lambda: mlx_marlin.quantize(FLOATS, mode=None), "mode=None must be a str"),
+    (lambda: quantize(mode=None), "mode=None must be a str"),
     (
-        lambda: mlx_marlin.quantize(FLOATS, mode="nvfp4", global_scale=1.0),
+        lambda: quantize(mode="nvfp4", global_scale=1.0),
         r"global_scale=1\.0 must be an mx\.array or None, got float",
     ),
     (lambda: pack(np.array(W), SCALES, BIASES), r"w must be an mx\.array.*ndarray"),
-    (lambda: pack(W, np.array(SCALES), BIASES), "scales must be .*ndarray"),
     (lambda: pack(W, SCALES, LIST), r"biases must be an mx\.array or None, got list"),
     (lambda: pack(W, SCALES, BIASES, bits="4"), "bits='4' must be an int"),
     (lambda: mlx_marlin.unpack(W), "packed must be a PackedWeight, got array"),
@@ -55,27 +51,21 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         "n='40' must be an int, got str",
     ),
     (lambda: linear(X.tolist(), PACKED), r"x, w.*must be mx\.array.*got list"),
-    (lambda: linear(X, W, SCALES.tolist(), BIASES), r"must be mx\.array.*list"),
     (lambda: linear(X, W, SCALES, BIASES, bits="4"), "bits='4' must be an int"),
+    (lambda: linear(X, W, SCALES.tolist(), BIASES), r"must be mx\.array.*list"),
     (lambda: linear(X, PACKED, bias=[0.0] * N), "bias must be .*got list"),
-    (lambda: linear(X, PACKED, bias=np.zeros(N)), "bias must be .*got ndarray"),
     (lambda: linear(X, PACKED, multiply=LIST), "multiply must be .*got list"),
     (lambda: linear(X, PACKED, residual=1.0), r"residual=1\.0 must be .*got float"),
     (lambda: linear(X, PACKED, activation=LIST), "activation must be a str or None"),
     (lambda: linears(X, W.tolist(), SCALES, parts=(20, 20)), "must be mx.*got.*list"),
     (lambda: linears(X, PACKED, parts=3), "parts=3 must be a sequence of 2 to 6 ints"),
     (lambda: linears(X, PACKED, parts=(20.5, 19.5)), r"parts=\(20\.5.*must be ints"),
-    (lambda: linears(X, PACKED, parts=("20", "20")), "parts=.*must be ints"),
     (lambda: linears(X, PACKED, parts=(20, 20), bias=LIST), "bias must be .*list"),
     (
         lambda: mlx_marlin.quantized_matmul(X, W, SCALES, BIASES, group_size="64"),
         "group_size='64' must be an int or None, got str",
     ),
     (lambda: gather(ROWS.tolist(), PACKED_EXPERTS), "x must be .*got list"),
-    (
-        lambda: gather(ROWS, PACKED_EXPERTS, rhs_indices=[0, 2]),
-        r"rhs_indices must be an mx\.array or None, got list",
-    ),
     (
         lambda: gather(ROWS, PACKED_EXPERTS, rhs_indices=np.array([0, 2])),
         "rhs_indices must be .*got ndarray",
@@ -131,7 +121,7 @@ def test_a_packed_layers_native_arrays_cannot_be_set(name: str) -> None:
 
 
 def test_integers_of_numpy_are_integers() -> None:
-    packed = mlx_marlin.quantize(FLOATS, bits=np.int64(4), group_size=np.int64(32))
+    packed = quantize(bits=np.int64(4), group_size=np.int64(32))
     # Or a cache that was filled by this call would return NumPy's to the next.
     assert {type(packed.bits), type(packed.group_size)} == {int}
 

@@ -6,11 +6,13 @@
 import builtins
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 import document_blocks
@@ -19,13 +21,20 @@ from mlx_marlin import cache
 from support import auto_hook, command_names
 
 SLOW = {
-    "docs/installation.md",
-    "docs/plans.md",
-    "examples/import_weights/README.md",
-    "examples/mlx_lm_model/README.md",
-    "examples/speculative_decoding/README.md",
+    "console": {
+        "docs/import.md",
+        "docs/installation.md",
+        "docs/mlx_lm.md",
+        "docs/plans.md",
+        "docs/speculation.md",
+        "examples/import_weights/README.md",
+        "examples/mlx_lm_model/README.md",
+        "examples/speculative_decoding/README.md",
+    },
+    "python": {"docs/speculation.md", "examples/tiny_llama/README.md"},
 }
-"""Pages whose commands take more than five seconds, such as the demo."""
+"""Pages that take seconds, such as the demo: in the quick profile it is only checked
+that what they name exists."""
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -38,13 +47,9 @@ def running(page: Path, language: str) -> list[Block]:
     ]
 
 
-def with_blocks(language: str, slow: Collection[str] = ()) -> pytest.MarkDecorator:
-    """Returns a decorator that gives a test all pages with such blocks.
-
-    Args:
-        language: "python" or "console".
-        slow: Pages that only `make test-all` runs.
-    """
+def with_blocks(language: str) -> pytest.MarkDecorator:
+    """Returns a decorator that gives a test all pages with such blocks."""
+    slow = SLOW[language]
     cases = [
         pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in slow))
         for page, name in zip(PAGES, NAMES, strict=True)
@@ -90,7 +95,7 @@ def test_the_python_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -
 
 @pytest.mark.usefixtures("_undone")
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-@with_blocks("console", SLOW)
+@with_blocks("console")
 def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path) -> None:
     with document_blocks.folder_of(page) as folder:
         for block in running(page, "console"):
@@ -102,14 +107,11 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_what_cannot_run_here_says_why_and_names_what_exists(page: Path) -> None:
+def test_what_does_not_run_says_why_and_commands_name_what_exists(page: Path) -> None:
+    name = page.relative_to(ROOT).as_posix()
     for block in document_blocks.blocks(page):
-        if block.mark == "needs":
+        if block.mark == "needs" or name in SLOW[block.language]:
             assert command_names.fault(block) is None, block.place
-
-
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_in_sentences_name_what_exists(page: Path) -> None:
     assert command_names.inline_faults(page) == []
 
 
@@ -180,3 +182,25 @@ def test_output_is_compared_and_dots_stand_for_anything() -> None:
     assert [each.shown for each in commands] == ["a ... c\n", ""]
     assert document_blocks.is_shown("a b\nb c\n", commands[0].shown)
     assert not document_blocks.is_shown("a b\n", commands[0].shown)
+
+
+def test_the_draft_model_can_be_trained_again(tmp_path: Path) -> None:
+    tokens, folder = tmp_path / "tokens.npz", tmp_path / "draft"
+    stream = np.arange(40, dtype=np.uint16)
+    np.savez(tokens, train=stream, held_out=stream)
+    shipped = ROOT / "examples" / "speculative_decoding/draft"
+    train = ROOT / "examples" / "tiny_llama/train.py"
+    files = f"--tokens {tokens} --out {folder} --config {shipped / 'config.json'}"
+    steps = "--steps 1 --warmup 1 --batch 1 --context 8"
+
+    said = document_blocks.run_command(f"python {train} {files} {steps}")
+
+    assert "102,592 parameters" in said
+    assert {path.name for path in folder.iterdir()} == {
+        path.name for path in shipped.iterdir()
+    }
+    new, old = (
+        {name: each.shape for name, each in mx.load(str(path)).items()}
+        for path in (folder / "model.safetensors", shipped / "model.safetensors")
+    )
+    assert new == old

@@ -1,9 +1,13 @@
-"""Links between documents lead somewhere."""
+"""Links of documents lead somewhere, and what documents list is what there is."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support import oracles
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -11,6 +15,12 @@ DOCUMENTS = [
     *sorted(ROOT.glob("examples/*/README.md")),
     ROOT / "metal_emulator" / "README.md",
 ]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGES = ("metal_emulator", "mlx_marlin")
+SOURCES = [file for name in PACKAGES for file in sorted((ROOT / name).rglob("*.py"))]
+
+TELLING = {"warnings.warn", "warn_once", "_warn"}
+"""Functions that warn. Some pass a message on that another one was given."""
 
 
 def prose(document: Path) -> str:
@@ -51,4 +61,73 @@ def test_every_document_is_linked_from_the_readme_or_the_records() -> None:
         for link in relative_links(index)
     }
 
-    assert {path.resolve() for path in ROOT.glob("docs/**/*.md")} <= linked
+    documents = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+    assert {path.resolve() for path in documents} <= linked
+
+
+def test_the_errors_that_are_promised_are_the_tested_ones() -> None:
+    promised = re.findall(r"(\d+e-\d+) \((\w+)\)", README)
+
+    assert {dtype: float(bound) for bound, dtype in promised} == oracles.TOLERANCES
+
+
+def test_every_environment_variable_is_listed() -> None:
+    named = {
+        name
+        for path in SOURCES
+        for name in re.findall(r"MLX_MARLIN_[A-Z]+", path.read_text(encoding="utf-8"))
+    }
+
+    assert named == set(re.findall(r"`(MLX_MARLIN_[A-Z]+)`", README))
+    assert len(named) <= 7
+
+
+def messages() -> Iterator[str]:
+    """Yields how each message begins; of one that begins with a value, what follows."""
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        calls = TELLING | ({"decision_log.tell"} if "race" in path.parts else set())
+        if not any(f"{name}(" in text for name in calls):
+            continue  # parsing all of them takes a second
+        tree = ast.parse(text)
+        constants = {
+            ast.unparse(node.targets[0]): node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in calls:
+                is_first = ast.unparse(node.func) == "warnings.warn"
+                message = node.args[0 if is_first else -1]
+                message = constants.get(ast.unparse(message), message)
+                if isinstance(message, ast.JoinedStr | ast.Constant):
+                    yield from _beginning(message)
+
+
+def _beginning(message: ast.JoinedStr | ast.Constant) -> Iterator[str]:
+    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+    texts = [str(each.value) for each in parts if isinstance(each, ast.Constant)]
+    texts = [
+        each.removeprefix("mlx_marlin: ").removeprefix("metal_emulator: ")
+        for each in texts
+    ]
+    if first := next(filter(None, texts), None):
+        begins = isinstance(parts[0], ast.Constant) and first == texts[0]
+        yield f"`{first.strip()}" if begins else first.strip(" .(")
+
+
+def test_every_message_is_explained() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    found = {*messages()}
+
+    assert len(found) >= 15
+    assert {beginning for beginning in found if beginning not in text} == set()
+
+
+def test_every_step_is_explained_and_run() -> None:
+    folder = ROOT / "examples" / "naive_to_marlin"
+    steps = [path.stem for path in sorted(folder.glob("*.metal"))]
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+
+    assert re.findall(r"^\d\. \[`(\w+)\.metal`\]", readme, re.MULTILINE) == steps
+    assert re.findall(r"^(0\w+) ", readme, re.MULTILINE) == steps

@@ -1,4 +1,4 @@
-"""Where code may name a back end, and what a package is."""
+"""Where code may name a back end, what a package is, and how long signatures are."""
 
 import ast
 import re
@@ -23,6 +23,28 @@ ALLOWED = {
 }
 """Files and folders that may name a back end, and why."""
 WORD = re.compile("cuda|metal(?!_emulator)", re.IGNORECASE)
+MOST = 7
+"""Positional parameters of a function that has not the signature of one of MLX's."""
+AS_MLX = {
+    "mlx_marlin/products/matmul.py: quantized_matmul": 8,
+    "mlx_marlin/products/matmul.py: why_not": 8,
+    "mlx_marlin/products/experts/matmul.py: gather_qmm": 11,
+    "metal_emulator/metal_kernel.py: metal_kernel": 8,
+    "metal_emulator/static/check.py: check": 8,
+}
+"""Functions with the signature of one of MLX's, and their positional parameters."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+FILES = [
+    file
+    for package in (PACKAGE, PACKAGE.with_name("metal_emulator"))
+    for file in sorted(package.rglob("*.py"))
+]
+
+
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def words(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -44,51 +66,51 @@ def words(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield line, text  # a text with spaces is a message
 
 
-def named_back_ends(text: str) -> list[str]:
-    """Returns what code says of a back end, a line each."""
-    found = (each for each in words(ast.parse(text)) if WORD.search(each[1]))
-    return [f"{line}: {word}" for line, word in found]
-
-
 def test_only_a_back_ends_own_folder_names_it() -> None:
     unused, wrong = dict(ALLOWED), []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        path = file.relative_to(PACKAGE).as_posix()
-        if path.startswith(OWN_FOLDERS):
+    for file in FILES:
+        path = file.relative_to(PACKAGE.parent).as_posix().removeprefix("mlx_marlin/")
+        if path.startswith((*OWN_FOLDERS, "metal_emulator/")):
             continue
-        found = named_back_ends(file.read_text(encoding="utf-8"))
+        if not WORD.search(file.read_text(encoding="utf-8")):
+            continue  # parsing takes longer
+        found = [each for each in words(parsed(file)) if WORD.search(each[1])]
         allowed = [each for each in ALLOWED if path.startswith(each)]
-        if found and not allowed:
-            wrong += [f"{path}:{each}" for each in found]
+        if not allowed:
+            wrong += [f"{path}:{line}: {word}" for line, word in found]
         for each in allowed if found else ():
             unused.pop(each, None)
     assert not wrong, "\n".join(wrong)
     assert not unused, "no longer needed"
 
 
-def packages() -> Iterator[Path]:
-    for name in ("mlx_marlin", "metal_emulator"):
-        yield from (
-            file.parent for file in (PACKAGE.parent / name).rglob("__init__.py")
-        )
-
-
-def test_no_init_file_has_logic() -> None:
+def test_a_package_has_several_files_and_no_logic_in_its_init_file() -> None:
     names_are_lazy = PACKAGE / "__init__.py"
+    packages = [file for file in FILES if file.name == "__init__.py"]
     wrong = [
-        folder.as_posix()
-        for folder in packages()
-        if (file := folder / "__init__.py") != names_are_lazy
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        file.as_posix()
+        for file in packages
+        for node in ast.walk(parsed(file))
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If | ast.For)
+        and file != names_are_lazy
     ]
     assert not wrong
-
-
-def test_a_package_has_several_files() -> None:
     lonely = [
-        folder.as_posix()
-        for folder in packages()
-        if len([each for each in folder.iterdir() if each.name != "__pycache__"]) < 3
+        file.parent.as_posix()
+        for file in packages
+        if len({each.name for each in file.parent.iterdir()} - {"__pycache__"}) < 3
     ]
     assert not lonely
+
+
+def test_only_mlxs_signatures_have_eight_or_more_positional_parameters() -> None:
+    found = {}
+    for file in FILES:
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, Function):
+                given = (*node.args.posonlyargs, *node.args.args)
+                count = len([each for each in given if each.arg not in ("self", "cls")])
+                if count > MOST:
+                    path = file.relative_to(PACKAGE.parent).as_posix()
+                    found[f"{path}: {getattr(node, 'name', 'lambda')}"] = count
+    assert found == AS_MLX

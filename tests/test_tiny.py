@@ -4,6 +4,8 @@ Quantize, pack, multiply and optimize a two-layer model, against float64. It nee
 nothing of the other tests, so it also runs against an installed wheel.
 """
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -43,13 +45,26 @@ def affine(dtype: mx.Dtype, bits: int) -> tuple[tuple[mx.array, ...], np.ndarray
     return parts, codes * scales + biases
 
 
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
-def test_products(bits: int, dtype: mx.Dtype, layout: str) -> None:
+def cases() -> Iterator[Any]:
+    """Yields a width, a dtype, a layout and numbers of rows.
+
+    Every second one is for the full profile only; the others have every pair of values.
+    """
+    rows = (1, 19), (5, 8)
+    for i, (bits, dtype) in enumerate(product((2, 3, 4, 6, 8), TOLERANCES)):
+        layouts = ("mlx", "marlin") if i % 2 else ("marlin", "mlx")
+        yield bits, dtype, layouts[0], rows[i // 2 % 2]
+        every = (bits, dtype, layouts[1], (*rows[0], *rows[1]))
+        yield pytest.param(*every, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("bits", "dtype", "layout", "counts"), [*cases()])
+def test_products(
+    bits: int, dtype: mx.Dtype, layout: str, counts: tuple[int, ...]
+) -> None:
     parts, values = affine(dtype, bits)
     form = {"group_size": GROUP, "bits": bits}
-    for m in (1, 5, 8, 19):
+    for m in counts:
         x = rows(m, dtype)
         if layout == "mlx":
             y = mlx_marlin.quantized_matmul(x, *parts, **form)

@@ -22,17 +22,11 @@ REQUIREMENTS = [
 
 
 @pytest.mark.parametrize("distribution", TESTED)
-def test_the_installed_version_is_tested(distribution: str) -> None:
-    assert version(distribution) == TESTED[distribution][-1]
-
-
-@pytest.mark.parametrize("distribution", TESTED)
-def test_the_lower_bound_is_a_tested_version(distribution: str) -> None:
+def test_the_lower_bound_is_installed_and_tested(distribution: str) -> None:
     pattern = re.compile(rf"{distribution}(?:\[\w+\])?>=([\d.]+)")
-    bounds = [found[1] for each in REQUIREMENTS if (found := pattern.fullmatch(each))]
+    bounds = {found[1] for each in REQUIREMENTS if (found := pattern.fullmatch(each))}
 
-    assert bounds
-    assert {*bounds} == {TESTED[distribution][-1]}
+    assert bounds == {TESTED[distribution][-1]} == {version(distribution)}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/installation.md"])

@@ -46,7 +46,8 @@ def few(monkeypatch: pytest.MonkeyPatch, every: list[Instance]) -> list[Instance
     first = [next(each for each in newest if each.kernel == kernels[0])]
     first += [next(each for each in every if each.kernel == k) for k in kernels[1:]]
     monkeypatch.setattr(census_instances, "every_instance", lambda: first)
-    monkeypatch.setattr(census, "ARCHITECTURES", ARCHITECTURES[-4:])
+    monkeypatch.setattr(census, "ARCHITECTURES", ARCHITECTURES[-3:])
+    monkeypatch.setattr(census, "LIVE", (8, 120))
     return first
 
 

@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal.stock.prediction import (
     stock_split,
 )
 from mlx_marlin.planning.problem import Problem
-from stock_times import NOTES, ROWS, Row, table
+from stock_times import NOTES, ROWS, Row
 
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
 CLOSE = 0.15
@@ -93,11 +93,6 @@ def test_codes_of_8_bits_are_slower_and_one_row_of_2_bits_is_not_read_in_time() 
         for bits in (2, 4)
     }
     assert bounds == {2: "issue", 4: "memory"}
-
-
-def test_every_published_time_is_in_its_table() -> None:
-    for row in ROWS:
-        assert row.cell() in table(row.series.clock)
 
 
 @pytest.mark.parametrize(("rows", "least", "most"), [(8, 1.3, 1.6), (11, 1.8, 2.2)])

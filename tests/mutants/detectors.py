@@ -11,26 +11,17 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import TILE_N, format_of
-from mutants.cases.blocks import ChosenCase
-from mutants.cases.case import Case
-from mutants.cases.functions import FunctionCase
-from mutants.cases.gather import GatherCase
+from mutants.cases.case import Case, Judge
+from mutants.cases.experts import miscounted
 from mutants.cases.repack import RepackCase
 from mutants.mutant import Detector
 from support import epilogues, format_cases, oracles, orders, shader_variants
-from support.block_kernels import Added, Rotated
 from support.expert_products import ExpertProducts
-from support.normed_products import Normed
 
 Verdict = str | None
-JUDGES_OF_ITSELF = (
-    *(RepackCase, GatherCase, FunctionCase),
-    *(Rotated, Added, ChosenCase, Normed, ExpertProducts),
-)
-"""Types of cases that know what is right."""
 
 
-def detect(detector: Detector, case: Case) -> Verdict:
+def detect(detector: Detector, case: Case | Judge) -> Verdict:
     """Asks one detector about the shaders as they are now."""
     if detector in REPORTS:
         return _reported(REPORTS[detector], case)
@@ -75,9 +66,9 @@ def _reported(sentences: Sequence[str], case: Case) -> Verdict:
     return None
 
 
-def _wrong_result(case: Case) -> Verdict:
+def _wrong_result(case: Case | Judge) -> Verdict:
     """The float64 oracle, each element within the error of a float32 sum."""
-    if isinstance(case, JUDGES_OF_ITSELF):
+    if not isinstance(case, Case):
         return case.wrong_result()
     x, native = case.arrays()
     problem = case.plan.problem
@@ -170,8 +161,10 @@ def _counters(case: Case) -> Verdict:
 
     For packed weights whose k is whole tiles. What is staged is read once for a tile.
     """
-    if isinstance(case, RepackCase | GatherCase):
+    if isinstance(case, RepackCase):
         return case.miscounted()
+    if isinstance(case, ExpertProducts):
+        return miscounted(case)
     plan, problem = case.planned, case.plan.problem
     fragments = -(-problem.m // 8)
     readers = plan.m_tiles if plan.buffers else -(-fragments // plan.fragments_m)

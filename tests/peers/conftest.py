@@ -1,14 +1,17 @@
 """The headers under test, and the table of what was measured."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from _pytest.terminal import TerminalReporter
 
 import metal_emulator
 from peers import llama_cpp, mlx_headers
+from peers.mlx_products import Record
 
 
 def _header(*files: str) -> Any:
@@ -16,7 +19,7 @@ def _header(*files: str) -> Any:
 
     @pytest.fixture(scope="session")
     def header() -> str:
-        return mlx_headers.flattened(mlx_headers.downloaded(), *files)
+        return mlx_headers.flattened(*files)
 
     return header
 
@@ -30,17 +33,38 @@ fp_nax_header = _header(GEMM_NAX, "quantized_utils.h", "fp_quantized_nax.h")
 gemm_header = _header(GEMM, f"{KERNELS}_fused.h")
 gemm_nax_header = _header(GEMM_NAX, f"{KERNELS}_fused_nax.h")
 thin_header = _header(GEMM_NAX, f"{KERNELS}_thin_nax.h")
+attention_nax_header = _header("steel/attn/kernels/steel_attention_nax.h")
 
 
 @pytest.fixture(scope="session")
 def library() -> metal_emulator.Library:
-    """llama.cpp's kernels."""
+    """llama.cpp's text."""
     return llama_cpp.library()
 
 
 @pytest.fixture
-def random() -> np.random.Generator:
-    return np.random.default_rng(7)
+def llama(library: metal_emulator.Library) -> llama_cpp.Llama:
+    """llama.cpp's kernels."""
+    return llama_cpp.Llama(library, np.random.default_rng(7))
+
+
+@pytest.fixture
+def header_of(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """Returns what gives the text of a family of kernels, such as "fp"."""
+    return lambda family: str(request.getfixturevalue(f"{family}_header"))
+
+
+@pytest.fixture
+def record(record_property: Callable[[str, object], None]) -> Record:
+    """Returns what adds the error of a kernel for a dtype to the table of errors."""
+
+    def add(kernel: str, dtype: mx.Dtype, error: float) -> None:
+        names = ("kernel", "dtype", "error")
+        values = (kernel, str(dtype).removeprefix("mlx.core."), error)
+        for name, value in zip(names, values, strict=True):
+            record_property(name, value)
+
+    return add
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

@@ -64,8 +64,7 @@ def archive(wanted: str, options: tuple[str, ...], folder: Path, pattern: str) -
 
 def _unpack(wheel: Path, target: Path, prefix: str, suffix: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if name.startswith(prefix) and name.endswith(suffix):
-                file = target / name.removeprefix(prefix)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(archive.read(name))
+        for member in archive.infolist():
+            if member.filename.startswith(prefix) and member.filename.endswith(suffix):
+                member.filename = member.filename.removeprefix(prefix)
+                archive.extract(member, target)

@@ -6,10 +6,12 @@ buffer is on a GPU.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
+import pytest
 
 import metal_emulator
 
@@ -20,6 +22,16 @@ _PARAMETER = re.compile(
 _ATTRIBUTE = re.compile(r"\[\[(\w+)\]\]$")
 _STRUCT = re.compile(r"\w*Params$")
 _SPLIT = re.compile(r",(?![^\[]*\]\])")
+
+
+@contextmanager
+def reports(message: str) -> Iterator[None]:
+    """Runs kernels in trace mode, which must stop with a report."""
+    with (
+        metal_emulator.emulated(trace=True),
+        pytest.raises(metal_emulator.EmulatorError, match=message),
+    ):
+        yield
 
 
 @dataclass(frozen=True)

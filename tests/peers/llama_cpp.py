@@ -9,6 +9,7 @@ import functools
 import re
 import tarfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,12 @@ def downloaded() -> Path:
 
 def _fill(folder: Path, target: Path) -> None:
     # pip runs the distribution's build back end to read its metadata; nothing is built.
-    source = (f"--no-binary={PACKAGE}",)
-    wanted = f"{PACKAGE}=={VERSION}"
-    _unpack(downloads.archive(wanted, source, folder, "*.tar.gz"), target)
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as members:
+    wanted, source = f"{PACKAGE}=={VERSION}", (f"--no-binary={PACKAGE}",)
+    with tarfile.open(downloads.archive(wanted, source, folder, "*.tar.gz")) as members:
         for member in members:
-            name = member.name.partition("/ggml/src/")[2]
-            if name in FILES:
-                file = folder / name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                content = members.extractfile(member)
-                assert content is not None
-                file.write_bytes(content.read())
+            member.name = member.name.partition("/ggml/src/")[2]
+            if member.name in FILES:
+                members.extract(member, target, filter="data")
 
 
 def library(*definitions: str) -> metal_emulator.Library:
@@ -121,43 +113,62 @@ def sizes(digit: str, array: npt.NDArray[Any], row_bytes: int = 0) -> dict[str, 
     }
 
 
-def launch(
-    library: metal_emulator.Library,
-    name: str,
-    inputs: Mapping[str, Any],
-    output: npt.NDArray[Any],
-    groups: tuple[int, int, int],
-    threads: tuple[int, int, int],
-    memory: int = 0,
-) -> npt.NDArray[Any]:
-    """Runs the kernel `kernel_NAME`.
+@dataclass(frozen=True)
+class Llama:
+    """The kernels, and what draws their operands.
 
-    Args:
+    Attributes:
         library: The text.
-        name: Name of the kernel.
-        inputs: Inputs by parameter; one array for two of them is one buffer.
-        output: An array of the output's shape and dtype.
-        groups: Threadgroups in x, y and z.
-        threads: Threads of a threadgroup in x, y and z.
-        memory: Bytes of each parameter in threadgroup memory.
-
-    Returns:
-        The output.
+        random: Draws.
     """
-    kernel = library.function(f"kernel_{name}")
-    arrays: dict[int, mx.array] = {}
-    given = {
-        key: arrays.setdefault(id(value), mx.array(value))
-        if isinstance(value, np.ndarray)
-        else value
-        for key, value in inputs.items()
-    }
-    (result,) = kernel(
-        inputs=given,
-        output_shapes=[output.shape],
-        output_dtypes=[mx.array(output[:0]).dtype],
-        grid=tuple(g * t for g, t in zip(groups, threads, strict=True)),
-        threadgroup=threads,
-        threadgroup_memory=dict.fromkeys(kernel.threadgroup_memory, memory),
-    )
-    return np.array(result)
+
+    library: metal_emulator.Library
+    random: np.random.Generator
+
+    def normal(self, *shape: int) -> npt.NDArray[np.float32]:
+        return self.random.standard_normal(shape, np.float32)
+
+    def run(self, *call: Any, **options: Any) -> npt.NDArray[Any]:
+        """Launches a kernel in trace mode."""
+        with metal_emulator.emulated(trace=True):
+            return self.launch(*call, **options)
+
+    def launch(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        output: npt.NDArray[Any],
+        groups: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        memory: int = 0,
+    ) -> npt.NDArray[Any]:
+        """Runs the kernel `kernel_NAME`.
+
+        Args:
+            name: Name of the kernel.
+            inputs: Inputs by parameter; one array for two of them is one buffer.
+            output: An array of the output's shape and dtype.
+            groups: Threadgroups in x, y and z.
+            threads: Threads of a threadgroup in x, y and z.
+            memory: Bytes of each parameter in threadgroup memory.
+
+        Returns:
+            The output.
+        """
+        kernel = self.library.function(f"kernel_{name}")
+        arrays: dict[int, mx.array] = {}
+        given = {
+            key: arrays.setdefault(id(value), mx.array(value))
+            if isinstance(value, np.ndarray)
+            else value
+            for key, value in inputs.items()
+        }
+        (result,) = kernel(
+            inputs=given,
+            output_shapes=[output.shape],
+            output_dtypes=[mx.array(output[:0]).dtype],
+            grid=tuple(g * t for g, t in zip(groups, threads, strict=True)),
+            threadgroup=threads,
+            threadgroup_memory=dict.fromkeys(kernel.threadgroup_memory, memory),
+        )
+        return np.array(result)

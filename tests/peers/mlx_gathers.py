@@ -10,7 +10,8 @@ import numpy as np
 
 from peers import mlx_headers
 from peers.foreign import Dispatch
-from peers.mlx_products import FORMATS
+from peers.mlx_products import FORMATS, Operands, quantized
+from support.oracles import exact
 
 TILE = (16, 32, 32, 1, 2)
 """BM, BN, BK, WM, WN: the tile that MLX takes without tensor units."""
@@ -44,37 +45,18 @@ class Gather:
     def family(self) -> str:
         return "affine" if self.mode == "affine" else "fp"
 
-    def x(self) -> mx.array:
+    def operands(self) -> Operands:
         mx.random.seed(self.m + self.n)
-        return mx.random.normal((self.m, self.k)).astype(self.dtype)
-
-    def weight(self) -> dict[str, mx.array]:
+        x = mx.random.normal((self.m, self.k)).astype(self.dtype)
         mx.random.seed(self.k)
         shape = (self.n, self.k) if self.transposed else (self.k, self.n)
         w = mx.random.normal((len(self.runs), *shape)).astype(self.dtype)
-        group, bits = FORMATS[self.mode]
-        parts = mx.quantize(w, group_size=group, bits=bits, mode=self.mode)
-        return dict(zip(("w", "scales", "biases"), parts, strict=False))
+        weight, dense = quantized(w, self.mode, *FORMATS[self.mode])
+        each = dense[np.repeat(np.arange(len(self.runs)), self.runs)]
+        letters = "mk,mnk->mn" if self.transposed else "mk,mkn->mn"
+        return Operands(x, weight, np.einsum(letters, exact(x), each))
 
-    def expected(self, x: mx.array, weight: dict[str, mx.array]) -> np.ndarray:
-        group, bits = FORMATS[self.mode]
-        parts = [
-            p.astype(mx.float32) if p.dtype == x.dtype else p for p in weight.values()
-        ]
-        dense = mx.dequantize(
-            *parts, group_size=group, bits=bits, mode=self.mode, dtype=mx.float32
-        )
-        rows = np.array(x.astype(mx.float32)).astype(np.float64)
-        owner = np.repeat(np.arange(len(self.runs)), self.runs)
-        each = np.array(dense).astype(np.float64)[owner]
-        return np.einsum("mk,mnk->mn" if self.transposed else "mk,mkn->mn", rows, each)
-
-    def error(self, y: mx.array, x: mx.array, weight: dict[str, mx.array]) -> float:
-        expected = self.expected(x, weight)
-        got = np.array(y.astype(mx.float32))
-        return float(np.abs(got - expected).max() / np.abs(expected).max())
-
-    def dispatch(self, x: mx.array, weight: dict[str, mx.array]) -> Dispatch:
+    def dispatch(self, operands: Operands) -> Dispatch:
         """MLX's own call: enough tiles of rows for every run to end in the middle."""
         bm, bn, bk, wm, wn = self.tile
         starts = [0, *itertools.accumulate(self.runs)][:-1]
@@ -82,15 +64,13 @@ class Gather:
         sizes = {"M": self.m, "N": self.n, "K": self.k, "num_groups": len(self.runs)}
         return Dispatch(
             kernel=f"{self.family}_gather_qmm_rhs{self.suffix}",
-            template=(
-                self.dtype,
-                *FORMATS[self.mode],
-                *self.tile,
-                self.transposed,
-            ),
+            template=(self.dtype, *FORMATS[self.mode], *self.tile, self.transposed),
             groups=(math.ceil(self.n / bn), tiles_m, 1),
             threads=(32, wn, wm),
-            inputs={"x": x, **weight, "offsets": mx.array(starts, mx.int32), **sizes},
+            inputs={
+                **{"x": operands.x, **operands.weight, **sizes},
+                "offsets": mx.array(starts, mx.int32),
+            },
             output="y",
             shape=(self.m, self.n),
             dtype=self.dtype,
@@ -102,16 +82,14 @@ class Gather:
         )
 
 
-def compute(
-    gather: Gather, x: mx.array, weight: dict[str, mx.array], header: str
-) -> mx.array:
+def compute(gather: Gather, operands: Operands, header: str) -> mx.array:
     """The product by MLX's kernel."""
-    headers = mlx_headers.downloaded()
-    schedule = mlx_headers.function(headers, "utils.h", "schedule_row_tile")
-    return gather.dispatch(x, weight).run(schedule + header)
+    folder = mlx_headers.downloaded()
+    schedule = mlx_headers.function(folder, "utils.h", "schedule_row_tile")
+    return gather.dispatch(operands).run(schedule + header)
 
 
 def error_of(gather: Gather, header: str) -> float:
     """Of the kernel's result, relative to its largest element."""
-    x, weight = gather.x(), gather.weight()
-    return gather.error(compute(gather, x, weight, header), x, weight)
+    operands = gather.operands()
+    return operands.error(compute(gather, operands, header))

@@ -23,6 +23,12 @@ def compute(product: Product, operands: Operands, header: str) -> mx.array:
     return y.sum(axis=0) if _splits(product) > 1 else y
 
 
+def error_of(product: Product, header: str) -> float:
+    """Of the kernel's result, relative to its largest element."""
+    operands = Operands.of(product)
+    return operands.error(compute(product, operands, header))
+
+
 def dispatch(product: Product, operands: Operands) -> Dispatch:
     """MLX's own call of the kernel for that product."""
     group, bits = product.format

@@ -26,16 +26,9 @@ def downloaded() -> Path:
     return downloads.files("mlx-metal", MLX, f"mlx/include/{FOLDER}", ".h", *platform)
 
 
-def flattened(headers: Path, *names: str) -> str:
-    """Headers as one text: each once, where it is first included.
-
-    Args:
-        headers: The folder of the headers.
-        names: Files in it, in order.
-
-    Returns:
-        Their text with every `#include` of another MLX header replaced by that header.
-    """
+def flattened(*names: str) -> str:
+    """Headers as one text, in order: each once, where it is first included."""
+    headers = downloaded()
     seen = set(PRELUDE)
 
     def text_of(name: str) -> str:
@@ -52,8 +45,7 @@ def flattened(headers: Path, *names: str) -> str:
 @cache
 def affine() -> str:
     """The text with MLX's quantized kernels for affine weights."""
-    names = ("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
-    return flattened(downloaded(), *names)
+    return flattened("steel/gemm/gemm.h", "quantized_utils.h", "quantized.h")
 
 
 def function(headers: Path, name: str, function: str) -> str:

@@ -1,14 +1,19 @@
 """Quantized products with random values, and what they are in float64."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
+
+from support.oracles import Floats, exact
 
 TOLERANCE = {mx.float32: 3e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 """Of the largest element: two roundings of each weight's and the result's dtype."""
+
+Record = Callable[[str, mx.Dtype, float], None]
+"""Adds the error of a kernel for a dtype to the table: a fixture, `record`."""
 
 FORMATS = {"affine": (64, 4), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
 """Group size and bits of a mode, unless a product says otherwise."""
@@ -93,7 +98,7 @@ class Operands:
 
     x: mx.array
     weight: dict[str, mx.array]
-    expected: npt.NDArray[np.float64]
+    expected: Floats
 
     @classmethod
     def of(cls, product: Product) -> "Operands":
@@ -104,45 +109,50 @@ class Operands:
         x = mx.random.normal((product.matrices, product.m, product.k))
         w = mx.random.normal((product.matrices, *shape))
         x, w = x.astype(product.dtype), w.astype(product.dtype)
-        parts = mx.quantize(w, group_size=group, bits=bits, mode=product.mode)
-        names = ("w", "scales", "biases")[: len(parts)]
-        exact = [p.astype(mx.float32) if p.dtype == w.dtype else p for p in parts]
-        dense = mx.dequantize(
-            *exact, group_size=group, bits=bits, mode=product.mode, dtype=mx.float32
+        weight, dense = quantized(w, product.mode, group, bits)
+        rows = exact(x)
+        if product.gathered:
+            rows, dense = rows[list(LHS)], dense[list(RHS)]
+        return cls(
+            x, weight, rows @ (dense.swapaxes(-1, -2) if product.transposed else dense)
         )
-        expected = _product(product, _float64(x), _float64(dense))
-        return cls(x, dict(zip(names, parts, strict=True)), expected)
 
     def error(self, y: mx.array) -> float:
         """Of `y`, relative to the largest element of the result."""
-        got = _float64(y).reshape(self.expected.shape)
-        error = np.abs(got - self.expected).max() / np.abs(self.expected).max()
-        return float(error)
+        return error(y.reshape(self.expected.shape), self.expected)
 
 
-def _float64(array: mx.array) -> npt.NDArray[np.float64]:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+def quantized(
+    w: mx.array, mode: str, group: int, bits: int
+) -> tuple[dict[str, mx.array], Floats]:
+    """Returns the arrays of a quantized weight by name, and what they stand for."""
+    form = {"group_size": group, "bits": bits, "mode": mode}
+    parts = mx.quantize(w, **form)
+    wide = [p.astype(mx.float32) if p.dtype == w.dtype else p for p in parts]
+    dense = mx.dequantize(*wide, **form, dtype=mx.float32)
+    return dict(zip(("w", "scales", "biases"), parts, strict=False)), exact(dense)
 
 
-def _product(
-    product: Product, x: npt.NDArray[np.float64], w: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    if product.gathered:
-        x, w = x[list(LHS)], w[list(RHS)]
-    return x @ (w.swapaxes(-1, -2) if product.transposed else w)
+def error(y: mx.array, expected: Floats) -> float:
+    """Returns the largest error of `y`, relative to the largest element."""
+    return float(np.abs(exact(y) - expected).max() / np.abs(expected).max())
 
 
 def every_kernel() -> Iterator[Product]:
     """Every kernel, mode and dtype, on aligned shapes and on ragged ones."""
-    for mode in FORMATS:
-        for dtype in (mx.float32, mx.float16, mx.bfloat16):
-            for kernel, shapes in _SHAPES.items():
-                for m, n, k in shapes:
-                    product = Product(
-                        kernel=kernel, mode=mode, dtype=dtype, m=m, n=n, k=k
-                    )
-                    if not over_reads_scales(product):
-                        yield product
+    for mode, dtype in product(FORMATS, (mx.float32, mx.float16, mx.bfloat16)):
+        for kernel, shapes in _SHAPES.items():
+            for shape in shapes:
+                found = _product(kernel, mode, dtype, shape)
+                if not over_reads_scales(found):
+                    yield found
+
+
+def _product(
+    kernel: str, mode: str, dtype: mx.Dtype, shape: tuple[int, int, int], **more: int
+) -> Product:
+    m, n, k = shape
+    return Product(kernel=kernel, mode=mode, dtype=dtype, m=m, n=n, k=k, **more)
 
 
 def over_reads_scales(product: Product) -> bool:
@@ -174,28 +184,15 @@ _SHAPES = {
 def every_format() -> Iterator[Product]:
     """The widths and group sizes that `every_kernel` leaves out."""
     for bits in (1, 2, 3, 5, 6, 8):
-        for kernel, m, n, k in (("qmv_fast", 2, 64, 512), ("qmm_t", 19, 50, 192)):
-            yield Product(
-                kernel=kernel, mode="affine", dtype=mx.float16, m=m, n=n, k=k, bits=bits
-            )
+        for kernel, shape in (("qmv_fast", (2, 64, 512)), ("qmm_t", (19, 50, 192))):
+            yield _product(kernel, "affine", mx.float16, shape, bits=bits)
     for group in (32, 128):
-        for kernel, m, n, k in (("qmv", 2, 37, 384), ("qmm_t", 19, 50, 384)):
-            yield Product(
-                kernel=kernel,
-                mode="affine",
-                dtype=mx.bfloat16,
-                m=m,
-                n=n,
-                k=k,
-                group=group,
-            )
+        for kernel, shape in (("qmv", (2, 37, 384)), ("qmm_t", (19, 50, 384))):
+            yield _product(kernel, "affine", mx.bfloat16, shape, group=group)
 
 
 def batches() -> Iterator[Product]:
     """A weight of its own for each of two products."""
-    for mode in FORMATS:
-        for kernel in ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n"):
-            m, n, k = _SHAPES[kernel][0]
-            yield Product(
-                kernel=kernel, mode=mode, dtype=mx.float16, m=m, n=n, k=k, batch=2
-            )
+    kernels = ("qmv_fast", "qmv", "qmv_wide", "qvm", "qmm_t", "qmm_n")
+    for mode, kernel in product(FORMATS, kernels):
+        yield _product(kernel, mode, mx.float16, _SHAPES[kernel][0], batch=2)

@@ -1,16 +1,15 @@
 """mlx-dspark's `multirow_attn`, unmodified, on the emulator, traced for races."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 import metal_emulator
 from peers import dspark
-from peers.mlx_products import TOLERANCE
+from peers.foreign import reports
+from peers.mlx_products import TOLERANCE, Record, error
+from support.oracles import attention, exact
 
 pytestmark = pytest.mark.peer
 
@@ -62,39 +61,20 @@ def drawn(case: Case, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
     return q, k, v
 
 
-def float64(array: mx.array) -> npt.NDArray[np.float64]:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
-def expected(case: Case, *arrays: mx.array) -> npt.NDArray[np.float64]:
-    q, k, v = map(float64, arrays)
-    times = case.heads[0] // case.heads[1]
-    k, v = (np.repeat(each, times, axis=1) for each in (k, v))
-    scores = q @ k.swapaxes(-1, -2) * case.features**-0.5
-    if case.causal:
-        first = case.keys - case.rows
-        seen = np.arange(case.keys) <= first + np.arange(case.rows)[:, None]
-        scores = np.where(seen, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return (weights / weights.sum(axis=-1, keepdims=True)) @ v
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_that_of_float64_and_race_free(
-    case: Case, dtype: mx.Dtype, record_property: Callable[[str, object], None]
+    case: Case, dtype: mx.Dtype, record: Record
 ) -> None:
     arrays = drawn(case, dtype)
     attend = dspark.module("multirow_attn").multirow_sdpa
     with metal_emulator.emulated(trace=True):
         y = attend(*arrays, scale=case.features**-0.5, causal=case.causal)
-    wanted = expected(case, *arrays)
+    wanted = attention(*map(exact, arrays), causal=case.causal)
     assert y.shape == wanted.shape
-    error = float(np.abs(float64(y) - wanted).max() / np.abs(wanted).max())
-    record_property("kernel", "mlx-dspark multirow_attn")
-    record_property("dtype", str(dtype).split(".")[-1])
-    record_property("error", error)
-    assert error <= TOLERANCE[dtype]
+    worst = error(y, wanted)
+    record("mlx-dspark multirow_attn", dtype, worst)
+    assert worst <= TOLERANCE[dtype]
 
 
 def test_a_missing_barrier_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +91,5 @@ def test_a_missing_barrier_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(module, "_K1", kernel)
     arrays = drawn(case, mx.float16)
-    with (
-        pytest.raises(metal_emulator.EmulatorError, match="never written"),
-        metal_emulator.emulated(trace=True),
-    ):
+    with reports("never written"):
         module.multirow_sdpa(*arrays, scale=0.1, causal=True)

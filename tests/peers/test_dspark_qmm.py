@@ -1,14 +1,12 @@
 """mlx-dspark's `skinny_qmm`, unmodified, on the emulator, traced for races."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import metal_emulator
 from peers import dspark
-from peers.mlx_products import TOLERANCE, Operands, Product
+from peers.mlx_products import TOLERANCE, Operands, Product, Record
 
 pytestmark = pytest.mark.peer
 
@@ -34,16 +32,11 @@ def compute(given: Operands, bits: int) -> mx.array:
 @pytest.mark.parametrize("bits", dspark.WINDOW)
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_are_those_of_float64_and_race_free(
-    rows: int,
-    bits: int,
-    shape: tuple[int, int],
-    record_property: Callable[[str, object], None],
+    rows: int, bits: int, shape: tuple[int, int], record: Record
 ) -> None:
     given = operands(rows, *shape, bits)
     error = given.error(compute(given, bits))
-    record_property("kernel", f"mlx-dspark skinny_qmm {bits} bits")
-    record_property("dtype", "bfloat16")
-    record_property("error", error)
+    record(f"mlx-dspark skinny_qmm {bits} bits", mx.bfloat16, error)
     assert error <= TOLERANCE[mx.bfloat16]
 
 

@@ -10,9 +10,11 @@ import numpy.typing as npt
 import pytest
 
 import metal_emulator
-from peers.llama_cpp import arguments, launch, sizes
+from peers.foreign import reports
+from peers.llama_cpp import Llama, arguments, sizes
 from peers.test_llama_cpp_blocks import matrix_product, matrix_vector
-from peers.test_llama_cpp_kernels import close, soft_max, softmax
+from peers.test_llama_cpp_kernels import close, soft_max
+from support import oracles
 
 pytestmark = pytest.mark.peer
 
@@ -20,29 +22,27 @@ Array = npt.NDArray[Any]
 RACE = "race between threads on byte .* of threadgroup variable"
 
 
-def group_norm(library: metal_emulator.Library, x: Array, threads: int) -> Array:
+def group_norm(llama: Llama, x: Array, threads: int) -> Array:
     """Returns two groups [2, 1, n], each with mean 0 and variance 1."""
     fields = {**sizes("0", x), "n_groups": 2, "eps": 1e-5}
     given = {"src0": x, "args": arguments("group_norm", **fields)}
-    return launch(library, "group_norm", given, x, (2, 1, 1), (threads, 1, 1), 128)
+    return llama.launch("group_norm", given, x, (2, 1, 1), (threads, 1, 1), 128)
 
 
-def test_group_norm_clears_sums_that_others_still_read(
-    library: metal_emulator.Library, random: np.random.Generator
-) -> None:
-    x = random.standard_normal((2, 1, 256), np.float32) + 3
+def test_group_norm_clears_sums_that_others_still_read(llama: Llama) -> None:
+    x = llama.normal(2, 1, 256) + 3
     exact = x.astype(float)
     exact -= exact.mean(axis=-1, keepdims=True)
     exact /= np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 1e-5)
 
+    with reports(RACE):
+        group_norm(llama, x, 64)
     with metal_emulator.emulated(trace=True):
-        with pytest.raises(metal_emulator.EmulatorError, match=RACE):
-            group_norm(library, x, 64)
-        one_simdgroup = group_norm(library, x, 32)
+        one_simdgroup = group_norm(llama, x, 32)
     errors = []
     for seed in range(8):
         with metal_emulator.emulated(seed=seed):
-            errors.append(np.abs(group_norm(library, x, 64) - exact).max())
+            errors.append(np.abs(group_norm(llama, x, 64) - exact).max())
 
     np.testing.assert_allclose(one_simdgroup, exact, atol=1e-5)
     assert max(errors) > 0.5  # some order of simdgroups gives another mean
@@ -52,11 +52,11 @@ def test_group_norm_clears_sums_that_others_still_read(
 TOKENS = 4
 
 
-def ssm_scan(library: metal_emulator.Library, threads: int, start: Array | None) -> Any:
+def ssm_scan(llama: Llama, threads: int, start: Array | None) -> Any:
     """Returns y [TOKENS] of a Mamba-1 scan with one head, whose inputs are all 1.
 
     Args:
-        library: llama.cpp's text.
+        llama: The kernels.
         threads: Elements of the state, one a thread.
         start: What the output begins with: y and the state.
     """
@@ -75,101 +75,80 @@ def ssm_scan(library: metal_emulator.Library, threads: int, start: Array | None)
         given["dst"] = start
     output = np.empty(TOKENS + threads, np.float32)
     size = (threads, 1, 1)
-    return launch(library, "ssm_scan_f32", given, output, (1, 1, 1), size, 128)[:TOKENS]
+    return llama.launch("ssm_scan_f32", given, output, (1, 1, 1), size, 128)[:TOKENS]
 
 
-def test_ssm_scan_overwrites_sums_of_a_token_that_are_still_read(
-    library: metal_emulator.Library,
-) -> None:
+def test_ssm_scan_overwrites_sums_of_a_token_that_are_still_read(llama: Llama) -> None:
     start = np.zeros(TOKENS + 64, np.float32)
     dt = np.log1p(np.e)
     decay = np.exp(-dt)
     exact = 64 * dt * np.cumsum(decay ** np.arange(TOKENS))
 
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(metal_emulator.EmulatorError, match=RACE),
-    ):
-        ssm_scan(library, 64, start)
+    with reports(RACE):
+        ssm_scan(llama, 64, start)
     errors = []
     for seed in range(8):
         with metal_emulator.emulated(seed=seed):
-            errors.append(np.abs(ssm_scan(library, 64, start) - exact).max())
+            errors.append(np.abs(ssm_scan(llama, 64, start) - exact).max())
 
     assert max(errors) > 1  # some order of simdgroups adds sums of two tokens
     with metal_emulator.emulated(trace=True):
-        alone = ssm_scan(library, 32, start[: TOKENS + 32])
+        alone = ssm_scan(llama, 32, start[: TOKENS + 32])
     np.testing.assert_allclose(alone, exact / 2, rtol=1e-6)
 
 
-def test_ssm_scan_reads_a_state_that_nobody_has_written(
-    library: metal_emulator.Library,
-) -> None:
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(metal_emulator.EmulatorError, match=r"never written.*'dst'"),
-    ):
-        ssm_scan(library, 32, None)
+def test_ssm_scan_reads_a_state_that_nobody_has_written(llama: Llama) -> None:
+    with reports(r"never written.*'dst'"):
+        ssm_scan(llama, 32, None)
 
 
 def test_the_barrier_between_two_uses_of_a_buffer_in_soft_max_orders_nothing(
-    library: metal_emulator.Library, random: np.random.Generator
+    llama: Llama,
 ) -> None:
-    x = random.standard_normal((1, 1, 100), np.float32)
+    x = llama.normal(1, 1, 100)
 
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(metal_emulator.EmulatorError, match=f"{RACE} 'buf': write after"),
-    ):
-        soft_max(library, x, None, 64)
+    with reports(f"{RACE} 'buf': write after"):
+        soft_max(llama, x, None, 64)
 
 
-def test_every_simdgroup_of_argmax_writes_the_result(
-    library: metal_emulator.Library, random: np.random.Generator
-) -> None:
-    x = random.standard_normal((1, 100), np.float32)
+def test_every_simdgroup_of_argmax_writes_the_result(llama: Llama) -> None:
+    x = llama.normal(1, 100)
     given = {"x": x, "ncols": 100, "nb01": x.nbytes}
     output = np.empty(1, np.int32)
 
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(metal_emulator.EmulatorError, match="'dst': write after write"),
-    ):
-        launch(library, "argmax", given, output, (1, 1, 1), (64, 1, 1), 128)
-    plain = launch(library, "argmax", given, output, (1, 1, 1), (64, 1, 1), 128)
+    with reports("'dst': write after write"):
+        llama.launch("argmax", given, output, (1, 1, 1), (64, 1, 1), 128)
+    plain = llama.launch("argmax", given, output, (1, 1, 1), (64, 1, 1), 128)
 
     assert plain == x.argmax()
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K"])
 def test_matrix_vector_products_read_rows_behind_the_last_one(
-    library: metal_emulator.Library, random: np.random.Generator, kind: str
+    llama: Llama, kind: str
 ) -> None:
     with pytest.raises(
         metal_emulator.EmulatorError, match="read outside buffer 'src0'"
     ):
-        matrix_vector(library, random, kind, n=37)
+        matrix_vector(llama, kind, n=37)
 
 
 def test_matrix_products_store_vectors_at_any_multiple_of_four_bytes(
-    library: metal_emulator.Library, random: np.random.Generator
+    llama: Llama,
 ) -> None:
     with pytest.raises(
         metal_emulator.EmulatorError, match=r"misaligned access.*\n.*\n.*D4"
     ):
-        matrix_product(library, random, "F16", (70, 37, 64))
+        matrix_product(llama, "F16", (70, 37, 64))
 
 
-def attention(
-    library: metal_emulator.Library, random: np.random.Generator, masked: bool
-) -> tuple[Array, Array]:
+def attention(llama: Llama, masked: bool) -> tuple[Array, Array]:
     """Returns attention of two heads, and what it is in float64."""
     heads, queries, keys, size, simdgroups = 2, 11, 64, 64, 4
-    q = random.standard_normal((heads, queries, size), np.float32)
-    k, v = random.standard_normal((2, heads, keys, size)).astype(np.float16)
+    q = llama.normal(heads, queries, size)
+    k, v = llama.random.standard_normal((2, heads, keys, size)).astype(np.float16)
     mask = np.zeros((1, 16, keys), np.float16)
-    future = np.triu(np.ones((queries, keys), bool), keys - queries + 1)
-    mask[0, :queries][future] = -np.inf
+    mask[0, :queries][~np.tri(queries, keys, keys - queries, bool)] = -np.inf
     fields = {**sizes("0", q), **sizes("1", k), **sizes("2", v), **sizes("3", mask)}
     fields |= {"ne_12_2": heads, "ne_12_3": 1, "ne1": heads, "ne2": queries}
     fields |= {"scale": size**-0.5, "max_bias": 0, "m0": 1, "m1": 1}
@@ -186,29 +165,24 @@ def attention(
     memory = 8 * (2 * size + 2 * (2 * 32 + 8) * simdgroups) * 2
 
     groups, threads = (-(-queries // 8), heads, 1), (32, simdgroups, 1)
-    result = launch(
-        library, "flash_attn_ext_f16_h64", given, y, groups, threads, memory=memory
+    result = llama.launch(
+        "flash_attn_ext_f16_h64", given, y, groups, threads, memory=memory
     )
 
-    scores = q.astype(float) @ k.astype(float).swapaxes(1, 2) * size**-0.5
-    if masked:
-        scores = scores + mask[:, :queries].astype(float)
-    expected = (softmax(scores) @ v.astype(float)).swapaxes(0, 1)
-    return result, expected
+    wide = (each.astype(float) for each in (q, k, v))
+    expected = oracles.attention(*wide, causal=masked)
+    return result, expected.swapaxes(0, 1)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_reads_scores_of_other_lanes_without_a_barrier(
-    library: metal_emulator.Library, random: np.random.Generator, masked: bool
+    llama: Llama, masked: bool
 ) -> None:
-    result, expected = attention(library, random, masked)
+    result, expected = attention(llama, masked)
     first = np.arange(len(result)) % 8 == 0
 
     # The emulator's lanes run in turn, those of a GPU in step. Only the first query of
     # a threadgroup has scores that no later operation of the simdgroup orders.
     close(result[~first], expected[~first], 2e-3)  # operands in half
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(metal_emulator.EmulatorError, match=f"{RACE} 'shmem_f16': read"),
-    ):
-        attention(library, random, masked)
+    with reports(f"{RACE} 'shmem_f16': read"):
+        attention(llama, masked)

@@ -6,18 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import metal_emulator
-from peers.llama_cpp import arguments, launch, sizes
+from peers.llama_cpp import Llama, arguments, sizes
+from support import oracles
 
 pytestmark = pytest.mark.peer
 
 Array = npt.NDArray[Any]
-
-
-def run(library: metal_emulator.Library, *call: Any, **options: Any) -> Array:
-    """Launches a kernel in trace mode."""
-    with metal_emulator.emulated(trace=True):
-        return launch(library, *call, **options)
 
 
 def close(result: Array, expected: Array, tolerance: float = 2e-6) -> None:
@@ -27,17 +21,11 @@ def close(result: Array, expected: Array, tolerance: float = 2e-6) -> None:
     )
 
 
-def normal(random: np.random.Generator, *shape: int) -> Array:
-    return random.standard_normal(shape, np.float32)
-
-
-def test_the_text_has_its_entries_and_passes_the_static_check(
-    library: metal_emulator.Library,
-) -> None:
-    names = [entry.name for entry in library.entries]
+def test_the_text_has_its_entries_and_passes_the_static_check(llama: Llama) -> None:
+    names = [entry.name for entry in llama.library.entries]
     assert len(names) == len({*names}) == 458
 
-    operands = library.function("kernel_mul_mm_q4_0_f32").check()
+    operands = llama.library.function("kernel_mul_mm_q4_0_f32").check()
 
     assert operands == {("float", "float", "half", "float")}
 
@@ -46,17 +34,14 @@ def test_the_text_has_its_entries_and_passes_the_static_check(
     ("name", "operation"), [("add", np.add), ("mul", np.multiply), ("div", np.divide)]
 )
 def test_binary_operations_broadcast(
-    library: metal_emulator.Library,
-    random: np.random.Generator,
-    name: str,
-    operation: np.ufunc,
+    llama: Llama, name: str, operation: np.ufunc
 ) -> None:
-    x, y = normal(random, 2, 3, 5, 36), normal(random, 1, 3, 1, 36)
+    x, y = llama.normal(2, 3, 5, 36), llama.normal(1, 3, 1, 36)
     fields = {**sizes("0", x), **sizes("1", y), **sizes("", x)}
     given = arguments("bin", **fields, offs=0, o1=(0,) * 8)
 
-    result = run(
-        library, name, {"args": given, "src0": x, "src1": y}, x, (5, 3, 2), (32, 1, 1)
+    result = llama.run(
+        name, {"args": given, "src0": x, "src1": y}, x, (5, 3, 2), (32, 1, 1)
     )
 
     close(result, operation(x.astype(float), y))
@@ -72,41 +57,34 @@ ONE_TO_ONE = {
 
 
 @pytest.mark.parametrize("name", ONE_TO_ONE)
-def test_functions_of_elements(
-    library: metal_emulator.Library, random: np.random.Generator, name: str
-) -> None:
-    x = normal(random, 200)
+def test_functions_of_elements(llama: Llama, name: str) -> None:
+    x = llama.normal(200)
 
-    result = run(library, name, {"src0": x}, x, (200, 1, 1), (1, 1, 1))
+    result = llama.run(name, {"src0": x}, x, (200, 1, 1), (1, 1, 1))
 
     close(result, ONE_TO_ONE[name](x.astype(float)))
 
 
-def test_scale(library: metal_emulator.Library, random: np.random.Generator) -> None:
-    x = normal(random, 64)
+def test_scale(llama: Llama) -> None:
+    x = llama.normal(64)
     given = {"src0": x, "scale": 1.75, "bias": -0.5}
 
-    close(run(library, "scale", given, x, (64, 1, 1), (1, 1, 1)), 1.75 * x - 0.5)
+    close(llama.run("scale", given, x, (64, 1, 1), (1, 1, 1)), 1.75 * x - 0.5)
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rms_norm_mul", "norm"])
-def test_norms(
-    library: metal_emulator.Library, random: np.random.Generator, name: str
-) -> None:
-    x, weight = normal(random, 3, 320), normal(random, 1, 320)
+def test_norms(llama: Llama, name: str) -> None:
+    x, weight = llama.normal(3, 320), llama.normal(1, 320)
     three: dict[str, Any] = {}
     for axis in (1, 2, 3):
         three[f"nef{axis}"] = (sizes("0", x)[f"ne0{axis}"], 1, 1)
         three[f"nbf{axis}"] = (sizes("0", x)[f"nb0{axis}"], x.nbytes, x.nbytes)
     fields = {**sizes("0", x), **sizes("", x), **three, "ne00_4": 80, "eps": 1e-5}
-    given = {
-        "args": arguments(name.removesuffix("_mul"), **fields),
-        "src0": x,
-    }
+    given = {"args": arguments(name.removesuffix("_mul"), **fields), "src0": x}
     if name != "norm":
         given |= {"src1_0": weight, "src1_1": weight}
 
-    result = run(library, name, given, x, (3, 1, 1), (96, 1, 1), memory=128)
+    result = llama.run(name, given, x, (3, 1, 1), (96, 1, 1), memory=128)
 
     exact = x.astype(float)
     if name == "norm":
@@ -120,14 +98,7 @@ def rows_reduced(x: Array, **others: Array) -> dict[str, int]:
     return {**fields, **sizes("", others.get("dst", x))}
 
 
-def softmax(x: Array) -> Array:
-    powers = np.exp(x - x.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
-def soft_max(
-    library: metal_emulator.Library, x: Array, mask: Array | None, threads: int
-) -> Array:
+def soft_max(llama: Llama, x: Array, mask: Array | None, threads: int) -> Array:
     fields = rows_reduced(x, src1=x if mask is None else mask)
     bias = {"max_bias": 0, "m0": 0, "m1": 0, "n_head_log2": 0}
     # A tensor that is absent is the first one's buffer.
@@ -138,36 +109,32 @@ def soft_max(
         "args": arguments("soft_max", **fields, scale=0.5, **bias),
     }
     groups = (x.shape[-2], x.shape[-3], 1)
-    return run(library, "soft_max_f32", given, x, groups, (threads, 1, 1), 128)
+    return llama.run("soft_max_f32", given, x, groups, (threads, 1, 1), 128)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_soft_max(
-    library: metal_emulator.Library, random: np.random.Generator, masked: bool
-) -> None:
-    x, mask = normal(random, 2, 3, 70), normal(random, 1, 3, 70)
+def test_soft_max(llama: Llama, masked: bool) -> None:
+    x, mask = llama.normal(2, 3, 70), llama.normal(1, 3, 70)
 
-    result = soft_max(library, x, mask if masked else None, 32)
+    result = soft_max(llama, x, mask if masked else None, 32)
 
-    close(result, softmax(x.astype(float) / 2 + (mask if masked else 0)))
+    close(result, oracles.softmax(x.astype(float) / 2 + (mask if masked else 0)))
 
 
-def test_sum_rows(library: metal_emulator.Library, random: np.random.Generator) -> None:
-    x = normal(random, 2, 3, 100)
+def test_sum_rows(llama: Llama) -> None:
+    x = llama.normal(2, 3, 100)
     y = x[..., :1]
     given = {"args": arguments("sum_rows", **rows_reduced(x, dst=y)), "src0": x}
 
-    result = run(library, "sum_rows", given, y, (3, 2, 1), (64, 1, 1), 128)
+    result = llama.run("sum_rows", given, y, (3, 2, 1), (64, 1, 1), 128)
 
     close(result, x.astype(float).sum(axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize("order", ["norm", "neox"])
-def test_rope(
-    library: metal_emulator.Library, random: np.random.Generator, order: str
-) -> None:
+def test_rope(llama: Llama, order: str) -> None:
     tokens, heads, size, rotated = 3, 2, 64, 32
-    x = normal(random, tokens, heads, size)
+    x = llama.normal(tokens, heads, size)
     at = np.array([0, 5, 77], np.int32)
     yarn = {"ext_factor": 0, "attn_factor": 1, "beta_fast": 32, "beta_slow": 1}
     fields = {**sizes("0", x), **sizes("", x), **yarn, "n_past": 0, "n_dims": rotated}
@@ -176,7 +143,7 @@ def test_rope(
     given = {"args": arguments("rope", **fields), "src0": x, "src1": at, "src2": x}
 
     groups = (heads, tokens, 1)
-    result = run(library, f"rope_{order}_f32", given, x, groups, (32, 1, 1))
+    result = llama.run(f"rope_{order}_f32", given, x, groups, (32, 1, 1))
 
     expected = x.astype(float)
     half = rotated // 2
@@ -190,18 +157,11 @@ def test_rope(
     close(result, expected, 2e-5)  # angles of 77 radians in float32
 
 
-def test_argsort(library: metal_emulator.Library, random: np.random.Generator) -> None:
-    x = normal(random, 2, 50)
+def test_argsort(llama: Llama) -> None:
+    x = llama.normal(2, 50)
     given = {"x": x, "args": arguments("argsort", ncols=50, ncols_pad=64)}
 
-    result = run(
-        library,
-        "argsort_f32_i32_asc",
-        given,
-        np.empty((2, 50), np.int32),
-        (1, 2, 1),
-        (64, 1, 1),
-        256,
-    )
+    y, size = np.empty((2, 50), np.int32), (64, 1, 1)
+    result = llama.run("argsort_f32_i32_asc", given, y, (1, 2, 1), size, 256)
 
     np.testing.assert_array_equal(result, x.argsort(axis=1))

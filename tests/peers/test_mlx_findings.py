@@ -17,6 +17,8 @@ QUAD = Product(kernel="qmv_quad", mode="mxfp4", dtype=mx.float16, m=3, n=37, k=1
 TAIL = Product(kernel="qmm_t", mode="nvfp4", dtype=mx.float16, m=32, n=32, k=272)
 """k is 16 more than a multiple of 32: half of the last tile is behind the row."""
 
+OUTSIDE = "read outside buffer"
+
 
 def padded(operands: Operands, name: str, rows: int, byte: int = 0) -> Operands:
     """With so many more rows of that byte behind an array of the weight."""
@@ -28,29 +30,21 @@ def padded(operands: Operands, name: str, rows: int, byte: int = 0) -> Operands:
     return Operands(operands.x, weight, operands.expected)
 
 
-def test_fp_qmv_quad_reads_scales_of_rows_that_do_not_exist(fp_header: str) -> None:
-    with pytest.raises(
-        metal_emulator.EmulatorError, match="read outside buffer 'scales"
-    ):
-        mlx_geometry.compute(QUAD, Operands.of(QUAD), fp_header)
-
-
-def test_fp_qmv_quad_makes_no_use_of_them(fp_header: str) -> None:
+def test_fp_qmv_quad_reads_scales_of_rows_that_do_not_exist_and_makes_no_use_of_them(
+    fp_header: str,
+) -> None:
+    with pytest.raises(metal_emulator.EmulatorError, match=f"{OUTSIDE} 'scales"):
+        mlx_geometry.error_of(QUAD, fp_header)
     operands = padded(Operands.of(QUAD), "scales", 64 - QUAD.n, byte=0xFF)
     assert operands.error(mlx_geometry.compute(QUAD, operands, fp_header)) < 1e-3
 
 
-def test_nvfp4_qmm_t_reads_weights_behind_the_last_row(fp_header: str) -> None:
-    operands = padded(Operands.of(TAIL), "scales", 1)
-    with pytest.raises(metal_emulator.EmulatorError, match="read outside buffer 'w_"):
-        mlx_geometry.compute(TAIL, operands, fp_header)
-
-
-def test_nvfp4_qmm_t_reads_a_scale_behind_the_last_row(fp_header: str) -> None:
-    operands = padded(Operands.of(TAIL), "w", 1)
-    with pytest.raises(
-        metal_emulator.EmulatorError, match="read outside buffer 'scales"
-    ):
+@pytest.mark.parametrize(("name", "other"), [("w", "scales"), ("scales", "w")])
+def test_nvfp4_qmm_t_reads_behind_the_last_row(
+    name: str, other: str, fp_header: str
+) -> None:
+    operands = padded(Operands.of(TAIL), other, 1)
+    with pytest.raises(metal_emulator.EmulatorError, match=f"{OUTSIDE} '{name}_"):
         mlx_geometry.compute(TAIL, operands, fp_header)
 
 

@@ -7,47 +7,29 @@ import pytest
 
 import metal_emulator
 from peers.mlx_gathers import RUNS, Gather, error_of
-from peers.mlx_products import FORMATS, TOLERANCE
+from peers.mlx_products import FORMATS, TOLERANCE, Record
 
 pytestmark = pytest.mark.peer
 
-MODES = pytest.mark.parametrize("mode", FORMATS)
 
-
-@MODES
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).split(".")[-1])
+@pytest.mark.parametrize("mode", FORMATS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("runs", RUNS)
 @pytest.mark.parametrize("letter", "tn")
-def test_runs_of_rows_meet_their_weights(
+def test_runs_of_rows_meet_their_weights_and_the_trace_reports_nothing(
     mode: str,
     dtype: mx.Dtype,
     runs: str,
     letter: str,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
+    header_of: Callable[[str], str],
+    record: Record,
 ) -> None:
     ragged_n = 50 if letter == "t" else 128
     n = 64 if runs == "aligned" else ragged_n
     gather = Gather(mode, dtype, RUNS[runs], n, 128, letter == "t")
 
-    header = request.getfixturevalue(f"{gather.family}_header")
-    error = error_of(gather, header)
+    with metal_emulator.emulated(trace=dtype == mx.float16 and letter == "t"):
+        error = error_of(gather, header_of(gather.family))
 
-    record_property(
-        "kernel", f"{mode} gather_qmm_rhs {'nt' if letter == 't' else 'nn'}"
-    )
-    record_property("dtype", str(dtype).split(".")[-1])
-    record_property("error", error)
+    record(f"{mode} gather_qmm_rhs n{letter}", dtype, error)
     assert error <= TOLERANCE[dtype]
-
-
-@MODES
-@pytest.mark.parametrize("runs", RUNS)
-def test_traced_they_report_nothing(
-    mode: str, runs: str, request: pytest.FixtureRequest
-) -> None:
-    gather = Gather(mode, mx.float16, RUNS[runs], 64, 128, True)
-
-    header = request.getfixturevalue(f"{gather.family}_header")
-    with metal_emulator.emulated(trace=True):
-        assert error_of(gather, header) <= TOLERANCE[mx.float16]

@@ -1,13 +1,12 @@
 """MLX's steel GEMM, unmodified, on the emulator."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import metal_emulator
-from peers.mlx_gemms import Gemm, error
+from peers.mlx_gemms import Gemm
+from peers.mlx_products import Record, error
 
 pytestmark = pytest.mark.peer
 
@@ -18,7 +17,7 @@ TILES = {"64x64x16": (64, 64, 16, 2, 2), "32x64x16": (32, 64, 16, 1, 2)}
 """BM, BN, BK, WM, WN: two of those that MLX ships."""
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: str(d).split(".")[-1])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(64, 128, 96), (70, 50, 37)], ids=str)
 @pytest.mark.parametrize("transposed", ["nn", "nt", "tn"])
 @pytest.mark.parametrize("tile", list(TILES))
@@ -28,16 +27,14 @@ def test_steel_gemm_computes_the_product(
     shape: tuple[int, int, int],
     dtype: mx.Dtype,
     gemm_header: str,
-    record_property: Callable[[str, object], None],
+    record: Record,
 ) -> None:
     a_flag, b_flag = (letter == "t" for letter in transposed)
     gemm = Gemm(TILES[tile], dtype, *shape, a_flag, b_flag)
     a, b = gemm.operands()
     y = gemm.dispatch(a, b).run(gemm_header)
     worst = error(y, gemm.expected(a, b))
-    record_property("kernel", f"steel gemm {transposed}")
-    record_property("dtype", str(dtype).split(".")[-1])
-    record_property("error", worst)
+    record(f"steel gemm {transposed}", dtype, worst)
     assert worst <= TOLERANCE[dtype]
 
 

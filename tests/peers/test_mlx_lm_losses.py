@@ -14,15 +14,14 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import metal_emulator
 from peers import emulated_modules
+from support.oracles import Floats, exact
 
 pytestmark = pytest.mark.peer
 
-Floats = npt.NDArray[np.float64]
 LOSSES = ("kl_forward", "kl_backward", "js_forward", "js_backward")
 RACE = "race between threads .* of threadgroup variable 'shared': write after read"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -44,10 +43,6 @@ def module(repair: bool) -> ModuleType:
     return emulated_modules.load("mlx_lm.tuner.losses", file, factory)
 
 
-def float64(array: mx.array) -> Floats:
-    return np.array(array.astype(mx.float32)).astype(np.float64)
-
-
 def launch(
     name: str, vocabulary: int, dtype: mx.Dtype, *, repair: bool
 ) -> list[mx.array]:
@@ -55,7 +50,7 @@ def launch(
     q, p = logits(vocabulary, dtype)
     more = [mx.ones(3, dtype)] if name.endswith("backward") else []
     if name == "js_backward":
-        more.append(mx.array(divergence(float64(q), mixture(q, p)), dtype))
+        more.append(mx.array(divergence(exact(q), mixture(q, p)), dtype))
     shapes = [q.shape] if more else [(3,)] * (1 + name.startswith("js"))
     kernel = getattr(module(repair), f"_{name}_kernel")
     with metal_emulator.emulated(trace=True):
@@ -82,7 +77,7 @@ def log_softmax(x: Floats) -> Floats:
 
 def mixture(q: mx.array, p: mx.array) -> Floats:
     """Logits of the mean of two distributions."""
-    each = [np.exp(log_softmax(float64(x))) for x in (q, p)]
+    each = [np.exp(log_softmax(exact(x))) for x in (q, p)]
     mean: Floats = np.log((each[0] + each[1]) / 2)
     return mean
 
@@ -96,7 +91,7 @@ def divergence(x: Floats, other: Floats) -> Floats:
 
 def expected(name: str, vocabulary: int, dtype: mx.Dtype) -> list[Floats]:
     pair = logits(vocabulary, dtype)
-    q, p = map(float64, pair)
+    q, p = map(exact, pair)
     mean = mixture(*pair)
     chances = [np.exp(log_softmax(x)) for x in (q, p)]
     to_mean = [divergence(x, mean) for x in (q, p)]
@@ -119,9 +114,9 @@ def test_losses_are_those_of_float64_with_the_missing_barriers(
 ) -> None:
     found = launch(name, vocabulary, mx.float32, repair=True)
     wanted = expected(name, vocabulary, mx.float32)
-    for actual, exact in zip(found, wanted, strict=True):
-        bound = 2e-5 * np.abs(exact).max()
-        np.testing.assert_allclose(float64(actual), exact, rtol=0, atol=bound)
+    for actual, each in zip(found, wanted, strict=True):
+        bound = 2e-5 * np.abs(each).max()
+        np.testing.assert_allclose(exact(actual), each, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)

@@ -13,23 +13,15 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
+from peers import downloads
 from support import hub_model
 
 pytestmark = pytest.mark.peer
 
-QUANTIZED = [
-    "awq",
-    "chat",
-    "finetune",
-    "generate",
-    "gptq",
-    "models",
-    "prompt_cache",
-    "server",
-    "tuner_trainer",
-    "tuner_utils",
-    "utils",
-]
+QUANTIZED = (
+    *("awq", "chat", "finetune", "generate", "gptq", "models", "prompt_cache"),
+    *("server", "tuner_trainer", "tuner_utils", "utils"),
+)
 """Tests of quantized layers, or of a model that is loaded; of `models` only those that
 quantize something."""
 OTHERS = {
@@ -47,13 +39,10 @@ OTHERS = {
     "tool_parsing": "no model",
 }
 """The other files of mlx-lm's tests, with the reason why they are not run."""
+_GENERATE = "test_generate.py::TestGenerate::test_stream_generate_input_embeddings"
 FAIL_WITHOUT_THE_HUB = {
-    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings": (
-        "expects the answer of the model on the hub"
-    ),
-    "test_generate.py::TestGenerate::test_stream_generate_input_embeddings_prefill": (
-        "expects the answer of the model on the hub"
-    ),
+    _GENERATE: "expects the answer of the model on the hub",
+    f"{_GENERATE}_prefill": "expects the answer of the model on the hub",
     "test_server.py::TestServer::test_handle_models": "lists the cache of the hub",
 }
 """Tests that fail here without `mlx_marlin.auto` too, with the reason."""
@@ -70,13 +59,8 @@ OPTIONS = ["", "layout=marlin,join=true,trace=true"]
 def tests_of_mlx_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the tests in the source distribution of the installed version."""
     folder = tmp_path_factory.mktemp("source")
-    wanted = f"mlx-lm=={version('mlx-lm')}"
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
-    command = (*pip, "--no-binary", ":all:", "--dest", str(folder), wanted)
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"pip cannot download {wanted}: {done.stderr.strip()[-300:]}")
-    (archive,) = folder.glob("*.tar.gz")
+    wanted, options = f"mlx-lm=={version('mlx-lm')}", ("--no-binary", ":all:")
+    archive = downloads.archive(wanted, options, folder, "*.tar.gz")
     with tarfile.open(archive) as source:
         source.extractall(folder, filter="data")
     (tests,) = folder.glob("*/tests")

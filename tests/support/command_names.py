@@ -1,6 +1,7 @@
 """Whether what documents tell to run exists: commands, options, targets, programs.
 
-It is checked of blocks that cannot run here, and of commands in sentences.
+It is checked of blocks that do not run in the quick profile, or here, and of commands
+in sentences.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ INLINE = re.compile(r"`((?:mlx-marlin|python|pip|make) [^`]+)`")
 
 
 def fault(block: Block) -> str | None:
-    """Returns what is wrong with a block that cannot run here, as far as can be told.
+    """Returns what is wrong with a block that does not run, as far as can be told.
 
     Its Python has to compile, and what its commands name has to exist: our commands
     and their options, targets of the Makefile, modules, files and extras.
     """
-    if block.value not in NEEDS:
+    if block.mark == "needs" and block.value not in NEEDS:
         return f"needs {block.value!r}, expected one of {[*NEEDS]}"
     if block.language == "python":
         compile(block.text, block.place, "exec")

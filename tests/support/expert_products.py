@@ -9,7 +9,7 @@ import numpy as np
 from mlx_marlin.backends import launcher
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.products.packing import pack
-from support import format_cases, oracles
+from support import drawn_arrays, format_cases, oracles
 from support.epilogues import STEEPEST
 from support.format_cases import Weight
 from support.oracles import Floats, exact
@@ -63,12 +63,14 @@ class ExpertProducts:
         seed: Of all arrays.
         not_a_number: The operand that has a NaN: "x", "scales" or "biases", and of
             which weight.
+        offset: Elements before each array's first in its buffer.
     """
 
     plan: MetalGatherPlan
     chosen: tuple[int, ...]
     seed: int = 0
     not_a_number: tuple[str, int] | None = None
+    offset: int = 0
 
     @property
     def sources(self) -> list[int]:
@@ -120,7 +122,8 @@ class ExpertProducts:
         second = [array for stored in others for array in stored[:2]]
         named = () if self.plan.pairs_per_row else (self.sources,)
         pairs = [mx.array(each, mx.uint32) for each in (self.chosen, *named)]
-        return (x, *first, *second, *self.biases, *pairs)
+        arrays = (x, *first, *second, *self.biases, *pairs)
+        return tuple(drawn_arrays.shifted(each, self.offset) for each in arrays)
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The results [pairs, n]."""

@@ -45,6 +45,33 @@ def product(
     return exact(x) @ weight.swapaxes(-1, -2)
 
 
+def softmax(x: Floats) -> Floats:
+    """Returns the shares of the last axis."""
+    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    shares: Floats = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def attention(
+    q: Floats, k: Floats, v: Floats, mask: Floats | float = 0.0, *, causal: bool = False
+) -> Floats:
+    """Returns the attention [..., heads, rows, size] of rows to keys of fewer heads.
+
+    Args:
+        q: Queries [..., heads, rows, size].
+        k: Keys [..., fewer heads, keys, size].
+        v: Values, shaped as the keys.
+        mask: What is added to the scores.
+        causal: Whether the last row is the last key's, and no row sees a later key.
+    """
+    k, v = (np.repeat(each, q.shape[-3] // k.shape[-3], axis=-3) for each in (k, v))
+    scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5 + mask
+    if causal:
+        rows, keys = scores.shape[-2:]
+        scores = np.where(np.tri(rows, keys, keys - rows), scores, -np.inf)
+    return softmax(scores) @ v
+
+
 def error(actual: mx.array, expected: Floats) -> float:
     """Returns the relative Frobenius error; NaN where anything is not a number."""
     difference = np.linalg.norm(exact(actual) - expected)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -11,6 +12,13 @@ from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from support import drawn_arrays, epilogues, format_cases
 from support.format_cases import Weight
+
+
+class Judge(Protocol):
+    """A case that knows what is right."""
+
+    def wrong_result(self) -> str | None:
+        """Returns what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """Makes plans for cases: ranges, slices, streams and wide tiles."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
@@ -25,15 +27,13 @@ def problem_of(
     *,
     mode: str = "affine",
     bits: int = 4,
-    global_scale: bool = False,
-    batch: int = 1,
+    **more: Any,
 ) -> Problem:
-    """Returns a problem whose k is so many groups."""
+    """Returns a problem whose k is so many groups, with more of its fields."""
     return Problem(
         m=m,
         n=n,
         k=groups * group_size,
-        batch=batch,
         group_size=group_size,
         bits=bits,
         mode=mode,
@@ -41,23 +41,25 @@ def problem_of(
         scale_dtype=format_of(mode, bits).scale_dtype(dtype),
         layout=layout,
         epilogue=epilogue,
-        global_scale=global_scale,
+        **more,
     )
 
 
 def whole_tiles(
-    problem: Problem,
-    *,
+    *shape: Any,
     fragments_m: int = 0,
     simdgroups_m: int = 1,
     simdgroups_k: int = 2,
     operand: Operand = "exact",
     kernel: Kernel | None = None,
+    **more: Any,
 ) -> Plan:
     """Returns a plan with one tile a threadgroup.
 
-    The kernel is `gemm_register`, or `gemv` without fragments, if it is not given.
+    The problem is that of `problem_of(*shape, **more)`. The kernel is `gemm_register`,
+    or `gemv` without fragments, if it is not given.
     """
+    problem = problem_of(*shape, **more)
     rows = 8 * fragments_m * simdgroups_m if fragments_m else problem.m
     columns = columns_of_tile(problem)
     tile = Tile(m=rows, n=columns, k=k_tile(problem.group_size))
@@ -75,25 +77,31 @@ def whole_tiles(
     )
 
 
+native = partial(whole_tiles, dtype="float32", layout="mlx")
+packed = partial(whole_tiles, dtype="float32", layout="marlin")
+
+
 def in_ranges(
-    problem: Problem,
     division: tuple[int, int, int, int, int],
-    *,
+    *shape: Any,
     partition: Partition = "balanced",
     operand: Operand = "offset",
     reduction: Reduction = "workspace",
+    **more: Any,
 ) -> Plan:
     """Returns a plan whose ranges are runs of slices.
 
-    `division` is: fragments_m, simdgroups_m, simdgroups_k, slices, threadgroups.
+    `division` is: fragments_m, simdgroups_m, simdgroups_k, slices, threadgroups; the
+    problem is that of `problem_of(*shape, **more)`.
     """
     fragments_m, simdgroups_m, simdgroups_k, slices, threadgroups = division
     plan = whole_tiles(
-        problem,
+        *shape,
         fragments_m=fragments_m,
         simdgroups_m=simdgroups_m,
         simdgroups_k=simdgroups_k,
         operand=operand,
+        **more,
     )
     work = Work(
         strategy="stripe",
@@ -118,13 +126,13 @@ def in_two_slices(plan: Plan) -> Plan:
     return replace(plan, work=work, reduction="workspace")
 
 
-def staged(plan: Plan, buffers: int, loaders: int = 0) -> Plan:
+def staged(buffers: int, plan: Plan, loaders: int = 0) -> Plan:
     """Returns the plan of the staged kernel."""
     return replace(plan, kernel="gemm_staged", buffers=buffers, loaders=loaders)
 
 
 def streams(
-    plan: Plan, threadgroups: int, *, whole: int = 0, minimum: int = 1, groups: int = 1
+    threadgroups: int, plan: Plan, *, whole: int = 0, minimum: int = 1, groups: int = 1
 ) -> Plan:
     """Returns a plan whose ranges are streams."""
     work = Work(
@@ -140,10 +148,9 @@ def streams(
     return replace(plan, work=work, reduction="workspace")
 
 
-def wide_tiles(plan: Plan, columns: int, *, simdgroups_n: int) -> Plan:
-    """Returns a plan with so many columns of wide tiles, then narrow ones."""
-    whole = columns * plan.m_tiles
-    tiles = whole + plan.m_tiles * (plan.n_tiles - columns * simdgroups_n)
-    work = data_parallel(tiles, plan.k_tiles)
-    work = replace(work, strategy="hytis", whole=whole)
-    return replace(plan, work=work, simdgroups_n=simdgroups_n)
+def wide_tiles(plan: Plan) -> Plan:
+    """Returns a plan with two columns of tiles of two simdgroups, then narrow ones."""
+    whole = 2 * plan.m_tiles
+    tiles = whole + plan.m_tiles * (plan.n_tiles - 4)
+    work = replace(data_parallel(tiles, plan.k_tiles), strategy="hytis", whole=whole)
+    return replace(plan, work=work, simdgroups_n=2)

@@ -2,28 +2,20 @@
 
 import math
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 import metal_emulator
-from peers import mlx_headers
 from peers.foreign import Dispatch
+from peers.mlx_products import Record, error
 from peers.nax.nax_products import TOLERANCE
+from support.oracles import Floats, attention, exact
 
 pytestmark = pytest.mark.peer
 
 BK = 32
-
-
-@pytest.fixture(scope="module")
-def header() -> str:
-    return mlx_headers.flattened(
-        mlx_headers.downloaded(), "steel/attn/kernels/steel_attention_nax.h"
-    )
 
 
 @dataclass(frozen=True)
@@ -76,28 +68,19 @@ class Attention:
             arrays.append(mx.random.normal((2, 4, self.q, self.k), key=keys[3]))
         return arrays
 
-    def expected(self, arrays: list[mx.array]) -> np.ndarray:
+    def expected(self, arrays: list[mx.array]) -> Floats:
         """Returns the attention in float64."""
-        q, k, v = (np.array(a.astype(mx.float32)).astype(float) for a in arrays[:3])
-        k, v = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1)
-        scores = self.scale * q @ k.swapaxes(-1, -2)
-        if self.mask:
-            scores = scores + np.array(arrays[3])
-        if self.causal:
-            late = np.arange(self.k) > np.arange(self.q)[:, None] + self.k - self.q
-            scores = np.where(late, -np.inf, scores)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        return weights / weights.sum(axis=-1, keepdims=True) @ v
+        q, k, v, *mask = map(exact, arrays)
+        return attention(q, k, v, *mask, causal=self.causal)
 
     def dispatch(self, arrays: list[mx.array]) -> Dispatch:
         """MLX's own call."""
         q_blocks, k_blocks = math.ceil(self.q / self.bq), math.ceil(self.k / BK)
         q_full, k_full = self.q // self.bq, self.k // BK
-        heads = (*(4, 2, 2, 4),)
-        rows = (self.q, self.k, self.k, self.q)
+        rows = ((4, self.q), (2, self.k), (2, self.k), (4, self.q))
         strides = [
             stride
-            for count, length in zip(heads, rows, strict=True)
+            for count, length in rows
             for stride in (count * length * self.d, length * self.d, self.d)
         ]
         params = struct.pack(
@@ -141,9 +124,7 @@ class Attention:
     def error(self, header: str) -> float:
         """Returns the error of MLX's kernel, relative to the largest element."""
         arrays = self.operands()
-        y = np.array(self.dispatch(arrays).run(header).astype(mx.float32))
-        expected = self.expected(arrays)
-        return float(np.abs(y - expected).max() / np.abs(expected).max())
+        return error(self.dispatch(arrays).run(header), self.expected(arrays))
 
 
 CASES = [
@@ -156,18 +137,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("attention", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_is_that_of_float64(
-    attention: Attention, header: str, record_property: Callable[[str, object], None]
+    case: Attention, attention_nax_header: str, record: Record
 ) -> None:
-    error = attention.error(header)
-    record_property("kernel", attention.dispatch(attention.operands()).kernel)
-    record_property("dtype", str(attention.dtype).split(".")[-1])
-    record_property("error", error)
-    assert error <= TOLERANCE[attention.dtype]
+    worst = case.error(attention_nax_header)
+    record(case.dispatch(case.operands()).kernel, case.dtype, worst)
+    assert worst <= TOLERANCE[case.dtype]
 
 
-def test_traced_it_reports_nothing(header: str) -> None:
-    attention = Attention(mx.float16, 64, 40)
+def test_traced_it_reports_nothing(attention_nax_header: str) -> None:
     with metal_emulator.emulated(trace=True):
-        assert attention.error(header) <= TOLERANCE[mx.float16]
+        worst = Attention(mx.float16, 64, 40).error(attention_nax_header)
+    assert worst <= TOLERANCE[mx.float16]

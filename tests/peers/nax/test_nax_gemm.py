@@ -1,31 +1,22 @@
 """MLX's dense GEMM kernels for tensor units, unmodified, on the emulator."""
 
 import math
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import metal_emulator
-from peers.foreign import Dispatch
-from peers.mlx_gemms import Gemm, error
+from peers.foreign import Dispatch, reports
+from peers.mlx_gemms import Gemm
+from peers.mlx_products import Record, error
 from peers.nax.nax_products import DTYPES, TOLERANCE
 
 pytestmark = pytest.mark.peer
 
-Record = Callable[[str, object], None]
-
 TILE = (64, 64, 256, 2, 2)
 """BM, BN, BK, WM, WN: the smallest that MLX ships."""
 SHAPES = {"aligned": (64, 128, 256), "ragged": (70, 50, 293)}
-
-
-def record(keep: Record, kernel: str, dtype: mx.Dtype, worst: float) -> None:
-    """Adds a row to the table of errors."""
-    keep("kernel", kernel)
-    keep("dtype", str(dtype).split(".")[-1])
-    keep("error", worst)
 
 
 @pytest.mark.parametrize(
@@ -37,17 +28,13 @@ def record(keep: Record, kernel: str, dtype: mx.Dtype, worst: float) -> None:
     ],
 )
 def test_fused_gemm_computes_the_product(
-    transposed: str,
-    shape: str,
-    dtype: mx.Dtype,
-    gemm_nax_header: str,
-    record_property: Record,
+    transposed: str, shape: str, dtype: mx.Dtype, gemm_nax_header: str, record: Record
 ) -> None:
     a_flag, b_flag = (letter == "t" for letter in transposed)
     gemm = Gemm(TILE, dtype, *SHAPES[shape], a_flag, b_flag)
     a, b = gemm.operands()
     worst = error(gemm.dispatch(a, b).run(gemm_nax_header), gemm.expected(a, b))
-    record(record_property, f"gemm nax {transposed}", dtype, worst)
+    record(f"gemm nax {transposed}", dtype, worst)
     assert worst <= TOLERANCE[dtype]
 
 
@@ -99,11 +86,11 @@ def test_thin_gemm_computes_the_product(
     letter: str,
     dtype: mx.Dtype,
     thin_header: str,
-    record_property: Record,
+    record: Record,
 ) -> None:
     gemm = Gemm(TILE, dtype, *THIN[name], transpose_b=letter == "t")
     worst = error(thin(gemm, splits).run(thin_header), gemm.expected(*gemm.operands()))
-    record(record_property, f"gemm thin n{letter}", dtype, worst)
+    record(f"gemm thin n{letter}", dtype, worst)
     assert worst <= TOLERANCE[dtype]
 
 
@@ -125,10 +112,7 @@ def test_traced_thin_gemm_reports_nothing(name: str, thin_header: str) -> None:
 
 def test_thin_gemm_writes_an_overlap_twice(thin_header: str) -> None:
     gemm = Gemm(TILE, mx.float16, 70, 32, 64, transpose_b=True)
-    with (
-        metal_emulator.emulated(trace=True),
-        pytest.raises(metal_emulator.EmulatorError, match="race between threadgroups"),
-    ):
+    with reports("race between threadgroups"):
         thin(gemm, 4).run(thin_header)
 
 

@@ -9,37 +9,22 @@ import pytest
 import metal_emulator
 from peers import mlx_geometry
 from peers.mlx_gathers import RUNS, Gather, error_of
-from peers.mlx_products import FORMATS, Operands, Product
+from peers.mlx_products import FORMATS, Operands, Product, Record
 from peers.nax.nax_products import DTYPES, TOLERANCE, every_product
 
 pytestmark = pytest.mark.peer
 
-Record = Callable[[str, object], None]
-
+HeaderOf = Callable[[str], str]
 RHS_TILE = (64, 64, 64, 2, 2)
 """BM, BN, BK, WM, WN of `gather_qmm_rhs_nax`, as MLX launches it; BM may be 32."""
 
 
-def header_of(family: str, request: pytest.FixtureRequest) -> str:
-    """Returns the flattened headers of a family of kernels."""
-    return str(request.getfixturevalue(f"{family}_nax_header"))
-
-
-def record(keep: Record, kernel: str, dtype: mx.Dtype, error: float) -> None:
-    """Adds a row to the table of errors."""
-    keep("kernel", kernel)
-    keep("dtype", str(dtype).split(".")[-1])
-    keep("error", error)
-
-
 @pytest.mark.parametrize("product", every_product(), ids=str)
 def test_kernel_computes_the_product(
-    product: Product, request: pytest.FixtureRequest, record_property: Record
+    product: Product, header_of: HeaderOf, record: Record
 ) -> None:
-    operands = Operands.of(product)
-    y = mlx_geometry.compute(product, operands, header_of(product.family, request))
-    error = operands.error(y)
-    record(record_property, f"{product.mode} {product.kernel}", product.dtype, error)
+    error = mlx_geometry.error_of(product, header_of(f"{product.family}_nax"))
+    record(f"{product.mode} {product.kernel}", product.dtype, error)
     assert error <= TOLERANCE[product.dtype]
 
 
@@ -69,12 +54,11 @@ def name_of(gather: Gather) -> str:
 
 @pytest.mark.parametrize("gather", GATHERS, ids=name_of)
 def test_runs_of_rows_meet_their_weights(
-    gather: Gather, request: pytest.FixtureRequest, record_property: Record
+    gather: Gather, header_of: HeaderOf, record: Record
 ) -> None:
-    error = error_of(gather, header_of(gather.family, request))
+    error = error_of(gather, header_of(f"{gather.family}_nax"))
     letters = "nt" if gather.transposed else "nn"
-    name = f"{gather.mode} gather_qmm_rhs_nax {letters}"
-    record(record_property, name, gather.dtype, error)
+    record(f"{gather.mode} gather_qmm_rhs_nax {letters}", gather.dtype, error)
     assert error <= TOLERANCE[gather.dtype]
 
 
@@ -87,22 +71,17 @@ TRACED = [
 
 
 @pytest.mark.parametrize("product", TRACED, ids=str)
-def test_traced_it_reports_nothing(
-    product: Product, request: pytest.FixtureRequest
-) -> None:
-    operands = Operands.of(product)
-    header = header_of(product.family, request)
+def test_traced_it_reports_nothing(product: Product, header_of: HeaderOf) -> None:
     with metal_emulator.emulated(trace=True):
-        y = mlx_geometry.compute(product, operands, header)
-    assert operands.error(y) <= TOLERANCE[product.dtype]
+        error = mlx_geometry.error_of(product, header_of(f"{product.family}_nax"))
+    assert error <= TOLERANCE[product.dtype]
 
 
 def test_counted_operations_are_those_of_the_tiles(affine_nax_header: str) -> None:
     product = TRACED[0]
-    operands = Operands.of(product)
 
     (counters,) = metal_emulator.trace(
-        mlx_geometry.compute, product, operands, affine_nax_header
+        mlx_geometry.error_of, product, affine_nax_header
     )
 
     simdgroups, tiles = 4, 2
@@ -112,11 +91,8 @@ def test_counted_operations_are_those_of_the_tiles(affine_nax_header: str) -> No
 
 @pytest.mark.parametrize("layout", ["g16", "scrambled"])
 def test_mlx_needs_the_layout_of_an_m5(layout: str, affine_nax_header: str) -> None:
-    product = TRACED[0]
-    operands = Operands.of(product)
     with metal_emulator.emulated(tensor_layout=layout):
-        y = mlx_geometry.compute(product, operands, affine_nax_header)
-    assert operands.error(y) > 0.1
+        assert mlx_geometry.error_of(TRACED[0], affine_nax_header) > 0.1
 
 
 def test_the_order_of_threadgroups_does_not_matter(affine_nax_header: str) -> None:
