@@ -82,7 +82,7 @@ def shape_of(key: Any) -> tuple[int, ...]:
     return shape
 
 
-@sampled(5, 24)
+@sampled(5)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
