@@ -197,8 +197,9 @@ def write(path: Path, name: str, format: str, **options: Any) -> Any:
         # Some layers are symmetric, the others are not.
         symmetric = rng.random() < 0.3
         weight = foreign.drawn_weight(rng, n, k, 64, **own, symmetric=symmetric)
-        if options.get("act_order"):
-            weight.groups_of_columns = order_of(k)
+        if options.get("act_order"):  # all experts share it
+            order = np.random.default_rng(k).permutation(k)
+            weight.groups_of_columns = order // 64
         weight.scales = (weight.scales / 2 ** own["bits"]).astype(np.float16)
         stored.update(arrays(layer, weight))
         return weight.values
@@ -239,11 +240,6 @@ def write(path: Path, name: str, format: str, **options: Any) -> Any:
     model.load_weights([*dense.items()])
     model.eval()
     return model
-
-
-def order_of(k: int) -> np.ndarray:
-    """The groups of columns, in an order that all experts share."""
-    return np.random.default_rng(k).permutation(np.arange(k, dtype=np.int32) // 64)
 
 
 def is_linear(layer: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from mlx_marlin.checkpoints.formats.column_order import order_of_columns
 from mlx_marlin.checkpoints.formats.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target, record_of
+from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
 from support import foreign_checkpoints as foreign
 
 
@@ -67,12 +67,3 @@ def test_what_mlx_cannot_say_is_refused() -> None:
     with pytest.raises(ValueError, match="act-order"):
         mlx_target(weight)
     assert {*packed_target(weight).arrays} == {"words", "packed_scales", "input_order"}
-
-
-def test_the_record_says_what_a_packed_weight_is() -> None:
-    weight = stored(foreign.drawn_weight(np.random.default_rng(0), 40, 256, 64, 3))
-    written = packed_target(weight)
-    assert written.error == 0
-    assert written.record == record_of(weight.packed())
-    assert written.record["layout"] == "marlin-tiles-1"
-    assert (written.record["n"], written.record["mode"]) == (40, "zero_point")
