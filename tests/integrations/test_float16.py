@@ -17,6 +17,7 @@ from support.decoder_models import (
     Caches,
     decoded,
     one_stream,
+    quantized,
     rotating,
     rotating_batch,
     tiny,
@@ -217,6 +218,16 @@ def test_adapters_are_trained_and_the_layers_in_them_restored(
     found = model.layers[1].self_attn.q_proj.linear.scales
     assert found.dtype == mx.bfloat16
     assert mx.array_equal(found, own)
+
+
+def test_a_quantized_cache_holds_scales_in_float16() -> None:
+    model = mlx_marlin.optimize(in_bfloat16(), compute="float16", trace=True)
+    cache = quantized(model)
+
+    outputs = decoded(model, lambda _: cache)
+
+    _, scales, biases = cache[0].keys
+    assert {y.dtype for y in (*outputs, scales, biases)} == {mx.float16}
 
 
 def test_a_cache_filled_before_is_used_with_the_models_error() -> None:
