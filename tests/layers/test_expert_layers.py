@@ -120,7 +120,6 @@ def test_a_failure_turns_packed_layers_back(
     assert mx.array_equal(model.layers[0]["words"], words)
 
 
-@sampled(1)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 def test_an_invariant_layer_gives_a_row_the_same_bits_in_any_batch(layout: str) -> None:
