@@ -44,17 +44,19 @@ def test_optimize_keeps_float32_in_mlxs_layout_and_any_layout_asked_for(
 
 def test_optimize_refuses_invariance_of_heads_and_experts(recorder: Recorder) -> None:
     heads = MultiLinear(64, 64, 2).to_quantized(64, 4, "affine")
-    for model, name in (
-        (nn.Sequential(nn.QuantizedLinear(64, 64), heads), ""),
-        (Model(), "such as MarlinSwitchLinear"),
+    whole = nn.Sequential(nn.QuantizedLinear(64, 64), heads)
+    experts = Model()
+    needed = "1 quantized layers have no invariant kernel"
+    for first, model, name in (
+        (whole, nn.Sequential(heads), ""),
+        (experts, experts, "such as MarlinSwitchLinear"),
     ):
-        needed = "1 quantized layers have no invariant kernel"
         with pytest.raises(ValueError, match=needed):
-            mlx_marlin.optimize(model, invariant=True)
+            mlx_marlin.optimize(first, invariant=True)
         mlx_marlin.optimize(model)
         with pytest.raises(ValueError, match=f"{needed}.*{name}"):
             mlx_marlin.optimize(model, invariant=True)
-    assert not model.experts.invariant
+    assert not experts.experts.invariant
 
 
 def test_the_demo_complains_if_nothing_ran(recorder: Recorder) -> None:
