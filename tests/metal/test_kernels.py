@@ -127,6 +127,25 @@ def test_three_fragments_have_the_bits_of_two(m: int, dtype: str, layout: str) -
     assert mx.array_equal(two, three)
 
 
+@drawn(2, 20, plan=strategies.runnable_plans(max_k=256, dtypes=st.just("float32")))
+def test_unit_activations_read_back_every_weight_bit_for_bit(plan: Plan) -> None:
+    problem = plan.problem
+    _, (w, *floats) = drawn_arrays.arrays(problem, seed=0)
+    # With the precision of half, scale * q is exact in float32: one rounding is left.
+    scales, biases = (each.astype(mx.float16).astype(mx.float32) for each in floats)
+    native = w, scales, biases
+    decoded = oracles.decoded(*native, group_size=problem.group_size)
+
+    for first in range(0, problem.k, problem.m):
+        unit = mx.array(np.eye(problem.m, problem.k, first, dtype=np.float32))
+        y = run(plan, unit, native)
+
+        expected = np.zeros((problem.m, problem.n), np.float32)
+        columns = decoded[:, first : first + problem.m].T
+        expected[: columns.shape[0]] = columns.astype(np.float32)
+        np.testing.assert_array_equal(np.array(y), expected)
+
+
 @sampled(1)
 @pytest.mark.parametrize("m", [2, 12])
 def test_a_threadgroup_may_have_many_units(m: int) -> None:
