@@ -1,5 +1,6 @@
 """Which back end answers in a test, and a stand-in for the kernels."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +41,11 @@ def pytest_collection_modifyitems(
     left_out = profiles.left_out(items)
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Exempts the 20,000 collected tests from garbage collections, which take 0.4 s."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
