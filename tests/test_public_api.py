@@ -72,6 +72,7 @@ for name in {NAMES}:
 """
 
 
+@pytest.mark.slow
 def test_each_name_can_be_imported_first() -> None:
     assert run(FIRST) == ""
 

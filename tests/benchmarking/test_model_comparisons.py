@@ -254,6 +254,7 @@ def test_a_value_that_fails_or_changes_tokens_is_not_chosen() -> None:
     assert reasons[2] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stock")
 def test_each_value_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "77")

@@ -35,7 +35,7 @@ DEVICE: Device = CHIP
 FORMATS = [(4, "float16"), (8, "bfloat16")]
 
 
-@sampled(4, 24)
+@sampled(2, 24)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize(("bits", "dtype"), FORMATS)
 @pytest.mark.parametrize("m", rivals.ROWS)
@@ -77,7 +77,7 @@ def test_the_planner_has_the_slots_of_the_table(m: int, bits: int, layout: str) 
     assert round(slots - price * products) == counted - agx.MATRIX_SLOTS * products
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(
     ("m", "fields"),
     [

@@ -41,6 +41,7 @@ def test_it_is_small_and_its_products_are_not_all_powers_of_two_but_whole_groups
     assert any(k & (k - 1) for _, k in products)
 
 
+@pytest.mark.slow
 def test_it_predicts_other_modules_unless_a_layer_is_damaged() -> None:
     model, tokenizer = load()
     text = demo.held_out_tokens(tokenizer)

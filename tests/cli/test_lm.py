@@ -97,6 +97,7 @@ def test_our_options_win_over_the_environment(
     assert layer.packed is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stock")
 def test_compute_converts_what_is_loaded(
     called: list[list[str]], tmp_path: Path

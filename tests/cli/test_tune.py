@@ -53,7 +53,7 @@ def without_dates(kept: Path) -> Any:
     return data
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
 def test_a_shape_is_tuned_kept_and_used(
     kept: Path, longest_first: None, printed: Run, mode: str

@@ -25,6 +25,7 @@ from mlx_marlin.lm.drafts.passes import Passes, can_trim
 from support.architectures import ARCHITECTURES, WINDOW
 from support.decoder_models import tiny
 from support.models import tiny_llama
+from support.profiles import sampled
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -42,6 +43,7 @@ def test_rejections_at_every_position_leave_the_text_as_it_is(name: str) -> None
     assert decoding.accepted == sum(accepted for _, accepted in drafter.lengths)
 
 
+@sampled(8, 99)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_lookup_and_a_draft_model_leave_the_text_as_it_is(name: str) -> None:
     model, text, logprobs = text_of(name)

@@ -109,7 +109,7 @@ def test_the_products_of_a_form_are_known(operand: Operand) -> None:
     ("fault", "operand"),
     [(fault, form) for fault, (_, has) in FAULTS.items() for form in has],
 )
-@sampled(8)
+@sampled(4, 99)
 def test_a_gpu_that_computes_otherwise_is_noticed(
     fault: str, operand: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.products.exporting import exporting
 from support.decoder_models import one_stream, tiny
 from support.metal_encoder import Encoding, encoding_of
+from support.profiles import sampled
 
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
@@ -93,6 +94,7 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
     assert encoding_of_block(tiny(family, mx.float16, **SIZES)).counts == counts
 
 
+@sampled(6, 99)
 @pytest.mark.parametrize(
     ("family", "fuse", "counts"),
     [

@@ -55,7 +55,7 @@ def another_layer() -> nn.Linear:
     return nn.Linear(128, 256)
 
 
-@sampled(18)
+@sampled(9, 99)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(
     ("family", "path", "value"),

@@ -97,6 +97,7 @@ def test_every_variant_is_one_that_some_plan_asks_for(dtype: str, layout: str) -
     assert asked - listed == set()
 
 
+@pytest.mark.slow
 def test_formats_have_instances_of_their_own() -> None:
     found = {
         (each.plan.problem.mode, each.plan.problem.bits, each.plan.problem.layout)

@@ -15,7 +15,7 @@ from metal_emulator import CompileError, EmulatorError, emulated
 from metal_emulator.compiling import compiler
 from support.marks import needs_emulator
 from support.metal_sources import FLOATS, HALVES, each_thread, run
-from support.profiles import drawn
+from support.profiles import drawn, sampled
 
 pytestmark = [
     needs_emulator,
@@ -361,6 +361,7 @@ DIVIDED = [
 ]
 
 
+@sampled(8, 99)
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"),
     reason="arm64 divides without a fault",

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import EmulatorError, emulated
 from support.marks import needs_emulator
+from support.profiles import sampled
 from support.trace_mode import report, traced
 
 pytestmark = needs_emulator
@@ -45,6 +46,7 @@ def test_a_hand_over_by_fences_and_an_atomic_is_clean(seed: int, workers: int) -
     np.testing.assert_array_equal(out[32:64], 40 * np.arange(32))
 
 
+@sampled(8, 99)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -128,6 +128,7 @@ def test_a_model_passes_on_a_text_and_both_perplexities_are_right(
     assert selection.backend() == report.backend
 
 
+@pytest.mark.slow
 def test_the_perplexity_before_is_the_sources(plain: Path, tokenizer: Any) -> None:
     model = load_model(open_source(plain))
     nn.quantize(model, 64, 2)

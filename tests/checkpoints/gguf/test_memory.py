@@ -40,7 +40,7 @@ print(peak() - before)
     ("kind", "tensors", "rows", "bits", "more"),
     [
         ("Q8_0", 10, 4096, 8.5, 0),
-        ("Q3_K", 10, 4096, 3.4375, 0),
+        pytest.param("Q3_K", 10, 4096, 3.4375, 0, marks=slow),
         pytest.param("Q2_K", 10, 4096, 2.625, 0, marks=slow),
         pytest.param("IQ4_NL", 10, 4096, 4.5, 0, marks=slow),
         pytest.param("IQ4_XS", 10, 4096, 4.25, 0, marks=slow),

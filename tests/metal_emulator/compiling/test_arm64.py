@@ -52,6 +52,7 @@ def objects(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.o"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
 def test_the_run_time_compiles_for_arm64(target: str, tmp_path: Path) -> None:
     sources = [str(PROGRAM), *RUNTIME]

@@ -90,6 +90,7 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "why"),
     [

@@ -11,6 +11,7 @@ from metal_emulator.compiling import limited
 from metal_emulator.static import check as static_check
 from metal_emulator.static import messages
 from support.marks import needs_emulator
+from support.profiles import sampled
 from support.rule_mutants import MUTANTS, OBJECT, OF_TILE, Mutant
 
 pytestmark = needs_emulator
@@ -59,6 +60,7 @@ def test_a_conversion_is_told_alike_whatever_clang_says(said: str) -> None:
     assert diagnostic.message == f"{warning}'float' to 'bfloat' (aka 'bfloat')"
 
 
+@sampled(20, 99)
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
 def test_a_broken_rule_is_named_with_its_line(mutant: Mutant) -> None:
     with pytest.raises(CompileError) as caught:
