@@ -32,12 +32,13 @@ demo: $(VENV)/.demo
 mac: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.mac $(if $(QUICK),--quick)
 
+# A file's tests share models and compiled kernels, so one process runs them.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # Larger samples of the grids of which `make test` runs some cases: docs/testing.md.
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest --hypothesis-profile full -n auto
+	$(BIN)/python -m pytest --hypothesis-profile full -n auto --dist loadfile
 
 # Packages that define formats of weights, in an environment of their own: they bring
 # PyTorch. AutoGPTQ's last wheels are for Python 3.11; only its Python code is used.

@@ -34,7 +34,12 @@ SLOW = {
         "examples/own_kernel/README.md",
         "examples/speculative_decoding/README.md",
     },
-    "python": {"docs/speculation.md", "examples/tiny_llama/README.md"},
+    "python": {
+        "docs/import.md",
+        "docs/mlx_lm.md",
+        "docs/speculation.md",
+        "examples/tiny_llama/README.md",
+    },
 }
 """Pages that take seconds, such as the demo: in the quick profile it is only checked
 that what they name exists."""

@@ -262,6 +262,7 @@ def assert_same(model: Any, exact: Any) -> None:
     assert oracles.error(model(TOKENS), np.array(exact(TOKENS), np.float64)) < 1e-2
 
 
+@sampled(1, 99)
 @pytest.mark.parametrize(
     ("name", "format"),
     [("qwen3_moe", "gptq"), ("mixtral", "compressed"), ("glm4_moe", "gptq")],

@@ -155,6 +155,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("served", "name"),
     [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],

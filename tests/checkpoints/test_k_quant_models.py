@@ -81,6 +81,7 @@ def test_logits_are_those_of_a_float64_evaluation(
     assert_same(model, exact)
 
 
+@sampled(1, 99)
 @pytest.mark.parametrize("kind", ["Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_a_converted_model_is_verified_with_its_embedding_and_head(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,6 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import tiny_llama
-from support.profiles import sampled
 
 SECTIONS = [
     *("versions", "environment", "device", "back end", "compilers", "cache"),
@@ -282,7 +281,7 @@ def test_checks_do_not_contradict_that_calls_are_unchecked(
     assert ("MLX_MARLIN_GUARD=0 is set" in when) == (setting == "0")
 
 
-@sampled(1)
+@pytest.mark.slow
 @needs_emulator
 @pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
 def test_make_mac_checks_the_tensor_operations_of_an_m5(

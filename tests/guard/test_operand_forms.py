@@ -188,6 +188,7 @@ def _m4(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eligibility, "target", lambda: M4_PRO)
 
 
+@sampled(2, 99)
 @pytest.mark.usefixtures("_m4")
 @pytest.mark.parametrize("works", [True, False])
 @forms

@@ -218,7 +218,7 @@ def test_without_kernels_stock_serves_a_format_of_ours(
     assert oracles.error(y, expected) < limit
 
 
-@sampled(4)
+@sampled(3, 12)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), NOT_IN_MLX)
 def test_a_format_of_ours_is_finished_and_has_gradients(
     mode: str, bits: int, group_size: int
