@@ -136,6 +136,7 @@ struct array {
   const device T& operator[](size_t) const device;
   const threadgroup T& operator[](size_t) const threadgroup;
   const constant T& operator[](size_t) const constant;
+  static constexpr size_t size() { return N; }
 };
 
 template <class T, int N>

@@ -98,6 +98,10 @@ ACCEPTED = {
         "const device float* p = x; advance(p); v = *p;",
         "METAL_FUNC void advance(const device float*& p) { p += 2; }\n",
     ),
+    "array of the library": (
+        "v = sizes[1] + sizes.size();",
+        "constant metal::array<int, 2> sizes = {1, 2};\n",
+    ),
     "OpenCL's words": ("int local = 1, global = 2, generic = 3; v = local;", ""),
     "comparison of vectors": (
         "const float3 w = float3(v); v = any(w > 0.0f) ? w.x : w.zy.y;",
