@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import mlx_marlin
 from support import oracles
 
 ROOT = Path(__file__).parent.parent
@@ -131,3 +132,13 @@ def test_every_step_is_explained_and_run() -> None:
 
     assert re.findall(r"^\d\. \[`(\w+)\.metal`\]", readme, re.MULTILINE) == steps
     assert re.findall(r"^(0\w+) ", readme, re.MULTILINE) == steps
+
+
+def test_the_readme_lists_the_public_names() -> None:
+    section = README.partition("## Functions")[2].partition("## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+
+    assert listed | {"PackedWeight"} == {*mlx_marlin.__all__}  # what `pack` returns
+    assert {*mlx_marlin.__all__} <= {*dir(mlx_marlin)}

@@ -1,10 +1,8 @@
 """What users import: the names, their docstrings, and nothing that they did not ask."""
 
-import re
 import subprocess
 import sys
 from inspect import getdoc, isclass, signature
-from pathlib import Path
 
 import pytest
 
@@ -25,17 +23,6 @@ def run(program: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_the_readme_lists_the_public_names() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## Functions")[2].partition("## ")[0]
-    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
-
-    listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
-
-    assert listed | {"PackedWeight"} == {*NAMES}  # what `pack` returns
-    assert {*NAMES} <= {*dir(mlx_marlin)}
 
 
 @pytest.mark.parametrize("name", NAMES)
