@@ -97,7 +97,9 @@ def test_a_setting_that_changes_counts_for_the_next_token(
     unchanged = generated(tiny(family), lambda _: None)
     assert_equal(expected[:3], unchanged[:3])
     assert not mx.allclose(expected[3], unchanged[3], rtol=1e-3)
-    assert model.layers[-1]._inspection.spec is not None
+    # A layer that is not the model's own cannot be joined: its block runs untraced.
+    untraced = join and value is another_layer
+    assert (model.layers[-1]._inspection.spec is None) == untraced
 
 
 def doubled(function: Any) -> Any:
