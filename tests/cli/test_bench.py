@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mlx_marlin.cli.bench import report
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
 from mlx_marlin.measure.rows import CLOCKS, OURS, STOCK, STOCK_MODEL, GenerationRow
-from support.benchmark_rows import FACTS, mac_file
+from support.benchmark_rows import FACTS, mac_file, measured
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import tiny_llama
@@ -161,7 +162,8 @@ def generated(a_model: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def measure(_: str, __: dict[str, int], *sizes: Any) -> Iterator[GenerationRow]:
         asked.append(sizes)
-        yield from mac_file().generation
+        stock, ours = mac_file().generation
+        yield from (stock, replace(ours, step=measured(10)))
 
     monkeypatch.setattr(generation, "models", lambda *_: {})
     monkeypatch.setattr(generation, "first_tokens", lambda *_: mac_file().first_tokens)
@@ -226,7 +228,8 @@ def test_a_models_speed_is_measured_on_a_gpu(
     assert marks(said) == ["measured"] * 3
     first, *both = (line.split() for line in said.splitlines() if "measur" in line)
     assert first[-2:] == ["1500", "0.25"]
-    assert [line[-1] for line in both] == ["100", "100"]  # 2 streams, 20 ms a step
+    # Two streams, 20 ms a step and 10.
+    assert [line[-1] for line in both] == ["100", "200"]
     rows = [*csv.DictReader(io.StringIO(csv_file.read_text()))]
     kinds = ["prompt", "step"] * 2 + ["first token, cold", "first token, warm"]
     assert [row["kind"] for row in rows] == kinds
