@@ -155,7 +155,6 @@ OTHERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("served", "name"),
     [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],

@@ -110,6 +110,8 @@ def test_a_layer_called_linear_is_saved_and_loaded(tmp_path: Path) -> None:
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG))
     model.head = {"linear": nn.Linear(64, 32)}
     save(tmp_path / "saved", model, Tokenizer())
+    saved = mx.load(str(tmp_path / "saved" / "model.safetensors"))
+    assert {"head.linear.weight", "head.linear.bias"} <= saved.keys()
     source = open_source(tmp_path / "saved")
     source.model.head = {"linear": nn.Linear(64, 32)}
     again = load_model(source)

@@ -157,10 +157,10 @@ def test_layers_have_their_formats_without_a_model(tmp_path: Path) -> None:
     path = write(tmp_path / "source", CONFIG, AFFINE, formats, said)
     read = dict(read_checkpoint(path))
     found = {name: read[f"{name}.weight"] for name in (ATTENTION, layer, "lm_head")}
-    assert {name: (w.mode, w.bits, w.k) for name, w in found.items()} == {
-        ATTENTION: ("mxfp4", 4, 128),
-        layer: ("affine", 8, 128),
-        "lm_head": ("affine", 4, 128),
+    assert {name: (w.mode, w.bits, w.group_size, w.k) for name, w in found.items()} == {
+        ATTENTION: ("mxfp4", 4, 32, 128),
+        layer: ("affine", 8, 32, 128),
+        "lm_head": ("affine", 4, 64, 128),
     }
 
 

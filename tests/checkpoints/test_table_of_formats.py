@@ -89,6 +89,8 @@ TABLE = cells(r"(?!format|-)[^|]+?", "\n## Sizes and kernels\n")
 def test_every_format_and_type_is_in_a_table() -> None:
     assert [*TABLE] == [*STORED]
     assert {*TYPES} == {*LAYOUTS, *PLAIN}
+    for name in PLAIN:
+        assert float(TYPES[name][0]) == BLOCK_TYPES[NUMBERS[name]].nbytes
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

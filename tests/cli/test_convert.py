@@ -17,7 +17,7 @@ from support.foreign_models import LINEAR, write_llama
 @pytest.fixture
 def gptq(tmp_path: Path) -> str:
     """Returns the paths of a folder by GPTQ and of the result."""
-    foreign_models.write_gptq(tmp_path / "source")
+    foreign_models.write(tmp_path / "source", "gptq")
     return f"{tmp_path / 'source'} {tmp_path / 'result'}"
 
 

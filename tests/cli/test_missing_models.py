@@ -193,7 +193,7 @@ def test_every_value_of_a_config_is_loaded_or_refused(
     if of == "MLX":
         shutil.copytree(folder, path)
     else:
-        foreign_models.write_gptq(path)
+        foreign_models.write(path, "gptq")
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(folder / name, path / name)
     models.load(str(path), lazy=True)

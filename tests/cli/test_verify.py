@@ -12,7 +12,7 @@ from cli.conftest import Run
 from mlx_marlin import MarlinLinear
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.choice import WIDTH
-from support.foreign_models import write_gptq
+from support.foreign_models import write
 
 pytestmark = pytest.mark.usefixtures("kernels", "tokenizer")
 
@@ -33,7 +33,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    write_gptq(tmp_path / "source")
+    write(tmp_path / "source", "gptq")
     return tmp_path / "source"
 
 

@@ -79,25 +79,34 @@ def test_products_are_checked_timed_and_told(tmp_path: Path) -> None:
     assert report["seconds"].keys() >= {"compiling", "drawing", "checking", "timing"}
 
 
-def test_a_time_limit_may_end_within_a_shape(
+@pytest.mark.parametrize(
+    ("limit", "seconds", "count"),
+    # 10 for the first product, and 20 are allowed; none is.
+    [("20", [0.0, 10.0, 12.0], 1), ("0", [1.0], 0)],
+)
+def test_a_time_limit_may_end_within_a_shape_and_leaves_a_report(
+    limit: str,
+    seconds: list[float],
+    count: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    passed = iter([0.0, 10.0, 12.0])  # 10 for the first product, and 20 are allowed
+    passed = iter(seconds)
     monkeypatch.setattr(cuda_report.Laps, "total", lambda _: next(passed, 21.0))
     path = tmp_path / "out.json"
-    options = ["--smoke", "--rows", "1", "2", "3", "--time-limit", "20"]
+    options = ["--smoke", "--rows", "1", "2", "3", "--time-limit", limit]
     monkeypatch.setattr(sys, "argv", ["cuda.py", *options, "--json", str(path)])
 
     assert cuda.main() == 0
     said = capsys.readouterr().out
-    assert "1 products, 0 wrong" in said
+    if count:
+        assert "1 products, 0 wrong" in said
     assert "NOT COMPLETE" in said
     report = json.loads(path.read_text())
     assert report.keys() >= FACTS
     assert not report["complete"]
-    assert len(report["results"]) == 1
+    assert len(report["results"]) == count
 
 
 @pytest.mark.slow

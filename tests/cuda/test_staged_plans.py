@@ -36,7 +36,7 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120")
 def test_only_hopper_has_them(gpu: CudaDevice) -> None:
     has = gpu.arch == "sm_90"
     assert kernels(LARGE, gpu) == ({*OF_CUDA} if has else {"mma"})
-    digits = ".".join(map(str, gpu.capability))
+    digits = f"{gpu.arch[3:-1]}.{gpu.arch[-1]}"
     for kernel in STAGED:
         if has:
             assert planner.make(LARGE, device=gpu, kernel=kernel).kernel == kernel
@@ -56,7 +56,11 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_they_are_offered_for_packed_weights_whose_sums_may_vary(other: str) -> None:
     assert kernels(replace(LARGE, m=candidates.LEAST_ROWS)) == {*OF_CUDA}
-    assert kernels(replace(LARGE, **OTHERS[other])) == {"mma"}
+    problem = replace(LARGE, **OTHERS[other])
+    assert kernels(problem) == {"mma"}
+    for kernel in STAGED if other != "few rows" else ():
+        with pytest.raises(ValueError, match=r"packed weights|another order"):
+            planner.make(problem, device=H200, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)

@@ -130,13 +130,3 @@ def write_llama(
     foreign.Folder(config, stored).write(path)
     (path / "tokenizer_config.json").write_text("{}")
     return exact
-
-
-def write_gptq(path: Path) -> None:
-    """Writes the model as GPTQ does, with zero points of version 2."""
-    write_llama(
-        path,
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-    )

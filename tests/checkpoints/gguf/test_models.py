@@ -22,7 +22,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.weights.bit_streams import codes_of_words
 from support import gguf_cases, oracles
-from support.gguf_blocks import draw_blocks
+from support.gguf_blocks import draw_blocks, set_halves
 from support.gguf_cases import CASES, HEADS, HIDDEN, KV_HEADS, Case, arguments
 from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import (
@@ -108,6 +108,7 @@ def test_the_model_computes_the_same(name: str, path: Path) -> None:
         assert mx.array_equal(parameters.pop(right), other)
     assert not parameters
     assert_same(loaded, model)
+    assert_same(converted, model)
     assert greedy(loaded) == greedy(model)
 
 
@@ -217,7 +218,11 @@ def test_a_model_of_one_bit_computes_with_its_signs(
     random = np.random.default_rng(5)
 
     def blocks(values: np.ndarray) -> np.ndarray:
-        return draw_blocks("Q1_0", values.shape, random, (0.07,))
+        octets = draw_blocks("Q1_0", values.shape, random)
+        whole = octets.reshape(*values.shape[:-1], -1, 18)
+        halves = random.uniform(0.05, 0.1, (*whole.shape[:-1], 1)).astype("<f2")
+        set_halves("Q1_0", whole, halves)
+        return whole.reshape(octets.shape)
 
     *paths, _ = write_twice(tmp_path, metadata_of(case), tensors, "Q1_0", blocks)
     found, expected = (load(path)[0] for path in paths)
