@@ -74,8 +74,11 @@ SEVERAL = pytest.mark.parametrize(
 
 
 @SEVERAL
-def test_layout_and_invariance_can_be_changed_and_changed_back(make: Make) -> None:
-    stock = make().to_quantized(32, 4)
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_layout_and_invariance_can_be_changed_and_changed_back(
+    make: Make, mode: str
+) -> None:
+    stock = make().to_quantized(32, 4, mode)
     model = Layers(stock)
     before, attributes = arrays(model), dict(vars(stock))
     asked = (("marlin", True), ("mlx", False), ("marlin", False), ("marlin", True))

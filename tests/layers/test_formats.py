@@ -48,6 +48,7 @@ def _the_same_numbers() -> None:
 def assert_same_arrays(actual: nn.Module, expected: nn.Module) -> None:
     found, known = arrays(actual), arrays(expected)
     assert found.keys() == known.keys()
+    assert all(found[name].dtype == known[name].dtype for name in known)
     assert all(mx.array_equal(found[name], known[name]) for name in known)
 
 
@@ -104,6 +105,7 @@ def test_a_layers_defaults_are_its_modes(mode: str, layout: str) -> None:
     ):
         assert (ours.bits, ours.group_size) == (stock.bits, stock.group_size)
     assert mx.array_equal(ours.weight, stock.weight)
+    assert "bias" not in MarlinLinear(K, N, False, mode=mode, layout=layout)
 
 
 @sampled(2)

@@ -18,6 +18,8 @@ from support.profiles import sampled
 from support.strategies import Grouped
 
 N, K, EXPERTS = 96, 256, 3
+FLOAT_SCALES = ("affine", "symmetric", "zero_point")
+"""Modes that become MLX's affine one."""
 
 
 def packed_of(mode: str, *batch: int, group_size: int = 64) -> PackedWeight:
@@ -46,13 +48,23 @@ def test_linear_layers_of_any_format_and_their_stock_layers(
     assert y.dtype == mx.float16
     expected = oracles.exact(x) @ decoded.T + oracles.exact(bias)
     assert oracles.error(y, expected) < 1e-3
+    stock, integers = layer.to_stock(), grouped[0] in FLOAT_SCALES
     # Biases are rounded, which stand for zero points.
-    assert oracles.error(layer.to_stock()(x), expected) < 5e-3
+    assert oracles.error(stock(x), expected) < (5e-3 if integers else 1e-3)
+    if integers and grouped[1:] == (4, 64):
+        assert stock.mode == "affine"
 
 
-@pytest.mark.parametrize("mode", ["symmetric", "zero_point"])
-def test_experts_of_any_format_and_their_stock_layers(mode: str) -> None:
-    packed, decoded = packed_weights((mode, 4, 64), EXPERTS, n=N, k=K, dtype="float16")
+@pytest.mark.parametrize(
+    "grouped",
+    [
+        *(("symmetric", 4, 64), ("zero_point", 4, 64)),
+        ("k_quant", 4, 32),
+    ],
+    ids=str,
+)
+def test_experts_of_any_format_and_their_stock_layers(grouped: Grouped) -> None:
+    packed, decoded = packed_weights(grouped, EXPERTS, n=N, k=K, dtype="float16")
     bias = mx.random.normal((EXPERTS, N), key=mx.random.key(2)).astype(mx.float16)
     x = rows(4, 1, 1)
     indices = mx.array([[0, 2], [1, 1], [2, 0], [0, 1]], mx.uint32)

@@ -48,11 +48,12 @@ def _the_same_numbers() -> None:
 
 
 @sampled(9)
-@pytest.mark.parametrize(("mode", "bits", "group_size"), [*ONE_EACH, *NOT_IN_MLX])
+@pytest.mark.parametrize("grouped", dict.fromkeys([*ONE_EACH, *NOT_IN_MLX]), ids=str)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_a_product_of_any_format_has_mlxs_dtype(
-    mode: str, bits: int, group_size: int, dtype: mx.Dtype
+    grouped: Grouped, dtype: mx.Dtype
 ) -> None:
+    mode, bits, group_size = grouped
     k = 2 * format_cases.step_of(mode, bits, group_size)
     weight = format_cases.any_weight(
         mode, bits, group_size, N, k, dtype="float16", seed=4
@@ -123,7 +124,7 @@ def test_an_epilogue_follows_any_format(
     assert_close(y, nn.silu(product + bias) * multiply + residual)
 
 
-@sampled(5)
+@sampled(5, 28)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),
     [(*each, "mlx") for each in FEW] + [(*each, "marlin") for each in FEW + NOT_IN_MLX],
@@ -131,7 +132,7 @@ def test_an_epilogue_follows_any_format(
 def test_an_invariant_row_is_what_it_is_alone(
     mode: str, bits: int, group_size: int, layout: str
 ) -> None:
-    k = format_cases.step_of(mode, bits, group_size)
+    k = 4 * format_cases.step_of(mode, bits, group_size)
     weight = format_cases.any_weight(
         mode, bits, group_size, N, k, dtype="float16", seed=4
     )
@@ -215,10 +216,12 @@ def test_without_kernels_stock_serves_a_format_of_ours(
     expected = oracles.exact(x) @ (decoded.T if transpose else decoded)
     assert y.dtype == x.dtype
     limit = LIMITS[dtype] * (STOCK_AFFINE if mode == "affine" else 1)
+    if dtype == "float32" and mode not in OURS:
+        limit = 1e-6
     assert oracles.error(y, expected) < limit
 
 
-@sampled(3, 12)
+@sampled(3, 18)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), NOT_IN_MLX)
 def test_a_format_of_ours_is_finished_and_has_gradients(
     mode: str, bits: int, group_size: int

@@ -36,7 +36,7 @@ NOT_IN_MLX = [
     *(("symmetric", 4, 64), ("zero_point", 4, 64), ("codebook", 4, 64)),
     *(each for each in ONE_EACH if each[0] in SUPER_BLOCKS),
 ]
-"""Formats that only packed weights have; stock MLX serves them as its own."""
+"""Formats that only packed weights have, which are unpacked for stock MLX."""
 FEW = [("affine", 3, 64), ("affine", 8, 32), *FLOATING]
 few = pytest.mark.parametrize(("mode", "bits", "group_size"), FEW)
 floating = pytest.mark.parametrize(("mode", "bits", "group_size"), FLOATING)

@@ -132,7 +132,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
 
 
-@sampled(20)
+@sampled(20, 120)
 @emulator_only
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(

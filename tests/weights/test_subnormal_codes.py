@@ -24,7 +24,6 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, launches, planted_text
 from support.format_cases import Variant
-from support.profiles import sampled
 from support.trace_mode import emulator_only
 
 pytestmark = emulator_only
@@ -154,7 +153,6 @@ def experts() -> mx.array:
     return launcher.gather_product(plan)(x, words, scales, scales, *pairs)
 
 
-@sampled(3, 99)
 @pytest.mark.parametrize(
     "run",
     [
