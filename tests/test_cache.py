@@ -96,7 +96,8 @@ def test_a_file_that_others_may_write_is_replaced(root: Path) -> None:
     assert mode(path) == 0o600
 
 
-def test_a_full_device_names_the_file(root: Path) -> None:
+def test_a_full_device_names_the_file_and_keeps_the_old_one(root: Path) -> None:
+    kept = cache.write(root / "tuned", "a.json", b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3, before[1]))
     try:
@@ -104,4 +105,5 @@ def test_a_full_device_names_the_file(root: Path) -> None:
             cache.write(root / "tuned", "a.json", b"four")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [*(root / "tuned").iterdir()] == []
+    assert [*(root / "tuned").iterdir()] == [kept]
+    assert kept.read_bytes() == b"old"

@@ -234,6 +234,8 @@ def test_json_of_all_lists_the_candidates_the_chosen_one_first(
         for each in choice.candidates
     ]
     assert len({each["strategy"] for each in candidates}) > 2
+    stripes = figures("8 224 5120 --chip M4 --cores 5 --all --strategy stripe")
+    assert {each["strategy"] for each in stripes["candidates"]} == {"stripe"}
 
 
 def test_all_prints_the_table_and_pictures_of_every_strategy(lines: Lines) -> None:

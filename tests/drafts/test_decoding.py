@@ -6,7 +6,11 @@ from functools import partial
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    RotatingKVCache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from drafts.scripted import (
     COUNT,
@@ -67,6 +71,12 @@ def test_a_full_window_and_a_recurrent_state_cannot_be_trimmed() -> None:
     assert not can_trim([window], WINDOW - 4)
     assert not can_trim(make_prompt_cache(text_of("mamba2").model), 1)
     assert can_trim(make_prompt_cache(text_of("llama").model), 1000)
+    full = RotatingKVCache(4)
+    full.update_and_fetch(keys, keys)
+    assert (
+        trim_prompt_cache([full], 2) == 0
+    )  # and no error, as docs/speculation.md says
+    assert full.offset == 4
 
 
 @pytest.mark.parametrize(("size", "keep"), [(8, 4), (20, 4), (20, 0)])

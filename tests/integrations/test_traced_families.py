@@ -182,6 +182,14 @@ UNTRACED: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
         "global_head_dim": 32,
     },
+    "mistral4": {
+        **OWN_SIZES["deepseek_v3"],
+        "rope_parameters": {
+            **{"type": "yarn", "rope_theta": 10000.0, "factor": 8.0},
+            **{"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1},
+        },
+        "head_dim": None,
+    },
 }
 
 

@@ -148,6 +148,8 @@ def test_what_changes_is_seen(
     change(model)
 
     assert_equal(decoded(model, one_stream), decoded(own, one_stream))
+    traced(model, join=join)
+    assert_equal(decoded(model, one_stream), decoded(own, one_stream))
 
 
 @pytest.mark.usefixtures("stock")

@@ -154,6 +154,8 @@ def test_matrices_agree_with_each_other() -> None:
     shards = int(JOBS["census"]["env"]["SHARDS"])
     assert matrices["census"]["shard"] == [*range(1, shards + 1)]
     assert json.dumps(matrices["census"]["os"]) in matrices["metal"]["os"]
+    assert matrices["census"]["os"] == ["macos-15", "macos-26"]
+    assert '"applegpu_g13g", "applegpu_g16s"' in matrices["metal"]["architecture"]
     assert "g17" not in json.dumps(JOBS)  # finite wrong values on a virtual GPU
     pythons = [each["python"] for each in matrices["linux"]["include"]]
     assert pythons == matrices["installed"]["python"]
