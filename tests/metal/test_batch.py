@@ -89,7 +89,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
         assert mx.array_equal(y[i], expected, equal_nan=True)
 
 
-@sampled(1, 4)
+@sampled(1, 6)
 @emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", [3, 8, 16])

@@ -91,6 +91,8 @@ def test_a_name_and_cores_pick_a_variant_with_its_own_bandwidth(
 
     assert (chip.cores, chip.bandwidth_gbs) == (cores, bandwidth)
     assert chip.variant == variant
+    if chip.generation == "M3":
+        assert (chip.tier, chip.clock_ghz, chip.arch) == ("max", 1.38, "applegpu_g15s")
 
 
 @pytest.mark.parametrize("name", ["Apple M4 (Virtual)", "Apple M4 GPU"])
@@ -247,7 +249,10 @@ def test_the_environment_decides_first(
 @pytest.mark.parametrize(
     ("wish", "answer"),
     [
-        *((wish, "expected a chip") for wish in ("M3 Max, 30 cats", ":30", "M3,3,0")),
+        *(
+            (wish, "expected a chip")
+            for wish in ("M3 Max:many", "M3 Max, 30 cats", ":30", "M3,3,0")
+        ),
         ("M3 Mox", "near it: Apple M3 Max"),
         ("M3:0", "cores=0"),
     ],

@@ -90,14 +90,14 @@ def test_every_format_is_as_exact_as_promised_and_has_the_same_bits_twice(
 RAGGED = Problem(m=11, n=150, k=11 * 64, group_size=32, layout="marlin")
 
 
-@sampled(1, 8)
+@sampled(1, 10)
 @by_staging
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 def test_all_strategies_give_the_same_integers_and_add_in_ascending_k(
     buffers: int, loaders: int, group_size: int, reduction: Reduction
 ) -> None:
-    problem = in_float32(replace(RAGGED, group_size=group_size))
+    problem = in_float32(replace(RAGGED, group_size=group_size, k=11 * group_size))
     x, native, expected = drawn_arrays.integer_arrays(problem)
     along_k = 2 if group_size == 32 or buffers == 1 else 1
     for plan in strategies.one_of_each(problem, reduction=reduction):

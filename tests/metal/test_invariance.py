@@ -67,6 +67,19 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     assert_rows_keep_their_bits(problem, Device.named(chip), seed=n)
 
 
+def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
+    """So that a bit that depends on the cut would show."""
+    found = set()
+    for chip in map(Device.named, CHIPS):
+        for n, k, size in SHAPES:
+            problem = Problem(m=1, n=n, k=k, group_size=size, invariant=True)
+            plan = planner.choose(problem, chip)
+            found.add((plan.strategy, plan.simdgroups_k > 1))
+
+    assert ("split_k", True) in found
+    assert {strategy for strategy, _ in found} == {"split_k", "data_parallel"}
+
+
 @drawn(
     2,
     20,

@@ -1,5 +1,7 @@
 """The products of the shaders against float64."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -172,13 +174,13 @@ ANY = pytest.mark.parametrize(
 )
 
 
-@sampled(3, 16)
+@sampled(4, 16)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @ANY
 def test_all_strategies_give_the_same_integers_and_add_in_ascending_k(
     problem: Problem, reduction: Reduction
 ) -> None:
-    problem = in_float32(problem)
+    halves, problem = problem, in_float32(problem)
     plans = strategies.one_of_each(problem, reduction=reduction)
     of_one = {"hytis"} if problem.batch > 1 else set()  # takes one weight
     assert {plan.strategy for plan in plans} == {*STRATEGIES} - of_one
@@ -192,6 +194,11 @@ def test_all_strategies_give_the_same_integers_and_add_in_ascending_k(
             ones = run(plan, orders.one_in_each_trip(problem), orders.ones(problem))
 
         np.testing.assert_array_equal(np.array(y), expected)
+        if reduction == "workspace" and problem.batch == 1:
+            plan_of_halves = replace(plan, problem=halves)
+            x16, native16 = drawn_arrays.arrays(halves, seed=3)
+            y16 = run(plan_of_halves, x16, native16)
+            assert_close_to_stock(y16, plan_of_halves, x16, native16)
         if reduction == "workspace":
             orders.assert_promised(ones, plan)
 

@@ -120,6 +120,7 @@ def test_mlx_records_the_dispatches_of_a_plan(plan: Plan) -> None:
     sums = plan.workspace_shape if plan.reduction == "workspace" else result[0]
     dtype = mx.float32 if plan.is_split else result[1]
     assert [(prod(each[1]), each[2]) for each in first.outputs] == [(prod(sums), dtype)]
+    assert plan.reduction == "atomic" or first.outputs[0][1] == sums
     if plan.needs_second_pass:
         if prod(sums) >= kernels.IN_CONSTANT:
             assert last.inputs[0] == first.outputs[0]
@@ -289,9 +290,10 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     assert biases.tolist() == [1] + [0] * 7
     assert shape.tolist() == [1, 1, 32, 1, 1, 1, 0]
     assert schedule.tolist() == [1, 1, 1, 1, 1, 0, 1]
-    _, w, scales, *_ = of_bytes
+    _, w, scales, biases, *_ = of_bytes
     assert w.shape == (3, 16)
     assert scales.tolist() == [2] * 6 + [0] * 2
+    assert biases.tolist() == [1] * 6 + [0] * 2
     assert scales.dtype == mx.uint8
 
 

@@ -83,6 +83,10 @@ def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
 
     assert_all_used(first.source, metal_arguments.product_template(plan))
     assert_all_used(last.source, metal_arguments.reduce_template(plan))
+    if not plan.has_tensor_operations:
+        ragged = plan.problem.n % TILE_N != 0
+        template = metal_arguments.product_template(plan)
+        assert template.get("RAGGED", ragged) == ragged
     weight = arguments.weight_template(plan.problem)
     assert_all_used(metal_source.kernel_source("dequantize").source, weight)
     assert weight.items() <= metal_arguments.product_template(plan).items()

@@ -390,6 +390,13 @@ def test_what_bounds_a_product_is_said(problem: Problem, bound: str) -> None:
     assert line.endswith(f" us independently (model, not measured), bound by {bound}")
 
 
+def test_a_figure_of_a_chip_that_nothing_was_fitted_to_says_so() -> None:
+    line = stock_prediction(product(16, 5120, 17408), Device.named("M1 Max")).explain()
+
+    assert "320 threadgroups in 2 splits of k, w read 1x; " in line
+    assert "(model, not measured, uncalibrated)" in line
+
+
 @pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
 def test_no_chip_is_faster_than_its_stated_bandwidth(known: Device) -> None:
     for m, mode in product_of(ROWS_OF_X, ("affine", *FLOATS)):

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -44,6 +44,7 @@ def plan_of(m: int, n: int, k: int, *, group_size: int = 64, **fields: Any) -> P
 
 
 @given(plans(of=SMALL))
+@settings(max_examples=100)
 def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     problem, step = plan.problem, 32  # the smallest group: no cut is finer
     seen: Counter[tuple[int, int, int, int]] = Counter()
