@@ -29,6 +29,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: mlx_marlin.quantize(FLOATS.tolist()), r"w must be an mx\.array.*list"),
     (lambda: quantize(bits="4"), "bits='4' .*int or None.*str"),
     (lambda: quantize(bits=True), "bits=True must be an int"),
+    (lambda: quantize(bits=4.0), r"bits=4\.0 must be an int"),
     (
         lambda: quantize(group_size="row"),
         "group_size='row' must be an int, 'channel' or None",
@@ -68,7 +69,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: gather(ROWS.tolist(), PACKED_EXPERTS), "x must be .*got list"),
     (
         lambda: gather(ROWS, PACKED_EXPERTS, rhs_indices=np.array([0, 2])),
-        "rhs_indices must be .*got ndarray",
+        r"rhs_indices must be an mx\.array or None, got ndarray",
     ),
     (
         lambda: gather(ROWS, PACKED_EXPERTS, lhs_indices=[0], rhs_indices=CHOSEN),

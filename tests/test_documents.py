@@ -64,6 +64,9 @@ def test_every_document_is_linked_from_the_readme_or_the_records() -> None:
 
     documents = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
     assert {path.resolve() for path in documents} <= linked
+    examples = {path.parent.name for path in ROOT.glob("examples/*/README.md")}
+    assert {*re.findall(r"\(examples/(\w+)/README\.md\)", README)} == examples
+    assert "](docs/troubleshooting.md)" in README
 
 
 def test_the_errors_that_are_promised_are_the_tested_ones() -> None:

@@ -56,6 +56,8 @@ def gated(monkeypatch: pytest.MonkeyPatch, on_metal: Callable[..., Any]) -> Modu
             monkeypatch.setattr(gated_delta, f"_gated_delta_kernel{suffix}", kernel)
     kernel = on_metal(gated_delta._make_gated_delta_packed_kernel)
     monkeypatch.setattr(gated_delta, "_gated_delta_kernel_packed", kernel)
+    kernel = on_metal(gated_delta._make_gated_delta_kernel_xtree)
+    monkeypatch.setattr(gated_delta, "_gated_delta_kernel_xtree", kernel)
     return gated_delta
 
 
@@ -112,6 +114,9 @@ def test_gated_delta_is_its_operations(
     assert y.dtype == dtype
     close(y, expected_y * kept[..., None, None], dtype)
     close(state, expected_state, mx.float32)
+    if keys == 128 and not (vector or masked):  # packed: bit for bit its comparator
+        other = gated.gated_delta_kernel_xtree(**arguments)
+        assert all(map(mx.array_equal, (y, state), other))
 
 
 @sampled(3)

@@ -50,6 +50,8 @@ def test_a_barrier_orders_threadgroup_memory(barrier: str, other: int) -> None:
     out = traced(*hand_over(barrier, other), grid=64, threadgroup=64, shape=(64,))
 
     np.testing.assert_array_equal(out, np.arange(64) ^ other)
+    plain = run(*hand_over(barrier, other), grid=64, threadgroup=64, shape=(64,))
+    np.testing.assert_array_equal(plain, out)
 
 
 @pytest.mark.parametrize("barrier", ["none", "device", "simdgroup, device", "simd_sum"])

@@ -129,6 +129,22 @@ def test_ctrl_c_ends_no_launch_if_its_handler_returns() -> None:
     assert calls
 
 
+def test_ctrl_c_interrupts_a_launch() -> None:
+    with pytest.raises(EmulatorError), emulated(time_limit=0.05):
+        launch(ENDLESS)  # compiles it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    pressing = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    pressing.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(ENDLESS)
+    finally:
+        pressing.join()
+        signal.signal(signal.SIGINT, before)
+
+    assert each_thread("1.0f").tolist() == [1] * 32
+
+
 def test_a_handler_cannot_launch_a_kernel_inside_one() -> None:
     def launches(*_: object) -> None:
         each_thread("1.0f")

@@ -143,9 +143,18 @@ class ExpertProducts:
         )
         if found.shape == expected.shape:
             both_nan = np.isnan(found) & np.isnan(expected)
-            if np.all(both_nan | (np.abs(found - expected) <= bound)):
+            near = both_nan | (np.abs(found - expected) <= bound)
+            if np.all(near) and self._rows_are_near(y, expected):
                 return None
         return f"relative error {oracles.error(y, expected):.1e}"
+
+    def _rows_are_near(self, y: mx.array, expected: Floats) -> bool:
+        """Returns whether each row of a plain float32 product is, which may be more."""
+        is_plain = self.plan.gather.gate is None and not self.biases
+        if self.plan.problem.dtype != "float32" or not is_plain:
+            return True
+        rows = zip(y, expected, strict=True)
+        return max(oracles.error(*row) for row in rows) < 2e-6
 
     def _expected(self, x: mx.array) -> tuple[Floats, Floats]:
         """Returns results in float64, and how far each element may be off.

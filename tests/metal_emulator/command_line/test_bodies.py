@@ -77,6 +77,15 @@ def test_an_address_space_that_is_missing_is_told(
     assert "half* p" in capsys.readouterr().out
 
 
+def test_a_fault_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = "\ny[thread_position_in_grid.x + 9] = 1;"
+
+    assert emulate(tmp_path, source, "--output", "y=4x8:float16") == 1
+
+    said = capsys.readouterr().out
+    assert "kernel kernel: write outside buffer 'y' (64 bytes)" in said
+
+
 def test_a_kernel_runs(body: str) -> None:
     answer = run(body, *OPTIONS)
 

@@ -192,16 +192,18 @@ def test_templates_aliases_and_structs_compile() -> None:
         return Pair(values[0], values[1]) * scale;
       }
     };
+    template <typename T>
+    METAL_FUNC T both(vec<T, 2> v) { return v.x + v.y; }
     """
     source = """
     Block<T, N> block;
     #pragma clang loop unroll(full)
     for (int j = 0; j < N; ++j) { block.values[j] = T(table[j]); }
-    out[0] = FLAG ? float(block.first(T(2)).y) : 0.0f;
+    out[0] = FLAG ? float(both(block.first(T(2)))) : 0.0f;
     """
     template = [("T", mx.bfloat16), ("N", 4), ("FLAG", True)]
 
-    assert run(source, header=header, template=template, grid=1)[0] == 4
+    assert run(source, header=header, template=template, grid=1)[0] == 6
 
 
 LITERALS = ("0.1", ".1", "1e-1", "1.E-1")
