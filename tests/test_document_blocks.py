@@ -32,6 +32,7 @@ SLOW = {
         "examples/mlx_lm_model/README.md",
         "examples/naive_to_marlin/README.md",
         "examples/own_kernel/README.md",
+        "examples/seven_tiles/README.md",
         "examples/speculative_decoding/README.md",
     },
     "python": {

@@ -248,7 +248,7 @@ def is_linear(layer: str) -> bool:
     return layer.rpartition(".")[2] in (*names, "gate_proj", "up_proj", "down_proj")
 
 
-@sampled(8, 99)
+@sampled(5, 99)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_model_computes_with_its_experts(

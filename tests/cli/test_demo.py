@@ -136,6 +136,7 @@ def read_text(monkeypatch: pytest.MonkeyPatch, windows: int) -> None:
     monkeypatch.setattr(demo, "held_out_tokens", fewer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "windows"),
     [

@@ -10,6 +10,7 @@ from cli.conftest import Run
 from mlx_marlin.cli.main import COMMANDS, main
 from support import quantized_folder
 from support.marks import needs_emulator
+from support.profiles import sampled
 
 KERNEL = "y[thread_position_in_grid.x] = 1.0f;"
 GIVES_JSON = {
@@ -34,6 +35,7 @@ def folder(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@sampled(3, 99)
 @needs_emulator
 @pytest.mark.parametrize("command", GIVES_JSON)
 def test_json_is_printed_alone_or_written_beside_the_text(

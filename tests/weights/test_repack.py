@@ -79,7 +79,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @emulator_only
-@drawn(15, 45, weight=weights(), order=st.integers(0, 99))
+@drawn(8, 45, weight=weights(), order=st.integers(0, 99))
 def test_every_code_goes_to_its_place_and_comes_back_as_by_mlxs_operations(
     weight: dict[str, Any], order: int
 ) -> None:

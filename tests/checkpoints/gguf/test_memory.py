@@ -39,7 +39,7 @@ print(peak() - before)
 @pytest.mark.parametrize(
     ("kind", "tensors", "rows", "bits", "more"),
     [
-        ("Q8_0", 10, 4096, 8.5, 0),
+        pytest.param("Q8_0", 10, 4096, 8.5, 0, marks=slow),
         pytest.param("Q3_K", 10, 4096, 3.4375, 0, marks=slow),
         pytest.param("Q2_K", 10, 4096, 2.625, 0, marks=slow),
         pytest.param("IQ4_NL", 10, 4096, 4.5, 0, marks=slow),
