@@ -84,6 +84,17 @@ def stock(backend: Choose) -> None:
 
 
 @pytest.fixture
+def unfused() -> Iterator[None]:
+    """Has MLX evaluate functions of `mx.compile` operation by operation.
+
+    On a CPU it would compile each by g++, which takes half a second.
+    """
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture
 def chip() -> Iterator[Callable[..., None]]:
     """Returns what sets the chip that plans are made for, and its architecture."""
     with pytest.MonkeyPatch.context() as patch:
@@ -174,16 +185,6 @@ def ran(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     backend("emulator")
     monkeypatch.setattr(launcher, "product", product)
     return plans
-
-
-@pytest.fixture(params=["stock", "ours"])
-def served_by(request: pytest.FixtureRequest, backend: Choose) -> str:
-    """Serves every call by stock MLX, then by the kernels' stand-in."""
-    if request.param == "stock":
-        backend("stock")
-    else:
-        request.getfixturevalue("ran")
-    return str(request.param)
 
 
 def _check(

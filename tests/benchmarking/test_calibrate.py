@@ -44,13 +44,12 @@ def made_rows(
     true: Constants,
     device: Device = M3_MAX,
     rows: Sequence[int] = ROWS,
-    formats: Sequence[dict[str, Any]] = FORMATS,
     noise: float = 0,
 ) -> list[ProductRow]:
     """Returns the rows that the model with some constants would have measured."""
     draw = random.Random(0)
     found = []
-    for m, (n, k), format in product(rows, SHAPES, formats):
+    for m, (n, k), format in product(rows, SHAPES, FORMATS):
         problem = problem_of(m, n, k, **format)
         for arm, plan in ((OURS, planner.choose(problem, device)), (STOCK, None)):
             made = ProductRow(

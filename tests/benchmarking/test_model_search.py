@@ -1,7 +1,7 @@
 """Which settings a search keeps, on synthetic times."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -44,8 +44,8 @@ def same(settings: ModelSettings, speedup: float) -> Comparison:
     return Comparison(settings=settings, speedups=dict.fromkeys(STREAMS, speedup))
 
 
-def searched(speed: Speed, fusions: Sequence[str] = NAMES) -> Search:
-    found = Search(fusions=fusions)
+def searched(speed: Speed) -> Search:
+    found = Search(fusions=NAMES)
     assert [*found.run(lambda each: same(each, speed(each)))]
     return found
 

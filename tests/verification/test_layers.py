@@ -25,8 +25,8 @@ from support.profiles import sampled
 ROWS = (1, 8)
 
 
-def report_of(report: Report, name: str, operation: str = "linear") -> LayerReport:
-    (found,) = [e for e in report.layers if (e.name, e.operation) == (name, operation)]
+def report_of(report: Report, name: str) -> LayerReport:
+    (found,) = [e for e in report.layers if (e.name, e.operation) == (name, "linear")]
     return found
 
 
