@@ -44,6 +44,15 @@ def test_representatives_have_every_value_of_every_parameter(number: int) -> Non
         assert {CASES[i][name] for i in chosen} == values
 
 
+def test_complete_representatives_leave_no_value_out() -> None:
+    cases = [{"m": str(m), "n": str(m * m % 7)} for m in range(30)]
+
+    chosen = representatives(cases, 5, complete=True)
+
+    assert len(chosen) == 30
+    assert len(representatives(cases[:5] * 9, 2, complete=True)) == 5
+
+
 def test_rare_values_are_chosen_first() -> None:
     modes = [*["affine"] * 9, "mxfp4", "nvfp4"]
     cases = [{"mode": mode, "bits": str(i % 3)} for i, mode in enumerate(modes)]
@@ -56,19 +65,19 @@ def test_profiles_run_more_and_more(
 ) -> None:
     items = pytester.getitems(FILE)
 
-    for name, runs in (("quick", 2 + 1 + 1), ("full", 6 + 5 + 2), ("every", 16)):
+    for name, runs in (("quick", 2 + 1 + 1), ("full", 4 + 5 + 2), ("every", 16)):
         monkeypatch.setattr(profiles, "profile", lambda name=name: name)
         assert len({*items} - profiles.left_out(items)) == runs
 
 
-@pytest.mark.parametrize(("profile", "examples"), [("quick", 3), ("full", 7)])
+@pytest.mark.parametrize(("profile", "examples"), [("quick", 3), ("full", 9)])
 def test_a_test_draws_the_examples_of_the_profile(
     monkeypatch: pytest.MonkeyPatch, profile: str, examples: int
 ) -> None:
     monkeypatch.setattr(profiles, "profile", lambda: profile)
     seen = []
 
-    @profiles.drawn(3, 7, number=st.integers())
+    @profiles.drawn(3, number=st.integers())
     def test(number: int) -> None:
         seen.append(number)
 

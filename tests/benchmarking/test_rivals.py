@@ -35,7 +35,7 @@ DEVICE: Device = CHIP
 FORMATS = [(4, "float16"), (8, "bfloat16")]
 
 
-@sampled(2, 24)
+@sampled(2)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize(("bits", "dtype"), FORMATS)
 @pytest.mark.parametrize("m", rivals.ROWS)

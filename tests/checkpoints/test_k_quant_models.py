@@ -67,7 +67,7 @@ def assert_same(model: nn.Module, exact: dict[str, np.ndarray]) -> None:
     assert oracles.error(logits, expected) < 5e-3
 
 
-@sampled(3, 12)
+@sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimized", [False, True])
 def test_logits_are_those_of_a_float64_evaluation(
@@ -81,7 +81,7 @@ def test_logits_are_those_of_a_float64_evaluation(
     assert_same(model, exact)
 
 
-@sampled(1, 99)
+@sampled(1)
 @pytest.mark.parametrize("kind", ["Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_a_converted_model_is_verified_with_its_embedding_and_head(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

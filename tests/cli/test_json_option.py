@@ -35,7 +35,7 @@ def folder(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@sampled(3, 99)
+@sampled(3)
 @needs_emulator
 @pytest.mark.parametrize("command", GIVES_JSON)
 def test_json_is_printed_alone_or_written_beside_the_text(

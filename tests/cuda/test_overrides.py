@@ -45,7 +45,6 @@ def test_kernels_and_widths_with_too_few_tiles_leave_it_to_others() -> None:
 
 @drawn(
     18,
-    90,
     problem=SMALL,
     strategy=st.sampled_from(OURS),
     tiles_n=st.integers(1, 8),

@@ -22,7 +22,7 @@ from support.parts_of_plans import corner
 from support.profiles import drawn
 
 
-@drawn(18, 90, plan=PLANS)
+@drawn(18, plan=PLANS)
 def test_every_multiply_is_done_exactly_once(plan: Plan) -> None:
     problem = plan.problem
 

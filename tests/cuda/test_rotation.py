@@ -100,7 +100,7 @@ def products() -> Iterator[tuple[str, Product]]:
         yield "normalized rows", Product(case, epilogue, ROTATED_N, norm=EPSILON)
 
 
-@sampled(4, 24)
+@sampled(4, 12)
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("kind", "product"), [*products()], ids=str)
 def test_heads_are_rotated(kind: str, product: Product) -> None:

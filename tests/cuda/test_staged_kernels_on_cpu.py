@@ -104,7 +104,7 @@ def test_also_with_slices_and_after_a_first_split(way: dict[str, Any], m: int) -
     assert any(first % plan.buffers for first, *rest in stages_of(plan) if rest)
 
 
-@sampled(2, 24)
+@sampled(2, 12)
 @pytest.mark.parametrize("case", cuda_cases.covering(every_case(), facts), ids=str)
 def test_formats(case: Case) -> None:
     check(case)

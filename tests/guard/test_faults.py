@@ -75,7 +75,7 @@ def test_a_kernel_with_a_fault_never_serves(
     assert len(messages) == 1
 
 
-@sampled(4, 15)
+@sampled(4)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 def test_experts_kernel_with_a_fault_never_serves(
     kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +99,7 @@ def test_experts_kernel_with_a_fault_never_serves(
     assert (fault.called, len(messages)) == (called, 1)
 
 
-@sampled(4, 15)
+@sampled(4)
 @pytest.mark.parametrize("kind", guard_faults.KINDS)
 def test_a_decoding_kernel_with_a_fault_never_serves(
     kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +120,7 @@ def test_a_decoding_kernel_with_a_fault_never_serves(
     assert "marlin_dequantize" in reason
 
 
-@sampled(6, 26)
+@sampled(6)
 @pytest.mark.parametrize("kind", guard_faults.OF_CODES)
 @pytest.mark.parametrize("to", ["marlin", "mlx"])
 def test_a_repack_kernel_with_a_fault_moves_nothing(

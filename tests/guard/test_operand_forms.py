@@ -107,7 +107,7 @@ def test_the_products_of_a_form_are_known(operand: Operand) -> None:
 
 @forms
 @pytest.mark.parametrize("fault", FAULTS)
-@sampled(4, 99)
+@sampled(4)
 def test_a_gpu_that_computes_otherwise_is_noticed(
     fault: str, operand: Operand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +187,7 @@ def _m4(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eligibility, "target", lambda: M4_PRO)
 
 
-@sampled(2, 99)
+@sampled(2)
 @pytest.mark.usefixtures("_m4")
 @pytest.mark.parametrize("works", [True, False])
 @forms

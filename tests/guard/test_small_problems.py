@@ -85,7 +85,7 @@ def assert_same_variants(plan: AnyPlan) -> AnyPlan:
     return smaller[0]
 
 
-@sampled(6, 99)
+@sampled(6)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize(("mode", "layout"), OF_4_BITS)
 def test_every_instance_has_a_small_problem(mode: str, layout: str, dtype: str) -> None:
@@ -162,7 +162,7 @@ def test_experts_have_a_small_problem(n: int, pairs: int, pairs_per_row: int) ->
 @needs_emulator
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@sampled(1, 10)
+@sampled(1)
 def test_right_kernels_of_metal_pass(mode: str, dtype: str, backend: Any) -> None:
     """No known answer is tighter than what a right kernel gives."""
     backend("emulator")

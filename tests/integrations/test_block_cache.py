@@ -263,7 +263,7 @@ def test_streams_move_on_by_an_array_that_is_kept(
     assert cache.offset.tolist() == [7, 7, 7]
 
 
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 def test_a_traced_batch_is_not_asked_for_its_padding() -> None:
     model = traced(tiny("llama", num_hidden_layers=1))
     start = filled_for(model)
@@ -339,7 +339,8 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def outputs_of(model: nn.Module, cache: list[Any], prompt: int = 6) -> list[mx.array]:
+def outputs_of(model: nn.Module, cache: list[Any]) -> list[mx.array]:
+    prompt = 6
     mx.random.seed(5)
     tokens = mx.random.randint(0, 100, (1, prompt + 4))
     ends = [0, *range(prompt, prompt + 5)]

@@ -26,7 +26,7 @@ from support.decoder_models import (
 from support.models import LAYOUTS, Layers, arrays, assert_same_model, types
 from support.profiles import sampled
 
-pytestmark = pytest.mark.usefixtures("stock")
+pytestmark = pytest.mark.usefixtures("stock", "unfused")
 
 WAYS: list[dict[str, Any]] = [
     {},
@@ -70,7 +70,7 @@ def error(outputs: list[mx.array], exact: list[mx.array]) -> float:
     return float(mx.linalg.norm(ours - own) / mx.linalg.norm(own))
 
 
-@sampled(4, 12)
+@sampled(4)
 @pytest.mark.parametrize(
     ("family", "make"),
     [

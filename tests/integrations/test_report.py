@@ -65,7 +65,6 @@ def linear(
 
 @drawn(
     12,
-    100,
     form=st.sampled_from(GROUPED),
     packed=st.booleans(),
     n=st.sampled_from([8, 40, 96]),

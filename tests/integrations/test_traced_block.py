@@ -30,6 +30,8 @@ from support.decoder_models import (
 from support.models import LAYOUTS
 from support.profiles import sampled
 
+pytestmark = pytest.mark.usefixtures("unfused")
+
 JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
 SUMS_APART = {
@@ -42,7 +44,7 @@ NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid"}
 """Families without norms before products, or whose norms are their own."""
 
 
-@sampled(10, 36)
+@sampled(10)
 @pytest.mark.usefixtures("stock")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("layout", LAYOUTS)

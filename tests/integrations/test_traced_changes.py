@@ -21,7 +21,7 @@ from support.decoder_models import assert_equal, one_stream, tiny, traced
 from support.profiles import sampled
 
 pytestmark = [
-    pytest.mark.usefixtures("stock"),
+    pytest.mark.usefixtures("stock", "unfused"),
     pytest.mark.filterwarnings("ignore:mlx_marlin. trace=True traces none"),
 ]
 
@@ -55,7 +55,7 @@ def another_layer() -> nn.Linear:
     return nn.Linear(128, 256)
 
 
-@sampled(9, 99)
+@sampled(9)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(
     ("family", "path", "value"),

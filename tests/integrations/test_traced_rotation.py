@@ -35,6 +35,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
 
 
 @sampled(4)
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize(
     ("family", "options", "rotates"),
     [

@@ -77,7 +77,7 @@ def results(layer: nn.Module) -> list[mx.array]:
     return [layer(x), layer(of_n, transpose=False)]
 
 
-@sampled(4, 24)
+@sampled(4)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ ADDED = Added(rows=3, n=1029, dtype="float16")
 
 @drawn(
     4,
-    20,
     sizes=st.tuples(*(st.integers(1, top) for top in (9, 8, 5, 4))),
     features=st.sampled_from([16, 18, 64, 66, 128, 130]),
     dtype=DTYPES,
@@ -78,7 +77,7 @@ def test_heads_are_rotated(
     assert case.wrong_result() is None
 
 
-@drawn(4, 20, rows=st.integers(1, 9), n=st.integers(8, 3000), dtype=DTYPES)
+@drawn(4, rows=st.integers(1, 9), n=st.integers(8, 3000), dtype=DTYPES)
 def test_rows_are_added_and_normalized(rows: int, n: int, dtype: str) -> None:
     assert Added(rows=rows, n=n, dtype=dtype).wrong_result() is None
 

@@ -81,7 +81,7 @@ COUNTED = (
 """Every kind of codes, one plane and two, lanes with eight and with sixteen codes."""
 
 
-@sampled(5, 30)
+@sampled(5)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),
@@ -128,7 +128,7 @@ LANE_BYTES = {2: 1.8, 3: 2.3, 4: 2.8, 5: 3.3, 8: 1.3, 16: 1.8, 32: 3.5}
 """Most bytes that lanes may receive for a weight, by rows."""
 
 
-@sampled(2, 12)
+@sampled(2)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", LANE_BYTES)
 def test_lanes_receive_few_bytes_for_a_weight(m: int, layout: str) -> None:
@@ -172,7 +172,6 @@ def traffic_of_results(plan: Plan) -> int:
 
 @drawn(
     4,
-    16,
     plan=strategies.runnable_plans(max_k=256, formats=strategies.ANY_FORMAT),
     seed=st.integers(0, 99),
     workers=st.integers(1, 2),
@@ -194,7 +193,7 @@ RAGGED = {
 }
 
 
-@sampled(1, 8)
+@sampled(1)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize(
     "problem",

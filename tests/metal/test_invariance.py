@@ -82,7 +82,6 @@ def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
 
 @drawn(
     2,
-    20,
     problem=strategies.problems(max_m=1, max_n=100, max_k=768),
     chip=strategies.devices(),
     rows=st.integers(1, MOST),

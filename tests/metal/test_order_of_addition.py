@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.metal, needs_kernels]
 
 @drawn(
     4,
-    24,
     plan=strategies.runnable_plans(
         dtypes=st.just("float32"), atomic=False, batches=st.integers(1, 3)
     ).filter(lambda plan: plan.operand == "exact"),
@@ -40,7 +39,7 @@ def test_every_plan_adds_in_ascending_k(plan: Plan, seed: int) -> None:
     orders.assert_promised(y, plan)
 
 
-@sampled(2, 4)
+@sampled(2)
 @pytest.mark.skipif(
     selection.backend() == "metal" and not current().has_tensor_units,
     reason="nothing here runs tensor operations",

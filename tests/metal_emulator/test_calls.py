@@ -146,7 +146,6 @@ strided = st.sampled_from(
 )
 @drawn(
     15,
-    30,
     view=strided,
     dtype=st.sampled_from([mx.uint8, mx.bfloat16, mx.float32]),
 )

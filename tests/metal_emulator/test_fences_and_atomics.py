@@ -46,7 +46,7 @@ def test_a_hand_over_by_fences_and_an_atomic_is_clean(seed: int, workers: int) -
     np.testing.assert_array_equal(out[32:64], 40 * np.arange(32))
 
 
-@sampled(8, 99)
+@sampled(8)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -148,7 +148,6 @@ def test_threadgroups_that_write_the_same_byte_race(workers: int) -> None:
 
 @drawn(
     6,
-    15,
     size=st.sampled_from([2, 3, 4]),
     step=st.integers(1, 6),
     seed=st.integers(0, 9),

@@ -57,7 +57,7 @@ def every_problem() -> Iterator[Problem]:
                 )
 
 
-@sampled(2, 12)
+@sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
@@ -77,7 +77,7 @@ def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
     assert count > 10_000 / PARTS
 
 
-@sampled(2, 12)
+@sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_plan_of_experts_has_its_registers(chip: str, part: int) -> None:

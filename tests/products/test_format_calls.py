@@ -124,7 +124,7 @@ def test_an_epilogue_follows_any_format(
     assert_close(y, nn.silu(product + bias) * multiply + residual)
 
 
-@sampled(5, 28)
+@sampled(5)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),
     [(*each, "mlx") for each in FEW] + [(*each, "marlin") for each in FEW + NOT_IN_MLX],
@@ -221,7 +221,7 @@ def test_without_kernels_stock_serves_a_format_of_ours(
     assert oracles.error(y, expected) < limit
 
 
-@sampled(3, 18)
+@sampled(3)
 @pytest.mark.parametrize(("mode", "bits", "group_size"), NOT_IN_MLX)
 def test_a_format_of_ours_is_finished_and_has_gradients(
     mode: str, bits: int, group_size: int

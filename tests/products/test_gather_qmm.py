@@ -24,7 +24,7 @@ from support.trace_mode import emulator_only
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(6, 30, call=calls(), invariant=st.booleans())
+@drawn(6, call=calls(), invariant=st.booleans())
 def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) -> None:
     is_sorted = call.chosen == sorted(call.chosen)
 
@@ -38,7 +38,7 @@ def test_every_pair_is_the_product_that_it_names(call: Call, invariant: bool) ->
 
 
 @emulator_only
-@drawn(3, 12, call=calls(), seed=st.integers(0, 99))
+@drawn(3, call=calls(), seed=st.integers(0, 99))
 def test_no_call_races_or_strays(call: Call, seed: int) -> None:
     import metal_emulator
 
@@ -77,7 +77,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
 
 @pytest.mark.usefixtures("kernels")
-@drawn(3, 20, call=calls(), seed=st.integers(0, 99))
+@drawn(3, call=calls(), seed=st.integers(0, 99))
 def test_an_invariant_row_has_the_same_bits_in_any_company(
     call: Call, seed: int
 ) -> None:

@@ -55,7 +55,6 @@ def assert_finished(y: mx.array, expected: mx.array, *, rounding: float) -> None
 @pytest.mark.usefixtures("kernels")
 @drawn(
     4,
-    20,
     shape=st.sampled_from([(1,), (3,), (9,), (2, 5), (1, 1, 4)]),
     activation=st.sampled_from([*IN_MLX]),
     chosen=st.sets(st.sampled_from(OPERANDS)),

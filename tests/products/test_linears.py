@@ -24,7 +24,6 @@ from support.trace_mode import emulator_only
 @pytest.mark.usefixtures("kernels")
 @drawn(
     5,
-    24,
     shape=st.sampled_from([(1,), (2,), (9,), (0,), (2, 5), ()]),
     parts=st.lists(st.integers(1, 70), min_size=2, max_size=MOST_PARTS),
     biased=st.booleans(),

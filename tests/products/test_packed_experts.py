@@ -32,7 +32,7 @@ def rows(*shape: int, dtype: str = "float32") -> mx.array:
     return x.astype(getattr(mx, dtype))
 
 
-@sampled(10, 36)
+@sampled(10)
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("grouped", NOT_IN_MLX, ids=str)
 @pytest.mark.parametrize("dtype", LIMITS)

@@ -411,7 +411,7 @@ def test_packed_weights_that_lose_live_are_given_back(mac: SimulatedMac) -> None
 TIMES = st.lists(st.floats(1.0, 20.0), min_size=64, max_size=64)
 
 
-@drawn(10, 30, ours=TIMES, stock=TIMES)
+@drawn(10, ours=TIMES, stock=TIMES)
 def test_no_product_is_served_by_a_plan_that_was_slower(
     mac: SimulatedMac, ours: list[float], stock: list[float]
 ) -> None:

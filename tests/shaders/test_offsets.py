@@ -26,7 +26,7 @@ def test_an_expert_may_begin_beyond_32_bits(cases: list[tuple[int, int]]) -> Non
     assert offsets == [a * b for a, b in zip(experts, sizes, strict=True)][:64]
 
 
-@sampled(3, 7)
+@sampled(3)
 @pytest.mark.parametrize("bits", WIDTHS)
 @given(
     n=st.integers(1, 2**16),

@@ -15,6 +15,8 @@ from hypothesis.strategies import SearchStrategy
 Test = Callable[..., None]
 NO_CHECKS = [HealthCheck.too_slow]
 """Checks of Hypothesis that are off: an example may compile a kernel."""
+MORE = {"quick": 1, "full": 3, "every": 10}
+"""Examples of `drawn` in each profile, as a multiple of those of `quick`."""
 
 
 def register() -> None:
@@ -24,7 +26,7 @@ def register() -> None:
     example is judged by its time. The parent is what Hypothesis took itself: its own
     "ci" profile, always the same cases, under CI.
     """
-    for name, examples in (("quick", 20), ("full", 60), ("every", 100)):
+    for name, examples in (("quick", 20), ("full", 40), ("every", 100)):
         settings.register_profile(
             name,
             parent=settings.default,
@@ -41,19 +43,16 @@ def profile() -> str:
     return settings.get_current_profile_name().split("-")[0]
 
 
-def drawn(
-    few: int, many: int, /, **inputs: SearchStrategy[Any]
-) -> Callable[[Test], Test]:
+def drawn(few: int, /, **inputs: SearchStrategy[Any]) -> Callable[[Test], Test]:
     """Runs a test as `given` does, with another number of examples than the profile's.
 
     Args:
-        few: Examples in the quick profile.
-        many: Examples in the others.
+        few: Examples in the quick profile; others draw `MORE` times as many.
         **inputs: The strategy of each argument; others are fixtures and parameters.
     """
     # A fixture chooses the back end, for instance, which holds for every example.
     examples = settings(
-        max_examples=few if profile() == "quick" else many,
+        max_examples=few * MORE[profile()],
         suppress_health_check=[*NO_CHECKS, HealthCheck.function_scoped_fixture],
     )
     return lambda test: examples(given(**inputs)(test))
@@ -64,8 +63,8 @@ def sampled(few: int, many: int | None = None) -> Callable[[Test], Test]:
 
     Args:
         few: How many run in the quick profile.
-        many: How many run in the full one; None for three times as many, or more where
-            a parameter has more values.
+        many: How many run in the full one; None for twice as many, and more until
+            every value of each parameter occurs.
     """
 
     def decorate(test: Test) -> Test:
@@ -90,17 +89,18 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
             for case in cases
         ]
         few, many = cases[0].function.sampled
-        if not quick:
-            most = max(
-                len({*each}) for each in zip(*map(dict.values, values), strict=True)
-            )
-            few = max(3 * few, most) if many is None else many
-        kept = representatives(values, few)
+        if quick:
+            kept = representatives(values, few)
+        else:
+            number = 2 * few if many is None else many
+            kept = representatives(values, number, complete=many is None)
         out |= {case for i, case in enumerate(cases) if i not in kept}
     return out
 
 
-def representatives(cases: Sequence[Mapping[str, str]], number: int) -> set[int]:
+def representatives(
+    cases: Sequence[Mapping[str, str]], number: int, complete: bool = False
+) -> set[int]:
     """Returns the indices of cases that stand for all of them.
 
     Each is the case with the most, and the rarest, values of parameters that no chosen
@@ -109,6 +109,7 @@ def representatives(cases: Sequence[Mapping[str, str]], number: int) -> set[int]
     Args:
         cases: Each parameter's value by its name.
         number: How many cases to choose, if there are as many.
+        complete: Whether to go on until every value has been seen.
     """
     frequency = Counter(value for case in cases for value in case.items())
     seen: set[tuple[str, str]] = set()
@@ -122,7 +123,9 @@ def representatives(cases: Sequence[Mapping[str, str]], number: int) -> set[int]
     def stretch(i: int) -> int:
         return i * number // len(cases)
 
-    for _ in range(min(number, len(cases))):
+    while len(chosen) < min(number, len(cases)) or (
+        complete and len(seen) < len(frequency)
+    ):
         best = max((i for i in range(len(cases)) if i not in chosen), key=gain)
         chosen.add(best)
         seen |= cases[best].items()

@@ -21,7 +21,7 @@ from support.profiles import drawn
 from support.results import HERE, PROBLEM, ROWS_EACH, by_problem, measured, write_rows
 
 
-@drawn(30, 100, plan=strategies.plans())
+@drawn(30, plan=strategies.plans())
 def test_any_plan_comes_back_as_it_was(tmp_path: Path, plan: Plan) -> None:
     assume(plan.reduction != "atomic" and plan.work.threadgroups <= plan.work.total)
     result = Result(

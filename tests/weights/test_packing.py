@@ -152,7 +152,7 @@ def test_lanes_see_every_code_and_zeros_beside_them(
     np.testing.assert_array_equal(seen, expected)
 
 
-@sampled(24, 129)
+@sampled(24)
 @of_groups
 @given(data=st.data())
 @settings(max_examples=3)
@@ -173,7 +173,7 @@ def test_lanes_see_every_scale_and_bias_and_zeros_beside_them(
     assert not seen[:, groups:].any()
 
 
-@sampled(20, 129)
+@sampled(20)
 @grouped
 @given(batch=st.sampled_from([(1,), (3,), (2, 2)]), data=st.data())
 @settings(max_examples=3)

@@ -79,7 +79,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @emulator_only
-@drawn(8, 45, weight=weights(), order=st.integers(0, 99))
+@drawn(8, weight=weights(), order=st.integers(0, 99))
 def test_every_code_goes_to_its_place_and_comes_back_as_by_mlxs_operations(
     weight: dict[str, Any], order: int
 ) -> None:
@@ -111,7 +111,7 @@ def test_every_code_goes_to_its_place_and_comes_back_as_by_mlxs_operations(
 
 
 @emulator_only
-@drawn(5, 20, weight=weights())
+@drawn(5, weight=weights())
 def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
     """Whatever it is: a weight is read to the end of its rows and of k."""
     n, k, bits = weight["n"], weight["k"], weight["bits"]
@@ -132,7 +132,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
 
 
-@sampled(20, 120)
+@sampled(20)
 @emulator_only
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(

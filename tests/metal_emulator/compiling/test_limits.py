@@ -101,7 +101,6 @@ def test_a_compile_bomb_is_stopped(bomb: Bomb, size: int, how: str) -> None:
 @pytest.mark.usefixtures("limits")
 @drawn(
     5,
-    40,
     bomb=st.sampled_from((templates, macros, arrays, private_arrays, nested, steps)),
     size=st.integers(0, 40),
     how=st.sampled_from(HOW),
