@@ -22,7 +22,7 @@ from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 
 FILE = Path(__file__).parent / "data" / "recorded_bits.json"
 CHIPS = (("Apple M1", "applegpu_g13g"), ("Apple M3 Max", "applegpu_g15s"))
-CALLS = 120
+CALLS = 60
 """Recorded calls of a chip."""
 SIZES = ((160, 512), (136, 1024), (64, 2048), (320, 256), (96, 768))
 """n and k of a weight."""
