@@ -187,6 +187,13 @@ def ran(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     return plans
 
 
+@pytest.fixture(params=["stock", "ran"])
+def served_by(request: pytest.FixtureRequest) -> str:
+    """Serves every call by stock MLX, then by the kernels' stand-in."""
+    request.getfixturevalue(request.param)
+    return str(request.param)
+
+
 def _check(
     plan: Plan, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
 ) -> None:

@@ -99,12 +99,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("server", ["stock", "ran"])
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=[each for _, each in WRONG])
+@pytest.mark.usefixtures("served_by")
 def test_an_argument_of_the_wrong_type_is_named(
-    request: pytest.FixtureRequest, server: str, call: Callable[[], Any], message: str
+    call: Callable[[], Any], message: str
 ) -> None:
-    request.getfixturevalue(server)
     with pytest.raises(TypeError, match=message):
         call()
 

@@ -57,7 +57,8 @@ def test_every_format_is_decoded_exactly(
     assert values.shape == (1, 37, k)
     assert np.array_equal(values[0][:, order], weight.decoded)
     scale, code, bias = weight.parts
-    if mode == "symmetric" or (mode, bits) == ("k_quant", 6):
+    is_signed = mode == "k_quant" and bits in format_cases.SIGNED_K_QUANTS
+    if mode == "symmetric" or is_signed:
         code, bias = code + 2 ** (bits - 1), -scale * 2 ** (bits - 1)
     assert np.array_equal(terms[0][:, order], (scale * code) ** 2 + bias**2)
 
