@@ -84,11 +84,12 @@ def stock(backend: Choose) -> None:
 
 
 @pytest.fixture
-def unfused() -> Iterator[None]:
+def unfused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has MLX evaluate functions of `mx.compile` operation by operation.
 
     On a CPU it would compile each by g++, which takes half a second.
     """
+    monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")  # for processes that a test starts
     mx.disable_compile()
     yield
     mx.enable_compile()

@@ -193,6 +193,7 @@ def test_output_is_compared_and_dots_stand_for_anything() -> None:
     assert not document_blocks.is_shown("a b\n", commands[0].shown)
 
 
+@pytest.mark.usefixtures("unfused")
 def test_the_draft_model_can_be_trained_again(tmp_path: Path) -> None:
     tokens, folder = tmp_path / "tokens.npz", tmp_path / "draft"
     stream = np.arange(40, dtype=np.uint16)

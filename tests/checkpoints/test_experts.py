@@ -251,6 +251,7 @@ def is_linear(layer: str) -> bool:
 @sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.usefixtures("unfused")
 def test_a_model_computes_with_its_experts(
     tmp_path: Path, name: str, format: str
 ) -> None:

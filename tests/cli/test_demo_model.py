@@ -77,6 +77,7 @@ def test_held_out_modules_and_their_tests_are_not_trained_on(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unfused")
 def test_training_makes_a_folder_that_mlx_lm_loads(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

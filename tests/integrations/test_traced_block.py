@@ -30,8 +30,6 @@ from support.decoder_models import (
 from support.models import LAYOUTS
 from support.profiles import sampled
 
-pytestmark = pytest.mark.usefixtures("unfused")
-
 JOINED_HEADS, JOINED_GATES = {"phi3"}, {"phi3", "glm", "glm4"}
 """Families in which mlx-lm has q, k and v, or gate and up, as one layer."""
 SUMS_APART = {
@@ -45,7 +43,7 @@ NO_NORMS = {"exaone4", "gemma3_text", "olmo2", "olmo3", "olmo_hybrid"}
 
 
 @sampled(10)
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,6 +86,7 @@ def shape_of(key: Any) -> tuple[int, ...]:
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
+@pytest.mark.usefixtures("unfused")
 def test_kernels_that_are_traced_answer_as_mlx_lms_code(
     cuda: list[Plan],
     gathered: list[CudaGatherPlan],
@@ -141,6 +140,7 @@ def test_the_kernels_themselves_answer_as_mlx_lms_code(layout: str) -> None:
     assert_close(outputs, decoded(tiny("llama"), one_stream, prompt=3), 1e-5)
 
 
+@pytest.mark.usefixtures("unfused")
 def test_scores_may_be_shares_of_all_experts(
     cuda: list[Plan], choices: list[Routing]
 ) -> None:
@@ -162,6 +162,7 @@ def test_scores_may_be_shares_of_all_experts(
         ("qwen3_moe", "gate"),
     ],
 )
+@pytest.mark.usefixtures("unfused")
 def test_wider_gates_widen_what_mlx_lms_code_widens(
     cuda: list[Plan], choices: list[Routing], family: str, name: str
 ) -> None:
@@ -235,7 +236,7 @@ def test_layers_without_a_window_need_no_mask_for_a_stream_alone(
     assert [block._inspection.windowed for block in model.layers] == hidden
 
 
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 def test_what_gemma_adds_is_kept_within_float16() -> None:
     mx.random.seed(7)
     x = mx.random.uniform(-65000, 65000, (1, 3, 128)).astype(mx.float16)
@@ -249,7 +250,7 @@ def test_what_gemma_adds_is_kept_within_float16() -> None:
     assert (mx.abs(outputs[0]) == mx.finfo(mx.float16).max).any()
 
 
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 def test_each_layer_of_granite_has_its_factor() -> None:
     model, own = traced(tiny("granite")), tiny("granite")
     for factor in (3, mx.array(0.5)):

@@ -40,6 +40,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs/mlx_lm.md"
     ids=str,
 )
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
+@pytest.mark.usefixtures("unfused")
 def test_other_options_of_a_family_are_traced(
     make: Any, family: str, options: dict[str, Any]
 ) -> None:
@@ -90,6 +91,7 @@ def _stays_on_mlx(model: nn.Module, _: pytest.MonkeyPatch) -> str:
 )
 @sampled(7)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.usefixtures("unfused")
 def test_a_dry_run_lists_each_block_and_why_it_is_not_traced(
     family: str,
     change: Callable[[nn.Module, pytest.MonkeyPatch], str] | None,
@@ -147,6 +149,7 @@ RELATIVE_IMPORTS = re.compile(r"^from \.(?: import (.*)|(\w+) import)", re.MULTI
 
 @sampled(4)
 @pytest.mark.parametrize("module", INHERITED)
+@pytest.mark.usefixtures("unfused")
 def test_models_that_inherit_the_blocks_of_a_family_are_traced(module: str) -> None:
     family = INHERITED[module]
     text = {"model_type": family, **SIZES, **OWN_SIZES.get(family, {})}

@@ -110,6 +110,7 @@ def with_other_norms(model: nn.Module) -> nn.Module:
     ("family", "cache"),
     [("llama", TwoStreams), ("llama", LongOffsets), ("qwen3", caches.KVCache)],
 )
+@pytest.mark.usefixtures("unfused")
 def test_other_places_and_norms_are_for_mlxs_rope(
     cuda: list[Plan], family: str, cache: type[Any]
 ) -> None:
@@ -155,7 +156,7 @@ def test_gradients_go_through_rotated_heads(cuda: list[Plan]) -> None:
 
 
 @sampled(5)
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -186,6 +187,7 @@ def test_every_rope_is_computed(scaling: dict[str, Any], join: bool) -> None:
 
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
+@pytest.mark.usefixtures("unfused")
 def test_layers_without_a_rope_are_traced(
     cuda: list[Plan], make: Callable[[nn.Module], Caches], join: bool
 ) -> None:
