@@ -146,19 +146,9 @@ def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
     check_tokens(generated(load_model(open_source(path))), exact)
 
 
-AT_ONCE = [("stock", "gptq act-order"), ("stock", "Q4_0"), ("on_cpu", "awq")]
-OTHERS = [
-    (served, name)
-    for served in ("stock", "on_cpu")
-    for name in (*FORMATS, *GGUF_TYPES)
-    if (served, name) not in AT_ONCE
-]
-
-
-@pytest.mark.parametrize(
-    ("served", "name"),
-    [*AT_ONCE, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
-)
+@sampled(3)
+@pytest.mark.parametrize("served", ["stock", "on_cpu"])
+@pytest.mark.parametrize("name", [*FORMATS, *GGUF_TYPES])
 def test_other_back_ends_write_it_too(
     tmp_path: Path, request: pytest.FixtureRequest, served: str, name: str
 ) -> None:
