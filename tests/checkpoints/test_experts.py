@@ -248,7 +248,7 @@ def is_linear(layer: str) -> bool:
     return layer.rpartition(".")[2] in (*names, "gate_proj", "up_proj", "down_proj")
 
 
-@sampled(5)
+@sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.usefixtures("unfused")

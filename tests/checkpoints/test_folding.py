@@ -71,6 +71,7 @@ def down_layers(path: Path) -> set[type]:
 
 
 @pytest.mark.parametrize("model_type", [*folding.MODULES, *ALIASES])
+@pytest.mark.usefixtures("unfused")
 def test_folded_and_gathered_models_have_the_same_bits(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

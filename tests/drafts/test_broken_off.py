@@ -42,6 +42,7 @@ def failing_at(turn: int) -> Callable[[mx.array], mx.array]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 9])
+@pytest.mark.usefixtures("unfused")
 def test_a_cache_has_what_was_yielded_after_an_error(name: str, fails_at: int) -> None:
     model, text, _ = text_of(name)
     cache = make_prompt_cache(model)

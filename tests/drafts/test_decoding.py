@@ -33,6 +33,7 @@ from support.profiles import sampled
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.usefixtures("unfused")
 def test_rejections_at_every_position_leave_the_text_as_it_is(name: str) -> None:
     model, text, logprobs = text_of(name)
     length = 4

@@ -347,7 +347,7 @@ def outputs_of(model: nn.Module, cache: list[Any]) -> list[mx.array]:
     return [model(tokens[:, start:end], cache=cache) for start, end in pairwise(ends)]
 
 
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 @pytest.mark.parametrize("padding", [0, 2])
 def test_a_block_of_a_batch_of_one_attends_to_all_that_is_no_padding(
     padding: int, masks: list[Any]

@@ -130,6 +130,7 @@ def first_logits(model: nn.Module) -> mx.array:
 @sampled(24)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(("state", "make", "holder", "name", "nth"), cases())
+@pytest.mark.usefixtures("unfused")
 def test_optimize_is_all_or_nothing(
     monkeypatch: pytest.MonkeyPatch,
     state: str,

@@ -188,7 +188,7 @@ def test_wider_gates_widen_what_mlx_lms_code_widens(
 
 
 @sampled(5)
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -250,7 +250,7 @@ def test_what_gemma_adds_is_kept_within_float16() -> None:
     assert (mx.abs(outputs[0]) == mx.finfo(mx.float16).max).any()
 
 
-@pytest.mark.usefixtures("stock", "unfused")
+@pytest.mark.usefixtures("stock")
 def test_each_layer_of_granite_has_its_factor() -> None:
     model, own = traced(tiny("granite")), tiny("granite")
     for factor in (3, mx.array(0.5)):
@@ -263,6 +263,7 @@ def test_each_layer_of_granite_has_its_factor() -> None:
         assert (second is None) == isinstance(factor, mx.array)
 
 
+@pytest.mark.usefixtures("unfused")
 def test_a_kernel_chooses_in_every_thread_and_stream(
     cuda: list[Plan], choices: list[Routing]
 ) -> None:

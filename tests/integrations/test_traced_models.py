@@ -17,7 +17,7 @@ from support.profiles import sampled
 
 
 @sampled(4)
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize(
     "family",

@@ -91,7 +91,7 @@ def trained(model: nn.Module, *, compiled: bool = False) -> nn.Module:
     return model
 
 
-@sampled(4)
+@sampled(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("config", [{}, {"keys": SOME}], ids=["all", "some"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

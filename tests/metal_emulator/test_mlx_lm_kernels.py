@@ -101,6 +101,7 @@ def in_float32(arguments: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @sampled(8)
+@pytest.mark.usefixtures("unfused")
 def test_gated_delta_is_its_operations(
     gated: ModuleType, dtype: mx.Dtype, keys: int, vector: bool, masked: bool
 ) -> None:

@@ -1,7 +1,8 @@
 """Damaged and hostile GGUF files, drawn from a seed."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ def models() -> list[tuple[dict[str, Any], list[Written]]]:
     return found
 
 
-def mutated_keys() -> Iterator[tuple[str, bytes]]:
-    """Yields files with each key of each model mutated: what was done, and the file."""
+def mutated_keys() -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """Yields each mutation of each key of each model, and what makes its file."""
     for metadata, tensors in models():
         prefix = metadata["general.architecture"]
         more = (f"{prefix}.{key}" for key in OTHER_KEYS)
@@ -75,7 +76,7 @@ def mutated_keys() -> Iterator[tuple[str, bytes]]:
                 changed = {k: v for k, v in metadata.items() if k != key}
                 if value is not None:
                     changed[key] = value
-                yield f"{key}={value}", gguf_bytes(changed, tensors)
+                yield f"{key}={value}", partial(gguf_bytes, changed, tensors)
 
 
 def seeds() -> list[bytes]:

@@ -104,9 +104,9 @@ def test_each_key_mutated_is_an_error_that_names_the_file(tmp_path: Path) -> Non
 
     with bounded_memory():
         for index in sorted({*np.concatenate(chosen)}):
-            what, octets = every[index]
+            what, made = every[index]
             path = tmp_path / f"key{index}.gguf"
-            path.write_bytes(octets)
+            path.write_bytes(made())
             errors = use(path, with_tokenizer="tokenizer" in what)
             path.unlink()
             refused += bool(errors)
