@@ -67,7 +67,7 @@ def assert_same(model: nn.Module, exact: dict[str, np.ndarray]) -> None:
     assert oracles.error(logits, expected) < 5e-3
 
 
-@sampled(3)
+@sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimized", [False, True])
 def test_logits_are_those_of_a_float64_evaluation(

@@ -57,6 +57,7 @@ def test_a_cache_has_what_was_yielded_after_an_error(name: str, fails_at: int) -
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 9, 12, 13])
+@pytest.mark.usefixtures("unfused")
 def test_a_cache_has_what_was_yielded_when_decoding_is_closed(
     name: str, stop: int
 ) -> None:

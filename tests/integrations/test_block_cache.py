@@ -363,7 +363,7 @@ def test_a_block_of_a_batch_of_one_attends_to_all_that_is_no_padding(
         assert_equal([*ours.state[:4]], [*own.state[:4]])
 
 
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 def test_a_window_hides_what_is_far_behind(masks: list[Any]) -> None:
     kinds = ["full_attention", "sliding_attention"]
     options = {"layer_types": kinds, "sliding_window": 4}

@@ -94,7 +94,7 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
     assert encoding_of_block(tiny(family, mx.float16, **SIZES)).counts == counts
 
 
-@sampled(6)
+@sampled(4)
 @pytest.mark.parametrize(
     ("family", "fuse", "counts"),
     [

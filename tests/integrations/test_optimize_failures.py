@@ -127,7 +127,7 @@ def first_logits(model: nn.Module) -> mx.array:
     return logits
 
 
-@sampled(24)
+@sampled(16)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(("state", "make", "holder", "name", "nth"), cases())
 @pytest.mark.usefixtures("unfused")

@@ -216,7 +216,7 @@ def test_windows_hide_tokens_of_a_stream(
     assert specs == [True, family != "exaone4"]  # whose second layer has no rope
 
 
-@pytest.mark.usefixtures("stock")
+@pytest.mark.usefixtures("stock", "unfused")
 @pytest.mark.parametrize(
     ("family", "options", "hidden"),
     [

@@ -34,7 +34,7 @@ from support.profiles import sampled
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize(("family", "products"), [("llama", 4), ("qwen3_moe", 3)])
 @pytest.mark.parametrize("make", [one_stream, with_left_padding, rotating])
 def test_tokens_and_layers_share_one_trace(

@@ -128,7 +128,7 @@ LANE_BYTES = {2: 1.8, 3: 2.3, 4: 2.8, 5: 3.3, 8: 1.3, 16: 1.8, 32: 3.5}
 """Most bytes that lanes may receive for a weight, by rows."""
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("m", LANE_BYTES)
 def test_lanes_receive_few_bytes_for_a_weight(m: int, layout: str) -> None:

@@ -173,7 +173,7 @@ ANY = pytest.mark.parametrize(
 )
 
 
-@sampled(4)
+@sampled(2)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @ANY
 def test_all_strategies_give_the_same_integers_and_add_in_ascending_k(

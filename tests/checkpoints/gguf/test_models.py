@@ -193,7 +193,7 @@ def test_layers_that_predict_further_tokens_are_left_out(name: str, path: Path) 
     assert_same(load(path)[0], model)
 
 
-@sampled(10)
+@sampled(7)
 @cases
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_quantized_rows_and_columns_are_in_the_order_of_the_model(
