@@ -29,7 +29,6 @@ from support.arguments import activations
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.processes import run_python
-from support.profiles import sampled
 from support.results import measured
 from support.tune_commands import PROBLEM, results
 
@@ -53,7 +52,7 @@ def without_dates(kept: Path) -> Any:
     return data
 
 
-@sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4"])
 def test_a_shape_is_tuned_kept_and_used(
     kept: Path, longest_first: None, printed: Run, mode: str

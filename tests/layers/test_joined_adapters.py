@@ -97,8 +97,15 @@ def trained(model: nn.Module, *, compiled: bool = False) -> nn.Module:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @MODELS
 def test_adapters_train_as_on_mlxs_layers(
-    make: Make, dora: bool, config: dict[str, Any], compiled: bool, layout: str
+    request: pytest.FixtureRequest,
+    make: Make,
+    dora: bool,
+    config: dict[str, Any],
+    compiled: bool,
+    layout: str,
 ) -> None:
+    if not compiled:
+        request.getfixturevalue("unfused")
     stock = adapted(make(), dora=dora, **config)
     model = adapted(joined(make, layout), dora=dora, **config)
     wrapped = [path for path in types(model) if path.endswith("_proj.linear")]

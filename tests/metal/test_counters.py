@@ -210,7 +210,7 @@ def test_no_strategy_races_or_strays(problem: Problem, reduction: Reduction) -> 
                 drawn_arrays.run(plan, x, native, *finish)
 
 
-@sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [3, 11])
 def test_every_strategy_reads_each_weight_once_for_each_row_of_tiles(m: int) -> None:
     problem = Problem(m=m, n=160, k=512)

@@ -115,6 +115,7 @@ def test_ragged_products_are_as_exact_as_promised(
     assert_close(y, x, weight, operand=plan.operand, dtype=problem.dtype)
 
 
+@pytest.mark.slow
 @sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)

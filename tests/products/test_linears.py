@@ -17,7 +17,7 @@ from mlx_marlin.products.packing import pack
 from support import drawn_arrays, epilogues, oracles, strategies
 from support.arguments import K, activations, weight
 from support.choose import Choose
-from support.profiles import drawn, sampled
+from support.profiles import drawn
 from support.trace_mode import emulator_only
 
 
@@ -60,7 +60,7 @@ PROBLEMS = {
 }
 
 
-@sampled(1)
+@pytest.mark.slow
 @emulator_only
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_every_strategy_stores_every_part(problem: Problem) -> None:

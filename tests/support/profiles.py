@@ -26,7 +26,7 @@ def register() -> None:
     example is judged by its time. The parent is what Hypothesis took itself: its own
     "ci" profile, always the same cases, under CI.
     """
-    for name, examples in (("quick", 20), ("full", 40), ("every", 100)):
+    for name, examples in (("quick", 15), ("full", 40), ("every", 100)):
         settings.register_profile(
             name,
             parent=settings.default,

@@ -11,7 +11,6 @@ from support.gguf_blocks import SIZES
 from support.gguf_cases import CASES
 from support.gguf_files import Written, gguf_bytes
 
-slow = pytest.mark.slow
 COLUMNS = 8192
 PROGRAM = """
 import resource, sys
@@ -35,15 +34,16 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts kilobytes as Linux does")
 @pytest.mark.parametrize(
     ("kind", "tensors", "rows", "bits", "more"),
     [
-        pytest.param("Q8_0", 10, 4096, 8.5, 0, marks=slow),
-        pytest.param("Q3_K", 10, 4096, 3.4375, 0, marks=slow),
-        pytest.param("Q2_K", 10, 4096, 2.625, 0, marks=slow),
-        pytest.param("IQ4_NL", 10, 4096, 4.5, 0, marks=slow),
-        pytest.param("IQ4_XS", 10, 4096, 4.25, 0, marks=slow),
+        ("Q8_0", 10, 4096, 8.5, 0),
+        ("Q3_K", 10, 4096, 3.4375, 0),
+        ("Q2_K", 10, 4096, 2.625, 0),
+        ("IQ4_NL", 10, 4096, 4.5, 0),
+        ("IQ4_XS", 10, 4096, 4.25, 0),
         ("IQ2_XXS", 2, 8192, 4.5, 200_000_000),
     ],
 )
