@@ -91,8 +91,10 @@ def trained(model: nn.Module, *, compiled: bool = False) -> nn.Module:
     return model
 
 
-@sampled(2)
-@pytest.mark.parametrize("compiled", [False, True])
+@sampled(3)
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("config", [{}, {"keys": SOME}], ids=["all", "some"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @MODELS
