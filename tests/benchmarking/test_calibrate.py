@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import calibrate
-from benchmarks.calibrate import Constants
+from benchmarks import calibrate, rates_fit
+from benchmarks.rates_fit import Constants
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.device import Device
@@ -59,19 +59,19 @@ def made_rows(
                 timing=Timing(seconds=1.0, method="wall time"),
                 plan=plan,
             )
-            with calibrate.assumed(true, device):
-                seconds = calibrate.predicted(made, device) + true.overhead
+            with rates_fit.assumed(true, device):
+                seconds = rates_fit.predicted(made, device) + true.overhead
             seconds *= exp(draw.gauss(0, noise))
             found.append(replace(made, timing=replace(made.timing, seconds=seconds)))
     return found
 
 
 def largest_error(
-    found: calibrate.Fit, rows: Sequence[ProductRow], device: Device
+    found: rates_fit.Fit, rows: Sequence[ProductRow], device: Device
 ) -> float:
     overhead = found.constants.overhead
-    with calibrate.assumed(found.constants, device):
-        predicted = [calibrate.predicted(row, device) + overhead for row in rows]
+    with rates_fit.assumed(found.constants, device):
+        predicted = [rates_fit.predicted(row, device) + overhead for row in rows]
     return max(
         abs(seconds / row.timing.seconds - 1)
         for row, seconds in zip(rows, predicted, strict=True)
@@ -85,9 +85,9 @@ def test_known_constants_are_recovered(chip: str) -> None:
     device = Device.named(chip)
     rows = made_rows(TRUE, device)
 
-    found = calibrate.fit(rows, device)
+    found = rates_fit.fit(rows, device)
 
-    assert {*found.determined} == {*calibrate.NAMES}
+    assert {*found.determined} == {*rates_fit.NAMES}
     for name, value in found.constants.values().items():
         assert value == pytest.approx(TRUE.values()[name], rel=0.05), name
     assert largest_error(found, rows, device) < 0.003
@@ -95,7 +95,7 @@ def test_known_constants_are_recovered(chip: str) -> None:
 
 @pytest.mark.slow
 def test_noise_moves_constants_by_as_much_as_their_errors_say() -> None:
-    found = calibrate.fit(made_rows(TRUE, noise=0.03), M3_MAX)
+    found = rates_fit.fit(made_rows(TRUE, noise=0.03), M3_MAX)
 
     for name in ("bandwidth", "overhead", "matrix_slots"):
         value, error = found.constants.values()[name], found.errors[name]
@@ -105,9 +105,9 @@ def test_noise_moves_constants_by_as_much_as_their_errors_say() -> None:
 
 def test_what_no_row_depends_on_is_not_determined() -> None:
     rows = [row for row in made_rows(TRUE, rows=(1, 2)) if row.arm == STOCK]
-    before = calibrate.present(M3_MAX)
+    before = rates_fit.present(M3_MAX)
 
-    found = calibrate.fit(rows, M3_MAX)
+    found = rates_fit.fit(rows, M3_MAX)
 
     assert {*found.determined} == {"bandwidth", "overhead"}
     values = found.constants.values()
@@ -115,28 +115,28 @@ def test_what_no_row_depends_on_is_not_determined() -> None:
     for name in ("matrix_slots", "scattered", "overlap"):
         assert values[name] == pytest.approx(before.values()[name])
     said = calibrate.changes(found, before)
-    undetermined = len(calibrate.NAMES) - len(found.determined)
+    undetermined = len(rates_fit.NAMES) - len(found.determined)
     assert said.count("not determined by this file alone") == undetermined
 
 
 def test_the_models_constants_are_what_they_were_afterwards() -> None:
     problem = problem_of(8, 4096, 4096)
-    before = calibrate.present(M3_MAX), dict(rates.RATES), dict(prediction.OVERLAP)
+    before = rates_fit.present(M3_MAX), dict(rates.RATES), dict(prediction.OVERLAP)
     plan = planner.choose(problem, M3_MAX)
     seconds = planner.predict(plan, M3_MAX).seconds
 
-    with calibrate.assumed(TRUE, M3_MAX):
+    with rates_fit.assumed(TRUE, M3_MAX):
         assert planner.predict(plan, M3_MAX).seconds != seconds
-    with pytest.raises(KeyError), calibrate.assumed(TRUE, M3_MAX):
+    with pytest.raises(KeyError), rates_fit.assumed(TRUE, M3_MAX):
         raise KeyError
 
     assert planner.predict(plan, M3_MAX).seconds == seconds
-    after = calibrate.present(M3_MAX), dict(rates.RATES), dict(prediction.OVERLAP)
+    after = rates_fit.present(M3_MAX), dict(rates.RATES), dict(prediction.OVERLAP)
     assert after == before
 
 
 def test_plans_that_change_are_listed() -> None:
-    same = calibrate.Fit(calibrate.present(M3_MAX), {})
+    same = rates_fit.Fit(rates_fit.present(M3_MAX), {})
     slow = replace(
         same.constants, rates=replace(same.constants.rates, matrix_slots=60.0)
     )
@@ -144,7 +144,7 @@ def test_plans_that_change_are_listed() -> None:
 
     assert calibrate.changed_plans(problems, M3_MAX, same) == []
     (line,) = calibrate.changed_plans(
-        [problem_of(8, 14336, 4096)], M3_MAX, calibrate.Fit(slow, {})
+        [problem_of(8, 14336, 4096)], M3_MAX, rates_fit.Fit(slow, {})
     )
     assert line.endswith("our kernels -> stock MLX")
 
@@ -160,7 +160,7 @@ def test_the_command_prints_what_changes(
 
     said = capsys.readouterr().out
     assert "Apple M3 Max 40-core GPU, 60 measured rows" in said
-    for name in calibrate.NAMES:
+    for name in rates_fit.NAMES:
         assert name in said
     assert said.count("us (measured)") == len(rows)
     assert "median error: " in said
@@ -178,7 +178,7 @@ def test_stagings_and_independent_launches_are_not_used() -> None:
         replace(rows[0], plan=None),
     ]
 
-    assert calibrate.rows_of(replace(mac_file(), products=[*rows, *others])) == rows
+    assert rates_fit.rows_of(replace(mac_file(), products=[*rows, *others])) == rows
 
 
 GUESS = Timing(seconds=1e-3, method="cost model")
