@@ -1,4 +1,4 @@
-"""The quick profile runs a sample of each grid, with every value of its parameters."""
+"""Profiles run samples of grids; the full one's have every value of each parameter."""
 
 from itertools import product
 
@@ -26,6 +26,10 @@ def test_grid(m, n): pass
 @sampled(1)
 @pytest.mark.parametrize("m", range(5))
 def test_values(m): pass
+
+@sampled(1)
+@pytest.mark.parametrize("m", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+def test_slow_values(m): pass
 
 @pytest.mark.slow
 def test_slow(): pass
@@ -65,7 +69,11 @@ def test_profiles_run_more_and_more(
 ) -> None:
     items = pytester.getitems(FILE)
 
-    for name, runs in (("quick", 2 + 1 + 1), ("full", 4 + 5 + 2), ("every", 16)):
+    for name, runs in (
+        ("quick", 2 + 1 + 1 + 1),
+        ("full", 4 + 5 + 3 + 2),
+        ("every", 19),
+    ):
         monkeypatch.setattr(profiles, "profile", lambda name=name: name)
         assert len({*items} - profiles.left_out(items)) == runs
 

@@ -91,7 +91,7 @@ def trained(model: nn.Module, *, compiled: bool = False) -> nn.Module:
     return model
 
 
-@sampled(5)
+@sampled(3)
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.slow)]
 )

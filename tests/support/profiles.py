@@ -76,13 +76,15 @@ def sampled(few: int, many: int | None = None) -> Callable[[Test], Test]:
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Returns the tests that do not run in the profile."""
-    families: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item.function, "sampled"):
-            family = item.nodeid.removesuffix(item.name) + item.originalname
-            families.setdefault(family, []).append(item)
     quick = profile() == "quick"
     out = {item for item in items if quick and item.get_closest_marker("slow")}
+    families: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or item in out:
+            continue
+        if hasattr(item.function, "sampled"):
+            family = item.nodeid.removesuffix(item.name) + item.originalname
+            families.setdefault(family, []).append(item)
     for cases in families.values() if profile() != "every" else ():
         values = [
             {name: repr(value) for name, value in case.callspec.params.items()}
