@@ -36,7 +36,7 @@ def read_text(text: str, folder: Path) -> ResultFile:
     return result_file.read(path)
 
 
-@drawn(15, result=result_files())
+@drawn(33, result=result_files())
 def test_what_is_written_is_read(
     result: ResultFile, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -223,7 +223,7 @@ def test_a_huge_file_is_not_parsed(
 
 
 @drawn(
-    15,
+    33,
     data=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: (

@@ -146,7 +146,7 @@ def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
     check_tokens(generated(load_model(open_source(path))), exact)
 
 
-@sampled(3)
+@sampled(3, 20)
 @pytest.mark.parametrize("served", ["stock", "on_cpu"])
 @pytest.mark.parametrize("name", [*FORMATS, *GGUF_TYPES])
 def test_other_back_ends_write_it_too(

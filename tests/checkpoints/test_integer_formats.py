@@ -75,7 +75,7 @@ def weight_of(call: dict, **options: int) -> foreign.IntegerWeight:
     )
 
 
-@drawn(40, call=shapes((2, 3, 4, 8), 32), version=st.sampled_from((1, 2)))
+@drawn(60, call=shapes((2, 3, 4, 8), 32), version=st.sampled_from((1, 2)))
 def test_gptq_is_read_exactly(call: dict, version: int) -> None:
     weight = weight_of(call, least_zero=2 - version)
     folder = foreign.Folder(
@@ -85,7 +85,7 @@ def test_gptq_is_read_exactly(call: dict, version: int) -> None:
     assert_same(read(folder), weight)
 
 
-@drawn(40, call=shapes((4,), 8))
+@drawn(60, call=shapes((4,), 8))
 def test_awq_is_read_exactly(call: dict) -> None:
     weight = weight_of({**call, "act_order": False})
     config = foreign.awq_config(group_size=call["group_size"])
@@ -93,7 +93,7 @@ def test_awq_is_read_exactly(call: dict) -> None:
     assert_same(read(folder), weight)
 
 
-@drawn(40, call=shapes((2, 3, 4, 5, 6, 8), 1))
+@drawn(60, call=shapes((2, 3, 4, 5, 6, 8), 1))
 def test_compressed_tensors_are_read_exactly(call: dict) -> None:
     weight = weight_of(call)
     said = {name: call[name] for name in ("bits", "group_size", "symmetric")}

@@ -64,7 +64,7 @@ def linear(
 
 
 @drawn(
-    12,
+    33,
     form=st.sampled_from(GROUPED),
     packed=st.booleans(),
     n=st.sampled_from([8, 40, 96]),

@@ -72,7 +72,7 @@ def larger(inner: st.SearchStrategy[Expression]) -> st.SearchStrategy[Expression
 EXPRESSIONS = st.recursive(literals(), larger, max_leaves=6)
 
 
-@drawn(12, expression=EXPRESSIONS)
+@drawn(20, expression=EXPRESSIONS)
 def test_an_initializer_has_its_value_or_is_refused(expression: Expression) -> None:
     """Clang wraps what overflows; that runs nothing either."""
     text, python = expression

@@ -51,7 +51,7 @@ def counts_of(work: Work) -> list[int]:
     return [int(each) for each in np.bincount(painted, minlength=work.threadgroups)]
 
 
-@drawn(30, work=SMALL)
+@drawn(100, work=SMALL)
 def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
     owners = owners_of(work)
 
@@ -59,7 +59,7 @@ def test_every_k_tile_of_every_tile_is_in_exactly_one_split(work: Work) -> None:
     assert np.all(owners < work.threadgroups)
 
 
-@drawn(30, work=SMALL)
+@drawn(100, work=SMALL)
 def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     spaces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for threadgroup in range(work.threadgroups):
@@ -79,7 +79,7 @@ def test_ranges_stand_in_the_line_one_after_the_other(work: Work) -> None:
     assert (line[0][0], line[-1][1]) == (0, work.total)
 
 
-@drawn(30, work=works(strategies=("stripe", "split_k")))
+@drawn(100, work=works(strategies=("stripe", "split_k")))
 def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     if work.partition == "ceil":
         work = replace(work, partition="balanced")
@@ -100,7 +100,7 @@ def test_balanced_ranges_of_units_differ_by_at_most_one(work: Work) -> None:
     assert not any(units[len(busy) :])
 
 
-@drawn(30, work=STREAMS)
+@drawn(100, work=STREAMS)
 def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> None:
     tail = work.tiles - work.whole
     space = tail // work.groups * work.k_tiles
@@ -119,7 +119,7 @@ def test_a_stream_is_cut_within_one_minimum_of_its_even_share(work: Work) -> Non
                 assert abs(end - begin - space / ranges) < 1
 
 
-@drawn(30, work=SMALL)
+@drawn(100, work=SMALL)
 def test_the_splits_of_a_tile_are_counted_in_ascending_k_and_know_their_roles(
     work: Work,
 ) -> None:
@@ -139,7 +139,7 @@ def test_the_splits_of_a_tile_are_counted_in_ascending_k_and_know_their_roles(
         assert (begins, ends) == ([True, *others], [*others, True])
 
 
-@drawn(30, work=SMALL, data=st.data())
+@drawn(100, work=SMALL, data=st.data())
 def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     work: Work, data: st.DataObject
 ) -> None:
@@ -155,7 +155,7 @@ def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     assert begin <= first + position < end
 
 
-@drawn(30, work=SMALL)
+@drawn(100, work=SMALL)
 def test_counts_are_those_of_the_painted_work(work: Work) -> None:
     counts = counts_of(work)
     of_tiles = [*map(len, splits_of_tiles(work).values())]
@@ -176,7 +176,7 @@ def test_counts_are_those_of_the_painted_work(work: Work) -> None:
         assert work.slots <= max(of_tiles) + 1
 
 
-@drawn(30, work=STREAMS)
+@drawn(100, work=STREAMS)
 def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
     owners = owners_of(work)
     tail = owners[work.whole :]
@@ -193,7 +193,7 @@ def test_groups_take_every_nth_tile_and_are_cut_alike(work: Work) -> None:
     )
 
 
-@drawn(30, tiles=st.integers(1, 500), threadgroups=st.integers(1, 500))
+@drawn(100, tiles=st.integers(1, 500), threadgroups=st.integers(1, 500))
 def test_locality_groups_are_the_most_that_divide_both(
     tiles: int, threadgroups: int
 ) -> None:
@@ -302,14 +302,14 @@ def test_a_cut_near_a_border_moves_to_the_nearer_one() -> None:
     assert work.idle == 2
 
 
-@drawn(30, units=st.integers(1, 2000), parts=st.integers(1, 300))
+@drawn(100, units=st.integers(1, 2000), parts=st.integers(1, 300))
 def test_ceil_cuts_are_those_of_the_stripe_formula(units: int, parts: int) -> None:
     cuts = [ceil_cut(part, parts, units) for part in range(parts + 1)]
 
     assert cuts == [min(part * ceil(units / parts), units) for part in range(parts + 1)]
 
 
-@drawn(30, total=st.integers(1, 10_000), parts=st.integers(1, 300))
+@drawn(100, total=st.integers(1, 10_000), parts=st.integers(1, 300))
 def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
     cuts = [balanced_cut(part, parts, total) for part in range(parts + 1)]
     lengths = [end - begin for begin, end in pairwise(cuts)]

@@ -86,7 +86,7 @@ class Product:
 
 
 @drawn(
-    9,
+    20,
     seed=st.integers(0, 2**20),
     k=st.sampled_from([32, 64, 96, 320, 1024, 4128, 16384]),
     bits=st.sampled_from([1, 2, 4, 8]),
@@ -106,7 +106,7 @@ def test_a_sequential_sum_is_within_the_limit_and_ten_times_its_error_is_not(
 
 
 @drawn(
-    9,
+    20,
     seed=st.integers(0, 2**20),
     k=st.sampled_from([64, 512, 4096]),
     dtype=st.sampled_from([*ROUNDING]),
@@ -122,7 +122,7 @@ def test_weights_that_stock_mlx_rounds_are_within_the_limits(
 
 
 @drawn(
-    9,
+    20,
     seed=st.integers(0, 2**20),
     k=st.integers(1, 512).map(lambda count: 32 * count),
     dtype=st.sampled_from([*ROUNDING]),

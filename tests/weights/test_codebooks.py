@@ -60,7 +60,7 @@ def test_nf4_is_the_table_that_tools_print() -> None:
 
 @pytest.mark.skipif(selection.backend() == "stock", reason="no kernels run here")
 @drawn(
-    20,
+    33,
     n=st.integers(1, 70),
     groups=st.integers(1, 6),
     form=st.sampled_from(SIZES),
