@@ -10,8 +10,6 @@ import mlx_marlin
 PACKAGE = Path(mlx_marlin.__file__).parent
 OWN_FOLDERS = ("backends/metal/", "backends/cuda/")
 ALLOWED = {
-    "measure/counting.py": "a clock by the cost model of Metal",
-    "measure/clocks.py": "the choice of that clock",
     "__init__.py": "the public function `variants` lists Metal's",
     "cli/doctor/": "reports about machines",
     "backends/registry.py": "lists the back ends",

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import planner, registry
 from mlx_marlin.lm import decoding
 from mlx_marlin.lm.decoding import PREPARED, Decoded, Prompts
 from mlx_marlin.lm.optimize import optimize
-from mlx_marlin.measure import counting, timing
+from mlx_marlin.measure import timing
 from mlx_marlin.measure.rows import (
     OURS,
     STOCK_MODEL,
@@ -132,8 +132,9 @@ def predict(
         prompt: As for `measure`.
         new: As for `measure`.
     """
+    backend = registry.of_device(device)
     predictions: dict[str, Callable[[Problem], float]] = {
-        STOCK_MODEL: lambda problem: counting.stock_seconds(problem, device),
+        STOCK_MODEL: lambda problem: backend.predict_stock(problem, device).seconds,
         OURS: lambda problem: (
             planner.predict(planner.choose(problem, device), device).seconds
         ),

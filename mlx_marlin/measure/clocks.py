@@ -1,6 +1,5 @@
-"""The clocks that measure products: wall time, or the emulator's counters."""
+"""The clocks of products: wall time, or in the emulator the cost model's time."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -9,34 +8,24 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlx_marlin.backends import selection
+from mlx_marlin.backends import planner, selection
 from mlx_marlin.backends.launcher import Product
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure import counting, operands, timing
+from mlx_marlin.measure import operands, timing
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.rows import Timing
 from mlx_marlin.measure.timing import Spread, Weight
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 
 Key = TypeVar("Key")
 
 
 Measure = Callable[[Mapping[Any, Product], Operands], dict[Any, Spread]]
-
-
-"""Measures the products of arms, which may have any keys."""
-
-
+"""Measures the products of arms by their keys, which for the cost model are plans."""
 Sampler = Callable[[Product, mx.array, Iterator[Weight], int], float]
-
-
 """`timing.chain` or `timing.independent`."""
-
-
 SECONDS = 2.0
-
-
 """Default measuring time of a problem."""
 
 
@@ -49,7 +38,7 @@ class Clock:
         measure: Measures all arms in chains of dependent products.
         measure_independent: Measures all arms in products that may overlap.
         weights: Returns the number of weights to measure a problem with.
-        times_stock: Whether it can measure stock MLX.
+        times_stock: Whether it measures, so that it can time stock MLX too.
     """
 
     name: str
@@ -92,12 +81,12 @@ def clock_of(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
             weights=lambda problem: operands.weight_count(problem, device),
             times_stock=True,
         )
-    if backend == "emulator" and isinstance(device, Device):
-        counted = partial(emulator_counters, device=device)
+    if backend == "emulator":
+        modelled = partial(cost_model, device=device)
         return Clock(
-            name="emulator counters",
-            measure=counted,
-            measure_independent=partial(counted, overlapped=True),
+            name="cost model",
+            measure=modelled,
+            measure_independent=partial(modelled, overlapped=True),
             weights=lambda _: 1,
             times_stock=False,
         )
@@ -141,27 +130,15 @@ def wall_time(
     return timing.interleaved(samples, seconds=seconds, least=rounds)
 
 
-def emulator_counters(
-    products: Mapping[Key, Product],
-    inputs: Operands,
-    device: Device,
+def cost_model(
+    products: Mapping[Plan, Product],
+    _: Operands,
+    device: PlanningDevice,
     overlapped: bool = False,
-) -> dict[Key, Spread]:
-    """Estimates the time of one product of each arm from the emulator's counters.
-
-    Args:
-        products: The product of each arm.
-        inputs: The operands.
-        device: The device whose rates to use.
-        overlapped: Whether other products run at the same time.
-    """
-    import metal_emulator
-
-    def seconds(product: Product) -> float:
-        with warnings.catch_warnings():
-            # Where tiles are split, another kernel completes the output.
-            warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
-            launches = metal_emulator.trace(product, inputs.x, *inputs.weights[0])
-        return counting.counted_seconds(launches, device, overlapped)
-
-    return {arm: Spread(median=seconds(product)) for arm, product in products.items()}
+) -> dict[Plan, Spread]:
+    """Predicts the times of plans, as everything else does that predicts them."""
+    predicted = {plan: planner.predict(plan, device) for plan in products}
+    return {
+        plan: Spread(median=each.independent_seconds if overlapped else each.seconds)
+        for plan, each in predicted.items()
+    }

@@ -10,11 +10,7 @@ CHAIN = "chain"
 CLOCKS = (CHAIN, "independent")
 """Dependent products one after the other, as in decoding, and products that the GPU may
 overlap."""
-METHODS = {
-    "wall time": "measured",
-    "emulator counters": "predicted",
-    "cost model": "predicted",
-}
+METHODS = {"wall time": "measured", "cost model": "predicted"}
 """How a time was found, and whether that is a measurement."""
 OURS = "ours"
 STOCK = "mx.quantized_matmul"

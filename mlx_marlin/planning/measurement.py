@@ -54,7 +54,7 @@ class Result:
         stock: Whether stock MLX serves the problem: it was faster, or as fast.
         medians_us: Median times in microseconds, by `label` or `STOCK`; empty if the
             problem was measured as part of a model only.
-        clock: Source of the times: "wall time" or "emulator counters".
+        clock: Source of the times: "wall time" or "cost model".
         date: Date of the measurement, ISO 8601.
         live: Whether stock MLX serves it because a model with as many rows was slower
             with our kernels, whatever the times of single products.

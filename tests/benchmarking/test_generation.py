@@ -9,11 +9,11 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import decoding, generation
 from mlx_marlin.lm.decoding import Decoded, Prompts
 from mlx_marlin.lm.race.model_products import single_products
-from mlx_marlin.measure import counting
 from mlx_marlin.measure.rows import OURS, STOCK_MODEL
 from support.choose import Choose
 from support.models import Layers, tiny_llama
@@ -107,7 +107,7 @@ def test_a_prediction_is_the_sum_of_all_layers() -> None:
     assert (stock.arm, ours.arm) == (STOCK_MODEL, OURS)
     for rows_of_pass, timing in ((2, stock.step), (32, stock.prompt)):
         seconds = sum(
-            count * counting.stock_seconds(replace(problem, m=rows_of_pass), M3_MAX)
+            count * stock_prediction(replace(problem, m=rows_of_pass), M3_MAX).seconds
             for problem, count in counts.items()
         )
         assert timing.seconds == pytest.approx(seconds)

@@ -17,7 +17,7 @@ def test_a_time_without_a_mark_is_found(line: str) -> None:
     "line",
     [
         "3.5 us predicted (cost model)",
-        "us (emulator counters)  +-",
+        "us (cost model)  +-",
         "12 rows of 4096→4096, 4 buffers",
         "8 cores, 4-bit, 68.3 GB/s",
         "arm   times      ms   method\nours  predicted  0.1  cost model\n\nours",

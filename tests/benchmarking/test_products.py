@@ -10,8 +10,11 @@ import pytest
 
 from mlx_marlin import guard
 from mlx_marlin.backends import devices, launcher, planner, selection
+from mlx_marlin.backends.metal.cost import rates
+from mlx_marlin.backends.metal.dequantize import dequantize_seconds
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.measure import clocks, counting, operands, products, timing
+from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.measure import clocks, operands, products, timing
 from mlx_marlin.measure.products import Measured
 from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -51,7 +54,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> clocks.Clock:
     return clocks.clock_of(M3_MAX, seconds=0.001)
 
 
-def test_in_the_emulator_ours_is_counted_and_stock_predicted(
+def test_in_the_emulator_every_time_is_the_cost_models(
     measure: Callable[..., Measured],
 ) -> None:
     measured = measure(SMALL, "mlx", "marlin")
@@ -64,15 +67,17 @@ def test_in_the_emulator_ours_is_counted_and_stock_predicted(
     for (arm, layout, _), row in found.items():
         assert row.timing.source == "predicted"
         assert row.problem == replace(SMALL, layout=layout)
-        if arm == OURS:
-            assert row.timing.method == "emulator counters"
-            assert row.plan == planner.choose(row.problem, DEFAULT)
-        else:
-            assert (row.timing.method, row.plan) == ("cost model", None)
-    stock = found[STOCK, "mlx", "chain"].timing.seconds
-    assert stock == counting.stock_seconds(SMALL, DEFAULT)
-    dense = found[DEQUANTIZED, "mlx", "chain"].timing.seconds
-    assert dense == counting.dequantized_seconds(SMALL, DEFAULT)
+        assert row.timing.method == "cost model"
+        ours = planner.choose(row.problem, DEFAULT) if arm == OURS else None
+        assert row.plan == ours
+    # Each product waits for a dispatch, or two, unless others run at the same time.
+    level = rates.level_seconds(DEFAULT)
+    stock = stock_prediction(SMALL, DEFAULT).seconds
+    dense = dequantize_seconds(SMALL, DEFAULT)
+    for arm, seconds, dispatches in ((STOCK, stock, 1), (DEQUANTIZED, dense, 2)):
+        chain, overlapped = (found[arm, "mlx", each].timing.seconds for each in CLOCKS)
+        assert chain == seconds
+        assert chain - overlapped == pytest.approx(dispatches * level)
 
 
 @sampled(1)
@@ -132,20 +137,6 @@ def test_on_a_gpu_every_arm_is_measured_on_all_weights(
     assert len(used) == operands.weight_count(SMALL, M3_MAX) > 2
 
 
-def test_both_clocks_are_used(
-    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        counting,
-        "counted_seconds",
-        lambda launches, device, overlapped=False: 1e-6 if overlapped else 2e-6,
-    )
-
-    ours = {row.clock: row.timing.seconds for row in measure().rows if row.arm == OURS}
-
-    assert ours == {"chain": 2e-6, "independent": 1e-6}
-
-
 def test_a_wrong_product_is_left_out_with_a_note(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +188,7 @@ def test_a_weight_that_is_decoded_once_is_timed_that_way(
     ours = [row for row in measured.rows if row.arm == OURS]
     assert (measured.faults, measured.notes) == ([], [])
     assert {row.plan for row in ours} == {None}
+    assert ours[0].timing.seconds == dequantize_seconds(ours[0].problem, DEFAULT)
 
 
 def test_drift_is_noted(

@@ -103,7 +103,7 @@ def test_the_script_replaces_the_section_alone(
 def test_predicted_files_are_refused(repository: Path) -> None:
     guess = replace(
         mac_file().products[0],
-        timing=replace(mac_file().products[0].timing, method="emulator counters"),
+        timing=replace(mac_file().products[0].timing, method="cost model"),
     )
     result_file.write(repository / "a.json", replace(mac_file(), products=[guess]))
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,14 @@ from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.cli.bench import report
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
-from mlx_marlin.measure.rows import CLOCKS, OURS, STOCK, STOCK_MODEL, GenerationRow
+from mlx_marlin.measure.rows import (
+    CHAIN,
+    CLOCKS,
+    OURS,
+    STOCK,
+    STOCK_MODEL,
+    GenerationRow,
+)
 from support.benchmark_rows import FACTS, mac_file, measured
 from support.choose import Choose
 from support.marks import needs_emulator
@@ -69,6 +77,32 @@ def test_without_a_gpu_every_time_is_predicted(
         assert row["arm"] == expected.arm
         milliseconds = expected.timing.seconds * 1e3
         assert float(row["milliseconds"]) == pytest.approx(milliseconds, rel=1e-4)
+
+
+def test_all_commands_predict_one_time_of_a_plan(
+    kept: Path, tmp_path: Path, printed: Run
+) -> None:
+    format_of_all, product = "--mode affine --bits 4 --group-size 64", "8x64x256"
+    planned = json.loads(printed(f"plan {product} {format_of_all} --json"))
+    words = f"--single-config {product} {format_of_all} --layout mlx --json"
+    (profiled,) = json.loads(printed(f"profile {words}"))["profiles"]
+    times = [planned["predicted_us"], profiled["point"]["seconds"] * 1e6]
+
+    for command in ("bench", "tune"):
+        path = tmp_path / f"{command}.json"
+        printed(f"{command} {product} {format_of_all} --layout mlx --json {path}")
+        rows = result_file.read(path).products
+        plan = rows[0].plan
+        assert plan is not None
+        assert plan.explain() == profiled["plan"]
+        times += [
+            row.timing.seconds * 1e6
+            for row in rows
+            if row.plan == plan and row.clock == CHAIN
+        ]
+
+    assert len(times) == 4
+    assert times == pytest.approx([times[0]] * 4, abs=0.01)
 
 
 def test_without_shapes_the_emulator_takes_a_small_one(

@@ -21,7 +21,7 @@ from mlx_marlin.backends import (
     tuned_results,
 )
 from mlx_marlin.cli.main import main
-from mlx_marlin.measure import clocks, counting, operands, result_file, timing, tuner
+from mlx_marlin.measure import clocks, operands, result_file, timing, tuner
 from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning import choice
 from mlx_marlin.planning.problem import problem_of
@@ -38,10 +38,13 @@ pytestmark = needs_emulator
 @pytest.fixture
 def longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the emulator's clock run backwards: another plan than the model's wins."""
-    honest = counting.counted_seconds
-    monkeypatch.setattr(
-        counting, "counted_seconds", lambda *arguments: 1e-6 / honest(*arguments) * 1e-6
-    )
+    honest = clocks.cost_model
+
+    def backwards(*given: Any, **options: Any) -> dict[Any, timing.Spread]:
+        found = honest(*given, **options)
+        return {k: replace(v, median=1e-12 / v.median) for k, v in found.items()}
+
+    monkeypatch.setattr(clocks, "cost_model", backwards)
 
 
 def without_dates(kept: Path) -> Any:
@@ -62,12 +65,12 @@ def test_a_shape_is_tuned_kept_and_used(
     native = mx.quantize(plain, mode=mode)
     before = mlx_marlin.quantized_matmul(x, *native, mode=mode)
 
-    assert "us (emulator counters)" in printed(f"tune 4x64x256 --mode {mode}")
+    assert "us (cost model)" in printed(f"tune 4x64x256 --mode {mode}")
 
     (result,) = results(kept).values()
     assert result.plan.problem == problem_of(4, 64, 256, mode=mode)
     assert result.plan != planner.choose(result.plan.problem, devices.current())
-    assert result.clock == "emulator counters"
+    assert result.clock == "cost model"
     # The command has forgotten the plans of this process.
     after = mlx_marlin.quantized_matmul(x, *native, mode=mode)
     assert launcher.plans_built() == [result.plan]
@@ -94,7 +97,7 @@ quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
 
 
 @pytest.mark.slow
-def test_counters_give_the_same_file_every_time(kept: Path) -> None:
+def test_the_model_gives_the_same_file_every_time(kept: Path) -> None:
     shapes = ["4x64x256", "8,96,512"]
     main(["tune", *shapes])
     first = without_dates(kept)
@@ -131,7 +134,7 @@ def test_a_file_has_the_times_of_one_run_each_with_its_plan(
 def test_noise_is_not_called_a_failure(
     kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run, tmp_path: Path
 ) -> None:
-    steady = clocks.emulator_counters
+    steady = clocks.cost_model
 
     def noisy(*given: Any, **options: Any) -> dict[Any, timing.Spread]:
         found = steady(*given, **options)
@@ -140,7 +143,7 @@ def test_noise_is_not_called_a_failure(
             for arm, each in found.items()
         }
 
-    monkeypatch.setattr(clocks, "emulator_counters", noisy)
+    monkeypatch.setattr(clocks, "cost_model", noisy)
     path = tmp_path / "run.json"
 
     said = printed("tune 4x64x256 --json", path)

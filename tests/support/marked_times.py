@@ -8,7 +8,7 @@ TIME = re.compile(
 )
 """A number with a unit of time or of tokens, or the unit in the head of a table. A chip
 has a stated bandwidth, which is no measurement."""
-MARK = re.compile(r"predicted|emulator counters|model, not measured|by the model")
+MARK = re.compile(r"predicted|cost model|model, not measured|by the model")
 HEAD = re.compile(r"\stimes\s.*\bms\b")
 """The head of a table with a column of marks."""
 

@@ -35,8 +35,8 @@ DESCRIPTION = """
 Time products with our kernels, with mx.quantized_matmul, and with mx.dequantize and
 mx.matmul: in chains, where each product needs the result of the previous one as in
 decoding, and independently. With --model also tokens per second and the time to the
-first token. Without a GPU the times are predicted, from the emulator's counters and the
-cost model, and every line says so.
+first token. Without a GPU the emulator checks the products, the cost model predicts the
+times, and every line says so.
 """
 EPILOG = """
 examples:
