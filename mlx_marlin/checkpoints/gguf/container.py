@@ -155,11 +155,24 @@ class Container:
 
         Raises:
             OSError: If one of them is missing.
-            ValueError: If this is not the first of them, or a tensor occurs twice.
+            ValueError: If this is not the first of them, they are not of one model, or
+                tensors occur twice or are missing.
         """
         count = self.integer("split.count") if "split.count" in self.metadata else 1
-        if count < 2:
-            return
+        if count > 1:
+            for number, file in enumerate(self._later_parts(count), 1):
+                part = Container(file, number)
+                self._check_part(part)
+                for tensor, info in part.tensors.items():
+                    if tensor in self.tensors:
+                        raise ValueError(f"{file}: tensor {tensor!r} is in two parts")
+                    self.tensors[tensor], self._parts[tensor] = info, part
+        total = "split.tensors.count"
+        if total in self.metadata and self.integer(total) != len(self.tensors):
+            raise self.refusal(total, f"must be {len(self.tensors)}, as in all parts")
+
+    def _later_parts(self, count: int) -> list[Path]:
+        """Returns the files of the second and later parts."""
         name = PART.fullmatch(self.path.name)
         if name is None or int(name[3]) != count:
             raise self.refusal(
@@ -173,12 +186,18 @@ class Container:
         ]
         if self._split(0) != 0 or files[0] != self.path:
             raise self.refusal("split.no", f"expected the first part, {files[0].name}")
-        for number, file in enumerate(files[1:], 1):
-            part = Container(file, number)
-            for tensor, info in part.tensors.items():
-                if tensor in self.tensors:
-                    raise ValueError(f"{file}: tensor {tensor!r} is in two parts")
-                self.tensors[tensor], self._parts[tensor] = info, part
+        return files[1:]
+
+    def _check_part(self, part: "Container") -> None:
+        """Refuses metadata of a later part that are not those of the first, or new.
+
+        Tools write all metadata to the first part and only "split.*" to the others.
+        """
+        for key in part.metadata.keys() - {"split.no", "general.alignment"}:
+            if key not in self.metadata:
+                raise part.refusal(key, f"expected no such key: {self.path} has none")
+            if part.metadata[key] != self.metadata[key]:
+                raise part.refusal(key, f"must be that of {self.path}")
 
     def _alignment(self) -> int:
         key = "general.alignment"
