@@ -1,6 +1,7 @@
 """The parameters of mlx-lm's models that llama.cpp's tensors hold."""
 
 import re
+from typing import NamedTuple
 
 from mlx_marlin.checkpoints.gguf.architectures import (
     ARCHITECTURES,
@@ -16,6 +17,15 @@ _WHOLE = ("ssm_a", "ffn_gate_inp.scale", "ffn_down_exps.scale")
 """Names without a suffix."""
 _NO_SUFFIX = (*_WHOLE, "attn_sinks", "exp_probs_b", "layer_output_scale", "ssm_dt")
 """Arrays that are parameters themselves, not of a module."""
+_FURTHER_TOKENS: dict[str, Pieces] = dict.fromkeys(
+    (
+        *("nextn.eh_proj", "nextn.embed_tokens", "nextn.enorm", "nextn.hnorm"),
+        *("nextn.shared_head_head", "nextn.shared_head_norm"),
+    ),
+    (),
+)
+"""What layers that predict further tokens have beside the tensors of a decoder layer:
+llama.cpp's `LLM_TENSOR_NEXTN_*` (src/llama-arch.h)."""
 
 
 def architecture_of(container: Container) -> Architecture:
@@ -33,39 +43,67 @@ def architecture_of(container: Container) -> Architecture:
     return ARCHITECTURES[name]
 
 
-def pieces_of(
-    architecture: Architecture, name: str, layers: int, with_keys: int
-) -> Pieces:
-    """Returns the parameters that a tensor holds, and the rules of their rows.
+class Layers(NamedTuple):
+    """Numbers of layers that a file's metadata announce."""
 
-    There are none if the tensor belongs to the configuration, to a layer after the last
-    one, which predicts further tokens, or to keys that a layer takes from another one.
+    stored: int
+    decoders: int  # the first ones; the others predict further tokens
+    with_keys: int  # the first ones, with keys and values of their own
 
-    Args:
-        architecture: The architecture.
-        name: Name in llama.cpp, such as "blk.0.attn_q.weight".
-        layers: Decoder layers.
-        with_keys: Decoder layers with keys of their own, the first ones.
+
+def layers_of(container: Container) -> Layers:
+    """Returns the numbers of layers.
 
     Raises:
-        ValueError: If mlx-lm's model has no such parameter.
+        ValueError: If there is no layer of a kind.
+    """
+    prefix = container.text("general.architecture")
+    key = f"{prefix}.block_count"
+    counts = [container.integer(key)]
+    if counts == [0]:
+        raise container.refusal(key, "is not above 0")
+    for less in ("nextn_predict_layers", "attention.shared_kv_layers"):
+        key = f"{prefix}.{less}"
+        others = container.integer(key) if key in container.metadata else 0
+        if others >= counts[-1]:
+            raise container.refusal(key, f"is not below {counts[-1]}")
+        counts.append(counts[-1] - others)
+    return Layers(*counts)
+
+
+def pieces_of(architecture: Architecture, name: str, layers: Layers) -> Pieces:
+    """Returns the parameters that a tensor holds, and the rules of their rows.
+
+    The model has no use for factors of frequencies, which belong to the configuration,
+    for layers that predict further tokens, and for keys in layers that take those of
+    another one. Their tensors hold none.
+
+    Raises:
+        ValueError: If mlx-lm's model has no such parameter, or the file no such layer.
     """
     pattern = r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([\w.]+?)(?:\.(weight|bias))?"
     parts = re.fullmatch(pattern, name)
-    if parts is not None:
-        layer, stem, suffix = parts.groups()
-        if layer is None and stem in FREQUENCY_FACTORS and suffix == "weight":
-            return ()
-        last = with_keys if stem in architecture.shared_keys else layers
-        if layer is not None and int(layer) >= last:
-            return ()
-        found = (architecture.ends if layer is None else architecture.block).get(stem)
-        if found is not None and (suffix is None) == (stem in _WHOLE):
-            prefix = "" if layer is None else f"model.layers.{layer}."
-            own = ((found, ""),) if isinstance(found, str) else found
-            end = "" if stem in _NO_SUFFIX else f".{suffix}"
-            return tuple(
-                (f"{architecture.inside}{prefix}{module}{end}", rule)
-                for module, rule in own
-            )
-    raise ValueError(f"mlx-lm's {architecture.model_type!r} has no such parameter")
+    layer, stem, suffix = parts.groups() if parts else (None, "", None)
+    if layer is None and stem in FREQUENCY_FACTORS and suffix == "weight":
+        return ()
+    index = -1 if layer is None else int(layer)
+    modules = architecture.ends if layer is None else architecture.block
+    found = {**modules, **_FURTHER_TOKENS}.get(stem)
+    if found is None or (suffix is None) != (stem in _WHOLE):
+        raise ValueError(f"mlx-lm's {architecture.model_type!r} has no such parameter")
+    predicts = layers.decoders <= index < layers.stored
+    if (stem in _FURTHER_TOKENS and not predicts) or index >= layers.stored:
+        raise ValueError(
+            f"block_count says that there are {layers.stored} layers, and "
+            f"nextn_predict_layers that {layers.stored - layers.decoders} of them "
+            f"predict further tokens"
+        )
+    takes_keys = index >= layers.with_keys and stem in architecture.shared_keys
+    if predicts or (takes_keys and suffix == "weight"):
+        return ()
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    own = ((found, ""),) if isinstance(found, str) else found
+    end = "" if stem in _NO_SUFFIX else f".{suffix}"
+    return tuple(
+        (f"{architecture.inside}{prefix}{module}{end}", rule) for module, rule in own
+    )

@@ -16,12 +16,8 @@ from mlx_marlin.checkpoints.gguf.blocks import (
     read_blocks,
     read_plain,
 )
-from mlx_marlin.checkpoints.gguf.configuration.facts import (
-    decoder_layers,
-    layers_with_keys,
-)
 from mlx_marlin.checkpoints.gguf.container import Container, TensorInfo
-from mlx_marlin.checkpoints.gguf.names import architecture_of, pieces_of
+from mlx_marlin.checkpoints.gguf.names import architecture_of, layers_of, pieces_of
 from mlx_marlin.checkpoints.gguf.requantizing import check_decoder, requantized
 from mlx_marlin.checkpoints.gguf.rows import RULES
 from mlx_marlin.checkpoints.gguf.scales import SCALES, check_scale, global_scale
@@ -69,19 +65,21 @@ def tensors_of(
         ValueError: As `read` does.
     """
     architecture = architecture_of(container)
-    layers, with_keys = decoder_layers(container), layers_with_keys(container)
-    tensors = []
+    layers = layers_of(container)
+    tensors: list[Tensor] = []
+    holders: dict[str, str] = {}
     for info in container.tensors.values():
         whole = _Source(container, architecture, info, requantize)
         scaled = _scaled(whole)
         try:
             if scaled is not None:
-                if info.name.endswith(".scale"):
-                    check_scale(container, scaled)
+                check_scale(container, scaled, info)
                 continue  # read with the weight; those of activations are not used
-            pieces = pieces_of(architecture, info.name, layers, with_keys)
+            pieces = pieces_of(architecture, info.name, layers)
             whole.check_type()
             for name, rule in pieces:
+                if (holder := holders.setdefault(name, info.name)) != info.name:
+                    raise ValueError(f"tensor {holder!r} holds {name!r} as well")
                 rows = _rows(container, info, rule)
                 source = replace(whole, rows=rows)
                 tensors.append(

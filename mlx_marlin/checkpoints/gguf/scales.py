@@ -28,20 +28,19 @@ _SCALED = re.compile(
 _SIDES = (float("-inf"), float("inf"))
 
 
-def check_scale(container: Container, weight: TensorInfo) -> None:
-    """Refuses a scale that would be lost.
+def check_scale(container: Container, weight: TensorInfo, scale: TensorInfo) -> None:
+    """Refuses a scale that would be lost: other than 1, of no NVFP4 weight.
 
-    Args:
-        container: The file.
-        weight: The weight "NAME.weight"; its scale is "NAME.scale".
+    Those of activations have a use only in products of NVFP4 with quantized
+    activations, which mlx-lm does not compute.
 
     Raises:
-        ValueError: If the weight is not NVFP4 and its scale is not 1, or if llama.cpp
-            has no scale of this name.
+        ValueError: If it is such a scale, or one that llama.cpp does not have.
     """
-    name = _name(weight)
-    if not _SCALED.match(name):
+    if not _SCALED.match(scale.name):
         raise ValueError("llama.cpp scales no such layer")
+    if scale.name != _name(weight):
+        return
     if weight.type.name != "NVFP4" and not (_values(container, weight) == 1).all():
         raise ValueError(
             f"a scale other than 1, which only an NVFP4 weight can have, but "

@@ -1,5 +1,6 @@
 """A model that llama.cpp's conversion wrote is mlx-lm's model again."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,15 +183,86 @@ def test_fused_gates_of_experts_are_divided(name: str, path: Path) -> None:
 @pytest.mark.parametrize("name", ["glm4moe", "qwen35moe", "qwen35"])
 def test_layers_that_predict_further_tokens_are_left_out(name: str, path: Path) -> None:
     case, model, tensors = written(name)
-    more = [
-        Written(f"blk.{case.layers}.{each}.weight", "F32", (4,), bytes(16))
-        for each in ("nextn.enorm", "attn_norm", "ffn_down_exps")
-    ]
-    prefix = f"{case.architecture}."
-    keys = {f"{prefix}block_count": case.layers + 1, f"{prefix}nextn_predict_layers": 1}
-    write_gguf(path, metadata_of(case) | keys, [*tensors, *more])
+    write_gguf(path, metadata_of(case) | further(case), [*tensors, *layer_behind(case)])
 
     assert_same(load(path)[0], model)
+
+
+def further(case: Case) -> dict[str, int]:
+    """Returns the metadata of one more layer, which predicts further tokens."""
+    counts = {"block_count": case.layers + 1, "nextn_predict_layers": 1}
+    return {f"{case.architecture}.{key}": value for key, value in counts.items()}
+
+
+def layer_behind(case: Case) -> list[Written]:
+    """Returns such a layer: a decoder layer, and what joins it to the model."""
+    stems = set(ARCHITECTURES[case.architecture].block) - {"ssm_a"}
+    names = [*stems, "nextn.eh_proj", "nextn.enorm", "nextn.shared_head_norm"]
+    return [
+        Written(f"blk.{case.layers}.{stem}.weight", "F32", (4,), bytes(16))
+        for stem in names
+    ]
+
+
+def again(name: str, source: str) -> Callable[[Case, list[Written]], list[Written]]:
+    """Returns what adds a tensor with the contents of another one."""
+
+    def change(case: Case, tensors: list[Written]) -> list[Written]:
+        (found,) = (each for each in tensors if each.name == source)
+        return [*tensors, found._replace(name=name)]
+
+    return change
+
+
+Change = Callable[[Case, list[Written]], list[Written]]
+LEFT_OVER: list[tuple[str, Change, dict[str, int], str]] = [
+    # Layers that nobody announces, or of which no layer has such a tensor.
+    ("qwen3", again("blk.2.attn_norm.weight", "output_norm.weight"), {}, "blk.2"),
+    ("qwen3", again("blk.99.attn_q.weight", "blk.0.attn_q.weight"), {}, "blk.99"),
+    ("qwen3", lambda _, tensors: tensors, {"block_count": 1}, "blk.1"),
+    ("gemma4", again("blk.6.attn_k.weight", "blk.0.attn_k.weight"), {}, "blk.6"),
+    ("glm4moe", lambda case, ours: ours + layer_behind(case), {}, "blk.3"),
+    ("glm4moe", again("blk.0.nextn.enorm.weight", "output_norm.weight"), {}, "blk.0"),
+    (
+        "glm4",
+        again("blk.2.nextn.unknown.weight", "output_norm.weight"),
+        {"block_count": 3, "nextn_predict_layers": 1},
+        "blk.2",
+    ),
+    (
+        "glm4",
+        again("blk.3.nextn.enorm.weight", "output_norm.weight"),
+        {"block_count": 3, "nextn_predict_layers": 1},
+        "blk.3",
+    ),
+    # Keys that a layer takes from another one have no bias.
+    ("gemma4", again("blk.4.attn_k.bias", "output_norm.weight"), {}, "4.*bias"),
+    # One parameter twice, and factors of frequencies of two kinds.
+    (
+        "qwen3moe",
+        again("blk.1.ffn_gate_up_exps.weight", "blk.1.ffn_down_exps.weight"),
+        {},
+        r"blk\.1\.ffn_gate_up_exps.* holds .*gate_proj",
+    ),
+    (
+        "gemma4",
+        again("rope_factors_long.weight", "rope_freqs.weight"),
+        {},
+        "rope_factors_long.*rope_freqs",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "keys", "message"), LEFT_OVER)
+def test_no_tensor_is_left_out_in_silence(
+    name: str, change: Change, keys: dict[str, int], message: str, path: Path
+) -> None:
+    case, _, tensors = written(name)
+    said = {f"{case.architecture}.{key}": value for key, value in keys.items()}
+    write_gguf(path, metadata_of(case) | said, change(case, tensors))
+
+    with pytest.raises(ValueError, match=rf"model\.gguf: tensor .*{message}"):
+        load(path)
 
 
 @sampled(7)
@@ -254,6 +326,7 @@ def test_a_folder_or_the_first_part_stands_for_the_model(
         names = [f"model-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
     for part, name in enumerate(names):
         split = {"split.no": ("u16", part), "split.count": ("u16", len(names))}
+        split |= {"split.tensors.count": ("i32", len(tensors))}
         own = {} if part else metadata_of(case)
         write_gguf(folder / name, own | split, tensors[part :: len(names)])
     beside = folder / projector
@@ -275,6 +348,20 @@ def test_a_folder_or_the_first_part_stands_for_the_model(
         ),
         (None, r"model-00002-of-00002\.gguf"),
         ({"tensor": True}, r"tensor 'token_embd\.weight' is in two parts"),
+        # Of another model, of other parts, or with what the first part has not said.
+        (
+            {"general.architecture": "qwen2"},
+            r"00002\.gguf.*'general.architecture' \('qwen2'\) must be that of.*00001",
+        ),
+        ({"split.count": ("u16", 3)}, r"00002\.gguf.*'split.count' \(3\) must be"),
+        ({"qwen3.block_count": 3}, r"00002\.gguf.*'qwen3.block_count' \(3\) must be"),
+        ({"qwen3.rope.freq_base": 5e5}, r"00002\.gguf.*'qwen3.rope.freq_base'"),
+        ({"qwen3.rope.scaling.type": "yarn"}, r"00002\.gguf.*has none"),
+        ({"split.tensors.count": ("i32", 7)}, r"00002\.gguf.*'split.tensors.count'"),
+        (
+            {"total": 7},
+            r"00001-of-00002\.gguf.*'split.tensors.count' \(7\) must be 2\d",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
@@ -283,10 +370,12 @@ def test_parts_that_do_not_fit_are_refused(
     case, _, tensors = written("qwen3")
     split = {"split.no": ("u16", 0), "split.count": ("u16", 2)}
     names = [tmp_path / f"model-0000{part}-of-00002.gguf" for part in (1, 2)]
-    write_gguf(names[0], case.metadata | split, tensors)
+    total = {} if change is None else {"split.tensors.count": change.pop("total", None)}
+    total = {key: ("i32", count) for key, count in total.items() if count}
+    write_gguf(names[0], case.metadata | split | total, tensors)
     if change is not None:
-        again = [t for t in tensors if t.name == "token_embd.weight"]
-        own = again if change.pop("tensor", False) else []
+        twice = [t for t in tensors if t.name == "token_embd.weight"]
+        own = twice if change.pop("tensor", False) else []
         write_gguf(names[1], split | {"split.no": ("u16", 1)} | change, own)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         Container(names[0])

@@ -81,17 +81,18 @@ def test_scales_of_other_tensors_must_be_1(kind: str, stem: str, path: Path) -> 
 
 
 @pytest.mark.parametrize("layer", ["token_embd", "blk.0.attn_norm", "output_norm"])
+@pytest.mark.parametrize("kind", ["scale", "input_scale"])
 def test_scales_that_llama_cpp_does_not_have_are_refused(
-    layer: str, path: Path
+    layer: str, kind: str, path: Path
 ) -> None:
     one = np.ones(1, np.float32).tobytes()
     tensors = [
         Written(f"{layer}.weight", "F32", (8,), bytes(32)),
-        Written(f"{layer}.scale", "F32", (1,), one),
+        Written(f"{layer}.{kind}", "F32", (1,), one),
     ]
     write_gguf(path, CASES["qwen3"].metadata, tensors)
 
-    with pytest.raises(ValueError, match=rf"model\.gguf: tensor '{layer}\.scale'"):
+    with pytest.raises(ValueError, match=rf"model\.gguf: tensor '{layer}\.{kind}'"):
         read(path)
 
 

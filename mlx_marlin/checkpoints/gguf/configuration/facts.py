@@ -3,37 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from mlx_marlin.checkpoints.gguf.container import Container
-
-
-def decoder_layers(container: Container) -> int:
-    """Returns the decoder layers, without those that predict further tokens.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    prefix = container.text("general.architecture")
-    key, more = f"{prefix}.block_count", f"{prefix}.nextn_predict_layers"
-    layers = container.integer(key)
-    if layers == 0:
-        raise container.refusal(key, "is not above 0")
-    further = container.integer(more) if more in container.metadata else 0
-    if further >= layers:
-        raise container.refusal(more, f"is not below {layers}")
-    return layers - further
-
-
-def layers_with_keys(container: Container) -> int:
-    """Returns the decoder layers that compute keys and values of their own.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    layers = decoder_layers(container)
-    key = f"{container.text('general.architecture')}.attention.shared_kv_layers"
-    shared = container.integer(key) if key in container.metadata else 0
-    if shared >= layers:
-        raise container.refusal(key, f"is not below {layers}")
-    return layers - shared
+from mlx_marlin.checkpoints.gguf.names import layers_of
 
 
 class Facts:
@@ -63,7 +33,7 @@ class Facts:
         self.head_dim = self.count(
             "attention.key_length", self.hidden_size // self.heads
         )
-        self.layers = decoder_layers(container)
+        self.layers = layers_of(container).decoders
         for layer in range(self.layers):  # ends at the first that the file lacks
             name = f"blk.{layer}.attn_norm.weight"
             if not self.has(name):

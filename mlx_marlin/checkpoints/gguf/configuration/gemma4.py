@@ -7,7 +7,8 @@ src/models/gemma4.cpp at commit 06e514f6.
 from typing import Any
 
 from mlx_marlin.checkpoints.gguf.configuration.experts import expert_rows, first_experts
-from mlx_marlin.checkpoints.gguf.configuration.facts import Facts, layers_with_keys
+from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
+from mlx_marlin.checkpoints.gguf.names import layers_of
 
 Config = dict[str, Any]
 _KEY_HEADS = "attention.head_count_kv"
@@ -21,7 +22,7 @@ def gemma4(facts: Facts) -> Config:
         ValueError: If a key is missing, or says what mlx-lm's model cannot do.
     """
     is_sliding = facts.counts("attention.sliding_window_pattern")
-    own = layers_with_keys(facts.container)
+    own = layers_of(facts.container).with_keys
     full = [layer for layer in range(own) if not is_sliding[layer]]
     has_values = {facts.has(f"blk.{layer}.attn_v.weight") for layer in full}
     if len(has_values) > 1:

@@ -111,9 +111,15 @@ def _factor_key(facts: Facts) -> str:
 def _scaling_type(facts: Facts) -> str | None:
     """Returns the scaling that tensors or keys say; None without one."""
     name = _named_scaling(facts)
+    of_lengths = list(filter(facts.has, _LONGROPE))
     if facts.has(_FACTORS):
+        if of_lengths:
+            raise ValueError(
+                f"{facts.container.path}: tensor {of_lengths[0]!r} is beside "
+                f"{_FACTORS!r}, expected one of the two"
+            )
         tensors = "proportional" if facts.prefix == "gemma4." else "llama3"
-    elif any(map(facts.has, _LONGROPE)):
+    elif of_lengths:
         tensors = "longrope"
     else:
         return "linear" if name is None and _is_scaled(facts) else name
