@@ -6,6 +6,7 @@ hands them the metadata, and refuses what they would guess at.
 
 import json
 from collections.abc import Callable, Sequence, Sized
+from itertools import chain
 from typing import Any, cast
 
 from mlx_marlin.checkpoints.gguf.container import Container
@@ -25,6 +26,29 @@ vocabulary of Mistral's, with 32000 tokens of up to 16 characters, has 2.02."""
 _DEFAULT_ENDS = {"llama": {"bos": 1, "eos": 2}}
 """Tokens that llama.cpp adds if the file names none (`llama_vocab::impl::load`). For
 pairs of bytes it is token 11, an accident of one vocabulary, which is refused."""
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Tokens that end an answer, by the keys of the metadata."""
+_END_TEXTS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
+    *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
+    *("<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
+)
+"""Likewise by their texts, whatever the metadata name: llama.cpp's `special_eog_ids`,
+as the two tables after this one (src/llama-vocab.cpp at commit 00ad355e)."""
+_FIM_TEXTS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Texts of tokens that end an answer if no key names another token for their use."""
+_NO_ENDS: tuple[tuple[str, tuple[set[str], ...]], ...] = (
+    ("<|end|>", ({"<|return|>", "<|flush|>"}, {"<|call|>", "<|calls|>"})),
+    ("</s>", ({"<|tool_response>"},)),
+)
+"""Texts that end no answer, or a part of it, beside one text of each set."""
+CONTROL, NORMAL = 3, 1
+"""Types of tokens."""
 
 
 def tokenizer_files(container: Container) -> dict[str, str]:
@@ -113,6 +137,7 @@ def _vocabulary(
     for name in ("scores", "token_type"):
         if f"{_PREFIX}{name}" in container.metadata:
             vocabulary[name] = _numbers(container, name, len(tokens))
+    _mark_ends(container, vocabulary)
     if model == "gpt2":
         pre = container.text(f"{_PREFIX}pre")
         vocabulary["pre_tokenizer_type"] = SAME.get(pre, pre)
@@ -121,6 +146,19 @@ def _vocabulary(
         raise ValueError(f"{container.path}: metadata '{_PREFIX}{needed}' is missing")
     _check_tokens(container, tokens, derived="merges" not in vocabulary)
     return vocabulary
+
+
+def _mark_ends(container: Container, vocabulary: dict[str, Any]) -> None:
+    """Makes tokens that are known by their texts such that no text is divided in them.
+
+    llama.cpp does so where a file says that they are tokens like others.
+    """
+    tokens = vocabulary["tokens"]
+    types = vocabulary.setdefault("token_type", [NORMAL] * len(tokens))
+    known = {*_END_TEXTS, *chain.from_iterable(_FIM_TEXTS.values())}
+    for index in end_tokens(container):
+        if index < len(tokens) and tokens[index] in known:
+            types[index] = CONTROL
 
 
 def _check_options(container: Container, model: str, architecture: str) -> None:
@@ -200,20 +238,48 @@ def _numbers(container: Container, name: str, count: int) -> list[float]:
     return [*value]
 
 
+def end_tokens(container: Container) -> list[int]:
+    """Returns the tokens that end an answer; first the one that the file names EOS.
+
+    Raises:
+        ValueError: If the metadata are not of the types that they must have.
+    """
+    named = {name: _named(container, name) for name in _END_KEYS}
+    there = f"{_PREFIX}tokens" in container.metadata
+    tokens = _strings(container, "tokens") if there else []
+    texts = {*_END_TEXTS}
+    for name, others in _FIM_TEXTS.items():
+        texts.update(others if named[name] is None else ())
+    ids = [index for index in named.values() if index is not None]
+    ids += [index for index, token in enumerate(tokens) if token in texts]
+    known = {index: tokens[index] for index in ids if index < len(tokens)}
+    ends = {*known.values()}
+    no_ends = {text for text, others in _NO_ENDS if all(map(ends.intersection, others))}
+    return [index for index in dict.fromkeys(ids) if known.get(index) not in no_ends]
+
+
+def _named(container: Container, name: str) -> int | None:
+    """Returns a token that the file names, or that is one if it names none."""
+    key = f"{_PREFIX}{name}_token_id"
+    if key in container.metadata:
+        return container.integer(key)
+    model = container.metadata.get(f"{_PREFIX}model")
+    return _DEFAULT_ENDS.get(str(model), {}).get(name)
+
+
 def _special_tokens(container: Container, tokens: list[str]) -> dict[str, str]:
-    """Returns the special tokens that the file names, by transformers' names."""
+    """Returns the special tokens, by transformers' names."""
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    keys = {f"{name}_token": f"{_PREFIX}{key}_token_id" for name, key in names.items()}
     return {
-        name: _token(container, tokens, key)
-        for name, key in keys.items()
-        if key in container.metadata
+        f"{name}_token": _token(container, tokens, key)
+        for name, key in names.items()
+        if _named(container, key) is not None
     }
 
 
-def _token(container: Container, tokens: list[str], key: str) -> str:
-    index = container.integer(key)
-    if index >= len(tokens):
+def _token(container: Container, tokens: list[str], name: str) -> str:
+    key, index = f"{_PREFIX}{name}_token_id", _named(container, name)
+    if index is None or index >= len(tokens):
         raise container.refusal(key, f"is not one of {len(tokens)} tokens")
     return tokens[index]
 
@@ -223,7 +289,7 @@ def _begin(
 ) -> str | None:
     """Returns the token before each text; Gemma 4's has one, whatever the file says."""
     if vocabulary["tokenizer_type"] == "gemma4":
-        return _token(container, vocabulary["tokens"], f"{_PREFIX}bos_token_id")
+        return _token(container, vocabulary["tokens"], "bos")
     begins = split is None or split.begins
     return _end(container, vocabulary, "bos", default=begins)
 
@@ -234,12 +300,7 @@ def _end(
     """Returns the token before ("bos") or after ("eos") each text; None without one."""
     if not _flag(container, f"add_{name}_token", default):
         return None
-    key = f"{_PREFIX}{name}_token_id"
-    index = _DEFAULT_ENDS.get(vocabulary["tokenizer_type"], {}).get(name)
-    if key in container.metadata or index is None:
-        return _token(container, vocabulary["tokens"], key)
-    tokens: list[str] = vocabulary["tokens"]
-    return tokens[index] if index < len(tokens) else None
+    return _token(container, vocabulary["tokens"], name)
 
 
 def _add_ends(tokenizer: Any, before: str | None, after: str | None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -84,6 +85,81 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert tokenizer.decode(ids[1:]) == "hello world é"
 
 
+TEXTS = """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|>
+<end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|>
+<end_of_utterance> <eos> <turn|> <|tool_response> [e~[ <|fim_pad|> <fim-pad> <fim_pad>
+<PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+<\uff5cend▁of▁sentence\uff5c>"""
+"""Tokens that end an answer in llama.cpp by their text alone: src/llama-vocab.cpp."""
+ENDS = TEXTS.split()
+
+
+def with_tokens(*added: str, **keys: str | None) -> dict[str, Any]:
+    """Returns a vocabulary with more tokens, of the type of words.
+
+    Args:
+        *added: Their texts.
+        **keys: Tokens that the metadata name, or None for no such key.
+    """
+    vocabulary = byte_pairs() | {f"{PREFIX}eot_token_id": None}
+    tokens = vocabulary[f"{PREFIX}tokens"]
+    tokens[-2:] = ["<|stop|>", "<|turn|>", *added]
+    kind, (item, types) = vocabulary[f"{PREFIX}token_type"]
+    vocabulary[f"{PREFIX}token_type"] = kind, (item, types + [1] * len(added))
+    vocabulary |= {
+        f"{PREFIX}{key}_token_id": None if text is None else tokens.index(text)
+        for key, text in keys.items()
+    }
+    return {key: value for key, value in vocabulary.items() if value is not None}
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_answers_end_at_tokens_that_are_known_by_their_text(
+    text: str, tmp_path: Path
+) -> None:
+    vocabulary = with_tokens(text, "<|other|>")
+    tokenizer = loaded(tmp_path, "qwen3", vocabulary)
+
+    assert tokenizer.eos_token_ids == set(ids_of(vocabulary, "<|stop|>", text))
+    if text.isascii():  # others have no spelling in bytes
+        assert tokenizer.encode(f"hello{text}") == ids_of(vocabulary, "hello", text)
+
+
+def test_the_list_of_ends_is_complete() -> None:
+    listed = {*tokenizer._END_TEXTS, *chain(*tokenizer._FIM_TEXTS.values())}
+    assert listed == {*ENDS}
+
+
+HARMONY, SOLAR = ["<|return|>", "<|call|>"], ["<|flush|>", "<|calls|>"]
+
+
+@pytest.mark.parametrize(
+    ("added", "keys", "ends"),
+    [
+        # "<|end|>" ends a message of several, and "</s>" is a part of web pages.
+        ([*HARMONY, "<|end|>"], {}, ["<|stop|>", *HARMONY]),
+        ([*HARMONY, "<|end|>"], {"eot": "<|end|>"}, ["<|stop|>", *HARMONY]),
+        ([*SOLAR, "<|end|>"], {}, ["<|stop|>", *SOLAR]),
+        (["<|return|>", "<|end|>"], {}, ["<|stop|>", "<|return|>", "<|end|>"]),
+        (["<|call|>", "<|end|>"], {}, ["<|stop|>", "<|call|>", "<|end|>"]),
+        (["<|tool_response>", "</s>"], {}, ["<|stop|>", "<|tool_response>"]),
+        # A key for the use of a token stands above its text, except at ends of turns.
+        (["<|fim_pad|>"], {"fim_pad": "hello"}, ["<|stop|>", "hello"]),
+        (["<|im_end|>"], {"eot": "hello"}, ["<|stop|>", "hello", "<|im_end|>"]),
+        (["<|im_end|>"], {"eos": None}, ["<|im_end|>"]),
+        ([], {"eom": "hello"}, ["<|stop|>", "hello"]),
+    ],
+)
+def test_ends_by_text_and_by_key(
+    added: list[str], keys: dict[str, str | None], ends: list[str], tmp_path: Path
+) -> None:
+    vocabulary = with_tokens(*added, **keys)
+
+    found = config_of(opened(tmp_path, "qwen3", vocabulary))["eos_token_id"]
+
+    assert (found if isinstance(found, list) else [found]) == ids_of(vocabulary, *ends)
+
+
 LLAMA3 = (
     "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 )
@@ -117,13 +193,18 @@ def test_words_and_beginnings_are_those_of_the_split(
     assert ids == ids_of(vocabulary, *whole, "Ġ", "hello")
 
 
-def test_sentencepiece_begins_with_token_1_if_the_file_names_none(
+def test_sentencepiece_has_tokens_1_and_2_at_its_ends_if_the_file_names_none(
     tmp_path: Path,
 ) -> None:
     vocabulary = sentencepiece()
-    del vocabulary[f"{PREFIX}bos_token_id"]
+    vocabulary[f"{PREFIX}tokens"][2] = "<end>"
+    del vocabulary[f"{PREFIX}bos_token_id"], vocabulary[f"{PREFIX}eos_token_id"]
 
-    assert loaded(tmp_path, "llama", vocabulary).encode("hello")[0] == 1
+    tokenizer = loaded(tmp_path, "llama", vocabulary)
+
+    assert tokenizer.encode("hello")[0] == 1
+    assert tokenizer.eos_token_ids == {2}
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "<end>")
 
 
 @pytest.mark.parametrize(("begins", "ends"), [(False, True), (True, False)])

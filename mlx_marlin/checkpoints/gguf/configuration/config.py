@@ -15,6 +15,7 @@ from mlx_marlin.checkpoints.gguf.configuration.models import (
 from mlx_marlin.checkpoints.gguf.configuration.rope import check_rope, rope_scaling
 from mlx_marlin.checkpoints.gguf.container import Container
 from mlx_marlin.checkpoints.gguf.names import architecture_of
+from mlx_marlin.checkpoints.gguf.tokenizer import end_tokens
 
 _MIXED = "gemma4_text"
 """Model type of mlx-lm whose layers have sizes of two kinds."""
@@ -143,13 +144,8 @@ def _check_experts(facts: Facts, config: Config) -> None:
 
 def _token_ids(container: Container) -> Config:
     """Returns the tokens that begin and end a text; any of the latter stops mlx-lm."""
-    prefix = "tokenizer.ggml."
-    ends = [f"{prefix}{name}_token_id" for name in ("eos", "eot", "eom")]
-    present = [container.integer(key) for key in ends if key in container.metadata]
-    ids: Config = {}
-    if present:
-        unique = list(dict.fromkeys(present))
-        ids["eos_token_id"] = unique if len(unique) > 1 else unique[0]
-    if f"{prefix}bos_token_id" in container.metadata:
-        ids["bos_token_id"] = container.integer(f"{prefix}bos_token_id")
+    ends, begin = end_tokens(container), "tokenizer.ggml.bos_token_id"
+    ids: Config = {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
+    if begin in container.metadata:
+        ids["bos_token_id"] = container.integer(begin)
     return ids
