@@ -10,6 +10,11 @@ import mlx.core as mx
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import CODEBOOK, DTYPE_BYTES, TILE_N, Format
 
+SMALLEST, LARGEST = 2.0**-64, 2.0**16
+"""Magnitudes of numbers other than 0. Kernels add x times such numbers in float32 and
+scale the sum of a group: larger ones would overflow, smaller ones count as 0, although
+the scaled weight is an ordinary number."""
+
 
 def checked(codebook: mx.array | None, format: Format) -> mx.array | None:
     """Returns a codebook as float32 [16], exactly; None for formats without one.
@@ -20,7 +25,8 @@ def checked(codebook: mx.array | None, format: Format) -> mx.array | None:
 
     Raises:
         ValueError: If the format has no codebook or needs one, or if it has another
-            shape, another dtype or a number that is not finite.
+            shape, another dtype or a number that is not finite or not between
+            `SMALLEST` and `LARGEST`.
     """
     if (codebook is not None) != format.has_codebook:
         expected = "takes no codebook" if codebook is not None else "needs a codebook"
@@ -34,7 +40,16 @@ def checked(codebook: mx.array | None, format: Format) -> mx.array | None:
         )
     if not mx.all(mx.isfinite(codebook)):
         raise ValueError("codebook has a number that is NaN or infinite")
-    return codebook.astype(mx.float32)
+    numbers = codebook.astype(mx.float32)
+    sizes = mx.abs(numbers)
+    wrong = (numbers != 0) & ((sizes < SMALLEST) | (sizes > LARGEST))
+    if mx.any(wrong):
+        raise ValueError(
+            f"codebook has the number {numbers[mx.argmax(wrong)].item():g}, expected 0 "
+            f"or magnitudes from {SMALLEST:.3g} to {LARGEST:.0f}: move a factor to the "
+            f"scales"
+        )
+    return numbers
 
 
 def prepend(codebook: mx.array, tiles: mx.array) -> mx.array:

@@ -126,6 +126,17 @@ def test_the_codebook_is_what_was_given(mode: str) -> None:
         ({"codebook": mx.zeros(15)}, r"16 floats, got float32 with shape \(15,\)"),
         ({"codebook": mx.zeros(16, mx.int32)}, "16 floats, got int32"),
         ({"codebook": mx.full(16, mx.inf)}, "a number that is NaN or infinite"),
+        # x times such a number has no float32, whatever scale follows.
+        (
+            {"codebook": mx.array(NF4) * -1e38},
+            r"number 1e\+38, .* to 65536: move a fac",
+        ),
+        (
+            {"codebook": mx.array(NF4) * 65540},
+            "number -65540, expected 0 or magnitudes",
+        ),
+        ({"codebook": mx.array(NF4) * 1e-38}, "number -1e-38, expected 0"),
+        ({"codebook": mx.array([1e-40, *NF4[1:].tolist()])}, "number 9.99995e-41, exp"),
         ({"bits": 3}, "mode='codebook' with bits=3"),
         ({"biases": mx.zeros((3, 1))}, "takes no biases"),
         ({"codebook": [0.0] * 16}, "codebook"),
@@ -137,6 +148,28 @@ def test_wrong_codebooks_are_refused(change: dict[str, Any], message: str) -> No
     error = TypeError if isinstance(options["codebook"], list) else ValueError
     with pytest.raises(error, match=message):
         mlx_marlin.pack(mx.zeros((3, 8), mx.uint32), mx.zeros((3, 1)), **options)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [2.0**16, 2.0**-64])
+@pytest.mark.parametrize("activations", [6e4, 1e-7])
+def test_the_largest_and_the_smallest_codebooks_have_ordinary_products(
+    size: float, activations: float
+) -> None:
+    """With scales that make weights of 1 and -1 of them, in one group."""
+    weight = any_bits("codebook", 4, 128, n=40, k=128, dtype="float32", seed=6)
+    table, scales = np.sign(NF4) * size, np.full((40, 1), 1 / size, np.float32)
+    x = np.random.default_rng(3).uniform(0.5, 1, (3, 128)) * activations
+    packed = mlx_marlin.pack(
+        weight.native[0],
+        mx.array(scales),
+        **(weight.options | {"codebook": mx.array(table)}),
+    )
+
+    y = mlx_marlin.quantized_matmul(mx.array(x.astype(np.float32)), packed)
+
+    codes = format_cases.read_codes(weight.native[0], 4)
+    assert oracles.error(y, x @ (table[codes] / size).T) < 1e-5
 
 
 def test_a_stored_layer_with_several_codebooks_is_refused() -> None:
