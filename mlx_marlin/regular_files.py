@@ -26,6 +26,23 @@ _KINDS = {
 }
 
 
+MOST_QUOTED = 200
+"""Letters of a value from a file that a message shows."""
+
+
+def quoted(value: object) -> str:
+    """Returns what a message shows of a value from a file, on one line."""
+    return short(repr(value))
+
+
+def short(text: str) -> str:
+    """Returns a text, or its beginning and its length."""
+    if len(text) <= MOST_QUOTED:
+        return text
+    length = f"... ({len(text)} letters)"
+    return text[: MOST_QUOTED - len(length)] + length
+
+
 def open_file(path: str | Path, flags: int = os.O_RDONLY) -> BinaryIO:
     """Opens a file for reading, or for reading and writing.
 

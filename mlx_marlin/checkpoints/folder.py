@@ -16,6 +16,7 @@ from mlx_marlin.checkpoints.safetensors_header import (
     parse_json,
     read_header,
 )
+from mlx_marlin.regular_files import quoted, short
 
 LAYERS = re.compile(r"(num|n)(_\w+)?_layers?")
 """Keys of a config: a number of layers that mlx-lm makes."""
@@ -117,8 +118,8 @@ def _check_bounds(
             is_number = pattern.fullmatch(key) and isinstance(value, int | float)
             if is_number and value > most:
                 raise ValueError(
-                    f"{file}: {key} is {value}, expected at most {most}, by the shapes "
-                    f"of the stored tensors"
+                    f"{file}: {short(key)} is {quoted(value)}, expected at most "
+                    f"{most}, by the shapes of the stored tensors"
                 )
 
 
@@ -185,7 +186,8 @@ def _weight_map(path: Path) -> dict[str, str]:
         is_plain = isinstance(name, str) and Path(name).name == name
         if not is_plain or not name.endswith(".safetensors"):
             raise ValueError(
-                f"{file}: tensor {tensor!r} in {name!r}, expected a safetensors file "
-                f"in the same folder"
+                f"{file}: tensor {quoted(tensor)} in "
+                f"{quoted(name)}, expected a safetensors file in the "
+                f"same folder"
             )
     return known

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import regular_files
+from mlx_marlin.regular_files import quoted
 
 LARGEST_HEADER = 100_000_000
 """Bytes; the safetensors library has the same limit."""
 
+LONGEST_NAME = 200
+"""Letters of a tensor's name, which messages quote; a model's have at most half."""
 MOST_AXES = 32
 
 DTYPE_BYTES = {
@@ -125,7 +128,7 @@ def parse_json(text: bytes | str, source: str) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
             (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            raise ValueError(f"key {twice!r} occurs twice")
+            raise ValueError(f"key {quoted(twice)} occurs twice")
         return result
 
     try:
@@ -140,14 +143,18 @@ def parse_json(text: bytes | str, source: str) -> dict[str, Any]:
 
 
 def _stored_array(file: Path, name: str, entry: object, data_bytes: int) -> StoredArray:
-    where = f"{file}: tensor {name!r}"
+    where = f"{file}: tensor {quoted(name)}"
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"{where}: expected a name of {LONGEST_NAME} letters or less")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= {
         *entry
     }:
         raise ValueError(f"{where}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise ValueError(f"{where}: dtype {dtype!r}, expected one of {[*DTYPE_BYTES]}")
+        raise ValueError(
+            f"{where}: dtype {quoted(dtype)}, expected one of {[*DTYPE_BYTES]}"
+        )
     # MLX's sizes have 32 bits.
     fits = _are_sizes(shape) and max(shape, default=0) < 2**31
     if (
@@ -157,7 +164,7 @@ def _stored_array(file: Path, name: str, entry: object, data_bytes: int) -> Stor
         or len(offsets) != 2
     ):
         raise ValueError(
-            f"{where}: shape={str(shape)[:80]} and data_offsets={str(offsets)[:80]}, "
+            f"{where}: shape={quoted(shape)} and data_offsets={quoted(offsets)}, "
             f"expected lists of integers from 0, up to {MOST_AXES} of them for a shape"
         )
     begin, end = offsets

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_marlin.regular_files import quoted, short
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -73,7 +75,9 @@ class Keys:
             expected = "no such key: it may decide numbers; remove it if it does not"
             if key in self.neutral:
                 expected = f"one of {neutral}"
-            raise ValueError(f"{where}: {key}={value!r}, expected {expected}")
+            raise ValueError(
+                f"{where}: {short(key)}={quoted(value)}, expected {expected}"
+            )
 
 
 _INTEGERS = {
@@ -149,7 +153,7 @@ KEYS = {
         # The cache and activations keep their dtypes here.
         irrelevant=_words(
             "config_groups exclude_modules ignore kv_cache_quant_algo kv_cache_scheme "
-            "producer"
+            "producer quantized_layers"
         ),
     ),
     "mlx": Keys(

@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_marlin.checkpoints.folder import Folder, read_json
 from mlx_marlin.checkpoints.setting_keys import CALIBRATION, KEYS, PLACES
+from mlx_marlin.regular_files import quoted, short
 
 METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "mlx")
 SEPARATE_FILES = {
@@ -62,7 +63,7 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
     place, settings = in_config(folder.config)
     where = f"{folder.path / 'config.json'}: {place}"
     if settings is not None and not isinstance(settings, dict):
-        raise ValueError(f"{where}={settings!r}, expected an object")
+        raise ValueError(f"{where}={quoted(settings)}, expected an object")
     method = "mlx"
     if place != "quantization":
         for name, usual in SEPARATE_FILES.items():
@@ -84,14 +85,17 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
     if method not in METHODS:
         known = (*METHODS, "auto-round", "mxfp4")
         raise ValueError(
-            f"{where}: quant_method={method!r}, expected one of {known}; of other "
-            f"methods, convert the model's plain weights"
+            f"{where}: quant_method={quoted(method)}, expected one of {known}; of "
+            f"other methods, convert the model's plain weights"
         )
     for kind, part, inner in _parts(method, settings):
         if not isinstance(inner, dict):
-            raise ValueError(f"{where}: {part}={inner!r}, expected an object")
-        KEYS[kind].check(inner, f"{where}: {part}" if part else where)
-        _check_numbers(inner, f"{where}: {part}" if part else where)
+            raise ValueError(
+                f"{where}: {short(part)}={quoted(inner)}, expected an object"
+            )
+        place = f"{where}: {short(part)}" if part else where
+        KEYS[kind].check(inner, place)
+        _check_numbers(inner, place)
     return method, settings
 
 
@@ -108,7 +112,9 @@ def _of_auto_round(settings: dict[str, Any], where: str) -> tuple[str, dict[str,
     is_ambiguous = name == "gptqmodel" and not symmetric
     if name not in PACKINGS or is_ambiguous:
         expected = "'auto_round:auto_gptq' or 'auto_round:auto_awq'"
-        raise ValueError(f"{where}: packing_format={packing!r}, expected {expected}")
+        raise ValueError(
+            f"{where}: packing_format={quoted(packing)}, expected {expected}"
+        )
     own = {
         key: value
         for key, value in settings.items()
@@ -116,7 +122,7 @@ def _of_auto_round(settings: dict[str, Any], where: str) -> tuple[str, dict[str,
     }
     extra = settings.get("extra_config") or {}
     if not isinstance(extra, dict):
-        raise ValueError(f"{where}: extra_config={extra!r}, expected an object")
+        raise ValueError(f"{where}: extra_config={quoted(extra)}, expected an object")
     layers = {
         layer: {key: value for key, value in said.items() if key != "data_type"}
         for layer, said in extra.items()
@@ -135,8 +141,8 @@ def _check_numbers(settings: Mapping[str, Any], where: str) -> None:
     for key in NUMBERS:
         if isinstance(value := settings.get(key), str):
             raise ValueError(
-                f"{where}: {key}={value!r} is a text, expected a number: remove the "
-                f"quotes in the file"
+                f"{where}: {key}={quoted(value)} is a text, expected a number: remove "
+                f"the quotes in the file"
             )
 
 
@@ -151,7 +157,7 @@ def one_value(settings: Mapping[str, Any], where: str, *keys: str) -> Any:
     found = {key: settings[key] for key in keys if settings.get(key) is not None}
     values = [v.lower() if isinstance(v, str) else v for v in found.values()]
     if any(value != values[0] for value in values):
-        raise ValueError(f"{where}: {found}, expected the same value")
+        raise ValueError(f"{where}: {short(str(found))}, expected the same value")
     return values[0] if values else None
 
 

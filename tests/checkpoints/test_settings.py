@@ -17,6 +17,7 @@ from mlx_marlin.checkpoints.setting_keys import KEYS
 from support import foreign_checkpoints as foreign
 from support.one_layer import (
     LAYER,
+    auto_round,
     awq,
     compressed,
     drawn,
@@ -108,6 +109,35 @@ def test_no_change_of_a_key_gives_other_weights(
             changed += 1
             refused += found != "same"
     assert refused > changed // 4
+
+
+LONG = {
+    "text": "x" * 5_000,
+    "list": [*range(900)],
+    "object": dict.fromkeys(map(str, range(200)), {"bits": 4}),
+    "key": 3,
+}
+
+
+@pytest.mark.parametrize("sort", LONG)
+@pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, auto_round])
+def test_no_message_quotes_more_than_200_letters_of_a_value(
+    tmp_path: Path, checkpoint: Checkpoint, sort: str
+) -> None:
+    usual = checkpoint()
+    usual.write(tmp_path)
+    refused = 0
+    for place in places(usual.config):
+        folder = checkpoint()
+        inner = folder.config
+        for key in place[:-1]:
+            inner = inner[key]
+        key = "y" * 5_000 if sort == "key" else place[-1]
+        inner[key] = LONG[sort]
+        found = outcome(folder, tmp_path, {}, rewritten=False)
+        refused += found not in ("same", "other")
+        assert len(found.replace(str(tmp_path), "")) < 800, (place, found[:1000])
+    assert refused > 1
 
 
 CONTRADICTIONS: dict[str, dict[str, Any]] = {

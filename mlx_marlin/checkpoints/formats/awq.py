@@ -12,6 +12,7 @@ from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.formats.integers import Scheme, integer_weight, layer_of
 from mlx_marlin.checkpoints.settings import one_value
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights.bit_streams import words_of_codes
 
 BITS = 4
@@ -35,7 +36,7 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
     names = ("version", "format", "checkpoint_format")
     version = one_value(settings, "AWQ", *names)
     if version not in (None, "gemm"):
-        raise ValueError(f"AWQ version {version!r}, expected 'gemm'")
+        raise ValueError(f"AWQ version {quoted(version)}, expected 'gemm'")
     codes = _rows(folder.read(f"{layer}.qweight"))
     scales = folder.read(f"{layer}.scales")
     k = codes.shape[1]
@@ -69,7 +70,7 @@ def schemes(settings: dict[str, Any]) -> list[Scheme]:
     """
     zero_point = settings.get("zero_point")
     if type(zero_point) not in (bool, type(None)):
-        raise ValueError(f"zero_point={zero_point!r}, expected true or false")
+        raise ValueError(f"zero_point={quoted(zero_point)}, expected true or false")
     usual = {
         "bits": one_value(settings, "AWQ", "bits", "w_bit", "wbits"),
         "group_size": one_value(settings, "AWQ", "group_size", "q_group_size"),

@@ -23,6 +23,7 @@ from mlx_marlin.checkpoints.formats.integers import (
 )
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.products.reference.weight import LARGEST_NVFP4
+from mlx_marlin.regular_files import quoted, short
 from mlx_marlin.weights.bit_streams import words_of_codes
 
 INTEGERS, NVFP4, MXFP4 = (
@@ -80,11 +81,14 @@ def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:
     usual = settings.get("format")
     usual = None if usual == "mixed-precision" else usual
     known: dict[str, list[Scheme]] = {INTEGERS: [], NVFP4: [], MXFP4: []}
-    for name, group in (settings.get("config_groups") or {}).items():
+    for group_name, group in (settings.get("config_groups") or {}).items():
+        name = short(group_name)
         weights = group.get("weights")
         format = group.get("format") or usual
         if format not in (None, "dense", *known):
-            raise ValueError(f"{name}: format={format!r}, expected one of {[*known]}")
+            raise ValueError(
+                f"{name}: format={quoted(format)}, expected one of {[*known]}"
+            )
         if weights is None or format == "dense":
             continue
         number, bits = weights.get("type", "int"), weights.get("num_bits")
@@ -94,7 +98,9 @@ def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:
             _check_float(name, format, weights)
             known[format].append(Scheme(bits=4, symmetric=True))
         elif number != "int":
-            raise ValueError(f"{name}: type={number!r}, expected 'int' for {INTEGERS}")
+            raise ValueError(
+                f"{name}: type={quoted(number)}, expected 'int' for {INTEGERS}"
+            )
         else:
             scheme = Scheme(
                 bits=bits,
@@ -116,8 +122,8 @@ def _group_size(name: str, weights: dict[str, Any]) -> Any:
     if strategy in ("channel", "tensor") and size in (None, WHOLE_ROW):
         return WHOLE_ROW
     raise ValueError(
-        f"{name}: strategy={strategy!r} with group_size={size!r}, expected 'group' "
-        f"with a size, 'channel' or 'tensor'"
+        f"{name}: strategy={quoted(strategy)} with group_size={quoted(size)}, "
+        f"expected 'group' with a size, 'channel' or 'tensor'"
     )
 
 
@@ -125,7 +131,9 @@ def _is_reordered(name: str, weights: dict[str, Any]) -> bool:
     """Returns whether columns are not in the order of their groups."""
     order = weights.get("actorder")
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
-        raise ValueError(f"{name}: actorder={order!r}, expected 'group' or 'weight'")
+        raise ValueError(
+            f"{name}: actorder={quoted(order)}, expected 'group' or 'weight'"
+        )
     return order in (True, "group", "dynamic")  # "weight" reorders while calibrating
 
 
@@ -135,7 +143,7 @@ def _check_float(name: str, format: str, weights: dict[str, Any]) -> None:
         given = weights.get(key, value)
         if given != value or type(given) is not type(value):
             raise ValueError(
-                f"{name}: {key}={given!r}, expected {value!r} for {format}"
+                f"{name}: {key}={quoted(given)}, expected {value!r} for {format}"
             )
 
 

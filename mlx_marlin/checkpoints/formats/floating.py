@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
 from mlx_marlin.products.reference.weight import LARGEST_NVFP4
+from mlx_marlin.regular_files import quoted
 
 MODELOPT = ("nvfp4", "w4a16_nvfp4")
 """Values of ModelOpt's `quant_algo` that are read; activations are not quantized."""
@@ -42,9 +43,12 @@ def check_modelopt(settings: dict[str, Any]) -> None:
     """Raises a ValueError if ModelOpt's settings are of another format than nvfp4."""
     algorithm, size = settings.get("quant_algo"), settings.get("group_size")
     if str(algorithm).lower() not in MODELOPT:
-        raise ValueError(f"quant_algo={algorithm!r}, expected one of {[*MODELOPT]}")
+        raise ValueError(
+            f"quant_algo={quoted(algorithm)}, expected one of {[*MODELOPT]}: start "
+            f"from the model's plain weights"
+        )
     if size is not None and (type(size) is not int or size != 16):
-        raise ValueError(f"group_size={size!r}, expected 16 for {algorithm}")
+        raise ValueError(f"group_size={quoted(size)}, expected 16 for {algorithm}")
 
 
 def factor(array: mx.array, name: str) -> mx.array:

@@ -27,6 +27,7 @@ from mlx_marlin.checkpoints.formats.integers import (
 )
 from mlx_marlin.checkpoints.settings import one_value
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.regular_files import quoted
 
 WIDTHS = (2, 3, 4, 8)
 WHOLE_WIDTHS = (2, 4, 8)
@@ -139,7 +140,9 @@ def _least_zero(settings: dict[str, Any]) -> int:
     known = {"gptq": 1, "gptq_v2": 0}
     version = one_value(settings, "GPTQ", "format", "checkpoint_format")
     if version not in (None, *known):
-        raise ValueError(f"checkpoint_format={version!r}, expected one of {[*known]}")
+        raise ValueError(
+            f"checkpoint_format={quoted(version)}, expected one of {[*known]}"
+        )
     return known[version or "gptq"]
 
 

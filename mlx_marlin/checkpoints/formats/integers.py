@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.formats.column_order import order_of_columns, reordered
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.regular_files import quoted, short
 from mlx_marlin.weights.bit_streams import codes_of_words
 
 WHOLE_ROW = -1
@@ -38,10 +39,10 @@ class Scheme:
             size = getattr(self, name)
             is_row = name == "group_size" and size == WHOLE_ROW
             if size is not None and not is_row and (type(size) is not int or size < 1):
-                raise ValueError(f"{name}={size!r}, expected an integer from 1")
+                raise ValueError(f"{name}={quoted(size)}, expected an integer from 1")
         for name in ("symmetric", "act_order"):
             if type(value := getattr(self, name)) not in (bool, type(None)):
-                raise ValueError(f"{name}={value!r}, expected true or false")
+                raise ValueError(f"{name}={quoted(value)}, expected true or false")
 
     def has(self, k: int, groups: int) -> bool:
         """Returns whether a row of k columns has so many groups."""
@@ -142,7 +143,7 @@ def layer_of(
         said = sorted({f"{s.bits} bits in groups of {s.group_size}" for s in schemes})
         raise ValueError(
             f"{groups} scales a row, and codes of one of {[*widths]} (bits, k); the "
-            f"config says {' or '.join(said)}, expected what fits one of them"
+            f"config says {short(' or '.join(said))}, expected what fits one of them"
         )
     (((bits, k), own),) = fitting.items()
     symmetric = all(scheme.symmetric is True for scheme in own)

@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import TILES, PackedLayer
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights import codebooks
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -38,10 +39,10 @@ def layers_of(folder: Folder) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{where}: expected an object with version and layers")
     version = ours.get("version")
     if version != VERSION:
-        raise ValueError(f"{where}: version {version!r}, expected {VERSION}")
+        raise ValueError(f"{where}: version {quoted(version)}, expected {VERSION}")
     layers: dict[str, dict[str, Any]] = ours["layers"]
     for layer, record in layers.items():
-        _check_record(f"{where}: layer {layer!r}", record)
+        _check_record(f"{where}: layer {quoted(layer)}", record)
     return layers
 
 
@@ -59,21 +60,27 @@ def stock_layers_of(config: dict[str, Any], path: Path) -> list[str]:
     names = ours.get("stock_layers", []) if isinstance(ours, dict) else []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(
-            f"{path / 'config.json'}: mlx_marlin: stock_layers={names!r}, expected a "
-            f"list of names"
+            f"{path / 'config.json'}: mlx_marlin: stock_layers={quoted(names)}, "
+            f"expected a list of names"
         )
     return names
 
 
 def _check_record(where: str, record: object) -> None:
     if not isinstance(record, dict) or record.get("layout") != TILES:
-        raise ValueError(f"{where}: {record!r}, expected an object with layout={TILES}")
+        raise ValueError(
+            f"{where}: {quoted(record)}, expected an object with layout={TILES}"
+        )
     for name in SIZES:
         size = record.get(name)
         if type(size) is not int or not 0 < size < 2**31:
-            raise ValueError(f"{where}: {name}={size!r}, expected an integer from 1")
+            raise ValueError(
+                f"{where}: {name}={quoted(size)}, expected an integer from 1"
+            )
     if not isinstance(record.get("mode"), str):
-        raise ValueError(f"{where}: mode={record.get('mode')!r}, expected a string")
+        raise ValueError(
+            f"{where}: mode={quoted(record.get('mode'))}, expected a string"
+        )
 
 
 def names_of(folder: Folder, layer: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights.formats import FORMATS, MODE_DEFAULTS
 
 PARTS = ("weight", "scales", "biases", "global_scale")
@@ -112,12 +113,12 @@ def _format(settings: Mapping[str, Any]) -> Format:
     """Returns the format that an object says, with the defaults of its own mode."""
     mode = settings.get("mode", "affine")
     if not isinstance(mode, str) or mode not in MODE_DEFAULTS:
-        raise ValueError(f"mode={mode!r}, expected one of {[*MODE_DEFAULTS]}")
+        raise ValueError(f"mode={quoted(mode)}, expected one of {[*MODE_DEFAULTS]}")
     group_size, bits = MODE_DEFAULTS[mode]
     given = settings.get("group_size", group_size), settings.get("bits", bits)
     if not all(type(number) is int and number > 0 for number in given):
         raise ValueError(
-            f"group_size={given[0]!r} and bits={given[1]!r}, expected integers from 1"
+            f"group_size and bits {quoted(given)}, expected integers from 1"
         )
     return *given, mode
 
@@ -170,7 +171,7 @@ def _check_companions(
         )
     said = entry.get("global_scale") if isinstance(entry, dict) else None
     if type(said) not in (bool, type(None)):
-        raise ValueError(f"global_scale={said!r}, expected true or false")
+        raise ValueError(f"global_scale={quoted(said)}, expected true or false")
     if said is not None and said != (global_scale is not None):
         raise ValueError(
             f"the config says global_scale={said}, and the tensor 'global_scale' is "

@@ -26,6 +26,7 @@ from mlx_marlin.lm.checkpoints.model_source import ModelSource, new_model
 from mlx_marlin.lm.checkpoints.saving import keep_config
 from mlx_marlin.lm.known_layers import marlin_experts
 from mlx_marlin.lm.stock_layers import keep_on_stock
+from mlx_marlin.regular_files import short
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 
 Weight = StoredWeight | PackedLayer
@@ -276,7 +277,7 @@ def _tokenizer(source: ModelSource) -> Any:
         except Exception as error:  # transformers checks config.json too
             raise ValueError(
                 f"{source.path}: transformers cannot read the tokenizer or the config: "
-                f"{error}"
+                f"{short(str(error))}"
             ) from error
 
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.versions import describe
 
 Value = StoredWeight | PackedLayer | mx.array
@@ -104,7 +105,7 @@ class ModelSource(ABC):
         except Exception as error:  # it expects the tensors of its models
             raise ValueError(
                 f"{self.path}: mlx-lm cannot rename the tensors of a "
-                f"{self.config.get('model_type')!r} model: {error!r} "
+                f"{quoted(self.config.get('model_type'))} model: {quoted(error)} "
                 f"({describe('mlx-lm')})"
             ) from error
         return renamed
@@ -137,7 +138,7 @@ class ModelSource(ABC):
             return new_model(self.config)
         except Exception as error:  # mlx-lm does not check the values of a config
             raise ValueError(
-                f"{self.path}: mlx-lm has no model for it: {error!r} "
+                f"{self.path}: mlx-lm has no model for it: {quoted(error)} "
                 f"({describe('mlx-lm')})"
             ) from error
 
