@@ -1,5 +1,6 @@
 """Lists and reads the tensors of a checkpoint, whatever its format."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ FOREIGN_PARTS = {
     part for method in PARTS if method != "mlx" for part in PARTS[method]
 } - {"scales", "weight", "input_scale", "input_global_scale"}
 """Suffixes that no plain array has."""
+INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "I32", "U64", "I64")
+"""Dtypes that no plain weight has, beside that of MLX's codes."""
 CACHE_PARTS = ("k_scale", "v_scale", "q_scale")
 """Scales of a quantized cache, which some tools store beside attention."""
 SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -153,6 +156,7 @@ def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
     if for_model and method == "mlx":
         plain += [name for name in folder.arrays if name in parts]
         layers = []
+    _check_names(folder, [*packed, *layers], plain)
     return [
         *(_packed(folder, layer, record) for layer, record in packed.items()),
         *(
@@ -163,13 +167,32 @@ def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
     ]
 
 
+def _check_names(folder: Folder, layers: list[str], plain: list[str]) -> None:
+    """Raises a ValueError if two tensors would have one name."""
+    names = [
+        f"{layer}.{part}" for layer in layers for part in ("weight", "input_order")
+    ]
+    for name, count in Counter([*names, *plain]).items():
+        if count > 1:
+            raise ValueError(
+                f"{folder.path}: tensor {name!r} is there twice, as an array and in "
+                f"the codes of a quantized layer: remove the one that is not meant"
+            )
+
+
 def _check_plain(folder: Folder, name: str, method: str) -> None:
     """Raises a ValueError if an array belongs to a quantized layer that is incomplete.
 
     The arrays beside it are missing, or the config says nothing of such layers.
     """
     layer, _, part = name.rpartition(".")
-    if part == "weight" and folder.arrays[name].dtype == "U32":
+    dtype = folder.arrays[name].dtype
+    if part == "weight" and dtype in INTEGERS:
+        raise ValueError(
+            f"{folder.path}: tensor {name!r} is {dtype}, expected floats: nothing says "
+            f"what its integers stand for; start from the model's plain weights"
+        )
+    if part == "weight" and dtype == "U32":
         wanted = "scales"
     elif part in FOREIGN_PARTS or (part == "scales" and method in PARTS):
         wanted = PARTS.get(method, ("weight",))[0]

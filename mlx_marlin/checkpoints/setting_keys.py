@@ -80,6 +80,22 @@ class Keys:
             )
 
 
+CODE = {
+    "model_file": "the code of another model than mlx-lm's, which is never run here: "
+    "use mlx_lm.load(..., trust_remote_code=True) if you trust it",
+    "quantize_activations": "layers that round their inputs: set it to false to "
+    "compute with inputs as they are",
+}
+"""Keys of a config that change which code computes a model, and what they ask for."""
+
+
+def check_code(config: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError if a config asks for other code than its model's."""
+    for key, meaning in CODE.items():
+        if config.get(key) not in ABSENT:
+            raise ValueError(f"{where}: {key}={quoted(config[key])}: {meaning}")
+
+
 _INTEGERS = {
     "pack_dtype": (None, "int32"),
     "data_type": (None, "int"),

@@ -5,13 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.model_source import new_model
 from support import foreign_checkpoints as foreign
 from support.foreign_models import CONFIG, shapes, write
 
@@ -57,6 +60,50 @@ def test_stacked_experts_are_converted(tmp_path: Path) -> None:
     packed = {row.name.split(".")[-2] for row in rows if "marlin" in row.target}
     assert packed == {"gate_proj", "up_proj", "down_proj"}
     assert not load_model(open_source(tmp_path / "result")).training
+
+
+TIED = CONFIG | {"tie_word_embeddings": True, "head_dim": 32}
+TIED_MODELS = {
+    "llama": TIED,
+    "olmo2": TIED | {"model_type": "olmo2"},
+    "phi3": TIED | {"model_type": "phi3", "rope_scaling": None},
+    "gemma4_text": TIED
+    | {
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "quantized"])
+@pytest.mark.parametrize("kind", TIED_MODELS)
+def test_the_head_of_a_tied_model_is_left_out_if_it_is_the_embedding(
+    tmp_path: Path, kind: str, form: str
+) -> None:
+    config = dict(TIED_MODELS[kind])
+    model = new_model(config)
+    if form == "quantized":
+        nn.quantize(model)
+        config["quantization"] = {"group_size": 64, "bits": 4}
+    arrays = dict(tree_flatten(model.parameters()))
+    head = {
+        name.replace("model.embed_tokens", "lm_head"): array
+        for name, array in arrays.items()
+        if "embed_tokens." in name
+    }
+    foreign.Folder(config).write(tmp_path)
+    mx.save_safetensors(str(tmp_path / FILE), arrays | head)
+    rows = {row.name for row in convert(open_source(tmp_path), tmp_path / "result")}
+    assert rows == {n for n in arrays if not n.endswith(("scales", "biases"))}
+    if kind == "llama":  # whose `sanitize` drops any
+        return
+    head["lm_head.weight"] = head["lm_head.weight"] + 1
+    mx.save_safetensors(str(tmp_path / FILE), arrays | head)
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' differs .*tie_word_embed"):
+        list(open_source(tmp_path).parameters())
 
 
 def test_orders_that_differ_among_experts_are_refused(tmp_path: Path) -> None:

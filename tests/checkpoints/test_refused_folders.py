@@ -123,3 +123,59 @@ def test_plain_weights_of_fp8_are_refused(tmp_path: Path, name: str) -> None:
         said = rf"model\.safetensors: tensor '{name}' is F8_E4M3"
         with pytest.raises(ValueError, match=said):
             list(read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model_file", "mine.py", "model_file='mine.py': the code of another model"),
+        ("quantize_activations", True, "quantize_activations=True: layers that round"),
+    ],
+)
+def test_keys_that_ask_for_other_code_are_refused(
+    tmp_path: Path, key: str, value: object, said: str
+) -> None:
+    write(tmp_path, "gptq", **{key: value})
+    (tmp_path / "mine.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ValueError, match=rf"config\.json: {said}"):
+        open_source(tmp_path)
+    write(tmp_path, "gptq", **{key: None})
+    assert [*open_source(tmp_path).parameters()]
+
+
+@pytest.mark.parametrize("part", ["weight", "input_order"])
+@pytest.mark.parametrize("name", ["gptq-act-order", "awq", "compressed"])
+def test_a_tensor_of_a_quantized_layer_may_not_be_there_as_an_array_too(
+    tmp_path: Path, name: str, part: str
+) -> None:
+    write(tmp_path, name)
+    twice = f"model.layers.1.mlp.up_proj.{part}"
+    more = {twice: mx.ones((256, 128), mx.float16)}
+    mx.save_safetensors(str(tmp_path / "model-more.safetensors"), more)
+    for read in (read_checkpoint, lambda path: open_source(path).parameters()):
+        with pytest.raises(ValueError, match=rf"'{twice}' is there twice.*remove"):
+            list(read(tmp_path))
+
+
+WHOLE = [mx.int8, mx.uint8, mx.bool_, mx.int32, mx.int64]
+
+
+@pytest.mark.parametrize("dtype", WHOLE)
+def test_plain_integers_are_no_weights(tmp_path: Path, dtype: mx.Dtype) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    saved(tmp_path, CONFIG, {name: mx.ones((256, 128)).astype(dtype)})
+    for read in (read_checkpoint, lambda path: open_source(path).parameters()):
+        with pytest.raises(ValueError, match=rf"'{name}' is \w+, expected floats"):
+            list(read(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", WHOLE)
+def test_plain_integers_are_no_parameters_once_they_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype
+) -> None:
+    arrays = {"codes": mx.ones((256, 128)).astype(dtype)}
+    saved(tmp_path, CONFIG, arrays)
+    name = "model.layers.0.mlp.up_proj.weight"
+    monkeypatch.setattr(llama.Model, "sanitize", lambda _, a: {name: a["codes"]})
+    with pytest.raises(ValueError, match=rf"'{name}' is mlx.*, expected floats"):
+        list(open_source(tmp_path).parameters())

@@ -114,7 +114,7 @@ def test_no_change_of_a_key_gives_other_weights(
 LONG = {
     "text": "x" * 5_000,
     "list": [*range(900)],
-    "object": dict.fromkeys(map(str, range(200)), {"bits": 4}),
+    "object": {str(key): {"bits": 4} for key in range(200)},
     "key": 3,
 }
 

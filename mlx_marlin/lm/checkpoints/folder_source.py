@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.copying import copy_within
 from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
+from mlx_marlin.checkpoints.setting_keys import check_code
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 from mlx_marlin.lm.checkpoints import experts
@@ -48,6 +50,7 @@ class FolderSource(ModelSource):
         self.path = path
         self._folder = Folder(path)
         self.config = self._folder.config
+        check_code(self.config, str(path / "config.json"))
         self._method, self._settings = method_of(self._folder)
         self._stored_widths: set[tuple[int, int]] = set()
 
@@ -64,6 +67,7 @@ class FolderSource(ModelSource):
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
         arrays = self._renamed(reading.folder_tensors(self._folder, for_model=True))
+        self._drop_heads_of_embeddings(arrays)
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
         self.folded = fold_orders(arrays, module)
@@ -95,6 +99,39 @@ class FolderSource(ModelSource):
             experts.move_parts(arrays, renamed, self.sanitized)
         experts.stack(renamed, self.layer)
         return renamed
+
+    def _drop_heads_of_embeddings(self, arrays: dict[str, mx.array]) -> None:
+        """Drops the head of a tied model, which is its embedding; changes `arrays`.
+
+        Raises:
+            ValueError: If a file has another head than the embedding.
+        """
+        heads = {
+            name.rpartition(".")[0] for name in arrays if ".lm_head." in f".{name}"
+        }
+        for head in (head for head in heads if self.layer(head) is None):
+            own, *others = (
+                {
+                    part: arrays[f"{layer}.{part}"]
+                    for part in ROWS
+                    if f"{layer}.{part}" in arrays
+                }
+                for layer in (head, *self._embeddings)
+            )
+            # Models that drop a head themselves leave the parts of a quantized one.
+            if "weight" in own and not any(_are_equal(own, other) for other in others):
+                raise ValueError(
+                    f"{self.path}: tensor {head + '.weight'!r} differs from the "
+                    f"embedding, which is this model's head (tie_word_embeddings): set "
+                    f"that to false in config.json, or remove the tensor"
+                )
+            for part in own:
+                del arrays[f"{head}.{part}"]
+
+    @property
+    def _embeddings(self) -> list[str]:
+        modules = self.model.named_modules()
+        return [name for name, layer in modules if isinstance(layer, nn.Embedding)]
 
     def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
         own = [part for part in ROWS if f"{layer}.{part}" in arrays]
@@ -187,6 +224,12 @@ def _no_dequantizing(method: str) -> Iterator[None]:
             yield
         finally:
             mx.dequantize = original
+
+
+def _are_equal(own: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
+    return own.keys() == other.keys() and all(
+        bool(mx.array_equal(array, other[part])) for part, array in own.items()
+    )
 
 
 def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:

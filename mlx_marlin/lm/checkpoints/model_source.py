@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Set
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -88,6 +88,11 @@ class ModelSource(ABC):
                 f"{expected or 'no such tensor'} in mlx-lm's "
                 f"{type(self.model).__module__} ({describe('mlx-lm')})"
             )
+        if _is_whole(value) and name not in self._whole:
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is {value.dtype}, expected floats: "
+                f"nothing says what its integers stand for"
+            )
         missing.discard(name)
         return True
 
@@ -127,6 +132,12 @@ class ModelSource(ABC):
         named: Any = tree_flatten(self.model.parameters())
         return {name: tuple(array.shape) for name, array in named}
 
+    @cached_property
+    def _whole(self) -> set[str]:
+        """Names of the model's parameters that are integers."""
+        named: Any = tree_flatten(self.model.parameters())
+        return {name for name, array in named if _is_whole(array)}
+
     @abstractmethod
     def copy_other_files(self, folder: Path) -> None:
         """Writes what a model needs beside weights and config.json to a folder."""
@@ -164,6 +175,10 @@ def new_model(config: dict[str, Any]) -> nn.Module:
     model_class, arguments = utils._get_classes(config)
     model: nn.Module = model_class(arguments.from_dict(config))
     return model
+
+
+def _is_whole(value: Value) -> TypeGuard[mx.array]:
+    return isinstance(value, mx.array) and not mx.issubdtype(value.dtype, mx.floating)
 
 
 def _is_zero_bias(name: str, value: Value) -> bool:
