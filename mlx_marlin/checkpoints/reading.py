@@ -49,8 +49,8 @@ FOREIGN_PARTS = {
     part for method in PARTS if method != "mlx" for part in PARTS[method]
 } - {"scales", "weight", "input_scale", "input_global_scale"}
 """Suffixes that no plain array has."""
-INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "I32", "U64", "I64")
-"""Dtypes that no plain weight has, beside that of MLX's codes."""
+INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+"""Dtypes that no plain weight has."""
 CACHE_PARTS = ("k_scale", "v_scale", "q_scale")
 """Scales of a quantized cache, which some tools store beside attention."""
 SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -188,12 +188,7 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
     layer, _, part = name.rpartition(".")
     dtype = folder.arrays[name].dtype
     if part == "weight" and dtype in INTEGERS:
-        raise ValueError(
-            f"{folder.path}: tensor {name!r} is {dtype}, expected floats: nothing says "
-            f"what its integers stand for; start from the model's plain weights"
-        )
-    if part == "weight" and dtype == "U32":
-        wanted = "scales"
+        wanted = MARKS.get(method, "scales")
     elif part in FOREIGN_PARTS or (part == "scales" and method in PARTS):
         wanted = PARTS.get(method, ("weight",))[0]
         if f"{layer}.{wanted}" in folder.arrays:
@@ -201,7 +196,7 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
     else:
         return
     raise ValueError(
-        f"{folder.path}: tensor {name!r} is of a quantized layer, expected "
+        f"{folder.path}: tensor {name!r} ({dtype}) is of a quantized layer, expected "
         f"'{layer}.{wanted}' beside it and a config that says so (it says "
         f"quant_method={method or None!r})"
     )

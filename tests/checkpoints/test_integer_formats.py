@@ -93,24 +93,41 @@ def test_awq_is_read_exactly(call: dict) -> None:
     assert_same(read(folder), weight)
 
 
-@drawn(60, call=shapes((2, 3, 4, 5, 6, 8), 1))
-def test_compressed_tensors_are_read_exactly(call: dict) -> None:
+VERSIONS = ("0.18", "0.17", "0.9")
+
+
+@drawn(60, call=shapes((2, 3, 4, 5, 6, 8), 1), version=st.sampled_from(VERSIONS))
+def test_compressed_tensors_are_read_exactly(call: dict, version: str) -> None:
     weight = weight_of(call)
     said = {name: call[name] for name in ("bits", "group_size", "symmetric")}
     folder = foreign.Folder(
         foreign.compressed_config(**said),
-        foreign.compressed_arrays(LAYER, weight, symmetric=call["symmetric"]),
+        foreign.compressed_arrays(
+            LAYER, weight, symmetric=call["symmetric"], version=version
+        ),
     )
     assert_same(read(folder), weight)
 
 
+@pytest.mark.parametrize("zero", [-5, 4, 127, -128])
+def test_a_zero_point_that_is_no_code_is_refused(zero: int) -> None:
+    weight = foreign.drawn_weight(np.random.default_rng(0), 32, 128, 64, 3)
+    arrays = foreign.compressed_arrays(LAYER, weight, symmetric=False, version="0.9")
+    arrays[f"{LAYER}.weight_zero_point"][3, 1] = zero
+    with pytest.raises(ValueError, match=rf"{zero}.*expected -4 to 3 for 3 bits"):
+        read(foreign.Folder(foreign.compressed_config(3), arrays))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_codes_of_seven_bits_keep_their_values_in_eight(symmetric: bool) -> None:
+def test_codes_of_seven_bits_keep_their_values_in_eight(
+    symmetric: bool, version: str
+) -> None:
     rng = np.random.default_rng(0)
     weight = foreign.drawn_weight(rng, 40, 256, 64, 7, symmetric=symmetric)
     folder = foreign.Folder(
         foreign.compressed_config(7, symmetric=symmetric),
-        foreign.compressed_arrays(LAYER, weight, symmetric=symmetric),
+        foreign.compressed_arrays(LAYER, weight, symmetric=symmetric, version=version),
     )
     packed = read(folder)[f"{LAYER}.weight"]
     words, _, zeros = unpack(packed)

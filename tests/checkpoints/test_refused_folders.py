@@ -165,7 +165,7 @@ def test_plain_integers_are_no_weights(tmp_path: Path, dtype: mx.Dtype) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     saved(tmp_path, CONFIG, {name: mx.ones((256, 128)).astype(dtype)})
     for read in (read_checkpoint, lambda path: open_source(path).parameters()):
-        with pytest.raises(ValueError, match=rf"'{name}' is \w+, expected floats"):
+        with pytest.raises(ValueError, match=rf"'{name}' \(\w+\) is of a quantized"):
             list(read(tmp_path))
 
 

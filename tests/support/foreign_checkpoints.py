@@ -78,6 +78,17 @@ def bit_stream(values: np.ndarray, bits: int) -> np.ndarray:
     return octets.view(np.int32)
 
 
+def padded_words(values: np.ndarray, bits: int) -> np.ndarray:
+    """Packs the last axis into int32 words of 32 // bits values, low bits first."""
+    in_word = 32 // bits
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % in_word)]
+    runs = np.pad(values, padding).reshape(*values.shape[:-1], -1, in_word)
+    words = (runs.astype(np.uint64) << np.arange(in_word, dtype=np.uint64) * bits).sum(
+        -1
+    )
+    return words.astype(np.uint32).view(np.int32)
+
+
 def gptq_arrays(layer: str, weight: IntegerWeight, version: int) -> dict:
     """The arrays of a GPTQ layer; version 1 stores zero points minus one."""
     zeros = weight.zeros.T - (1 if version == 1 else 0)
@@ -106,16 +117,21 @@ def awq_arrays(layer: str, weight: IntegerWeight) -> dict:
     }
 
 
-def compressed_arrays(layer: str, weight: IntegerWeight, *, symmetric: bool) -> dict:
+def compressed_arrays(
+    layer: str, weight: IntegerWeight, *, symmetric: bool, version: str = "0.18"
+) -> dict:
     """The arrays of a compressed-tensors layer, pack-quantized."""
+    words = bit_stream if version == "0.18" else padded_words
     arrays = {
-        f"{layer}.weight_packed": bit_stream(weight.codes, weight.bits),
+        f"{layer}.weight_packed": words(weight.codes, weight.bits),
         f"{layer}.weight_scale": weight.scales,
         f"{layer}.weight_shape": np.array(weight.codes.shape, np.int64),
         f"{layer}.weight_g_idx": weight.groups_of_columns.astype(np.int32),
     }
     if not symmetric:
-        zeros = bit_stream(weight.zeros.T, weight.bits).T
+        zeros = words(weight.zeros.T, weight.bits).T
+        if version == "0.9":
+            zeros = (weight.zeros - 2 ** (weight.bits - 1)).astype(np.int8)
         arrays[f"{layer}.weight_zero_point"] = zeros
     return arrays
 

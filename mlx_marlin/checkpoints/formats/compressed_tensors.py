@@ -5,6 +5,10 @@ bits along k, low bits first, of codes plus 2^(bits - 1); `weight_scale` [n, gro
 `weight_zero_point` int32 [ceil(n * bits / 32), groups], a stream along n of the same
 kind; `weight_g_idx` int32 [k]; `weight_shape` (n, k).
 
+Before version 0.18 no code crosses a word: each holds 32 // bits codes, and its highest
+bits are not used. Versions up to 0.9 may have zero points that are not packed, int8 [n,
+groups], without 2^(bits - 1).
+
 `formats.floating` has the layouts of nvfp4-pack-quantized and mxfp4-pack-quantized.
 """
 
@@ -17,6 +21,7 @@ from mlx_marlin.checkpoints.formats import floating
 from mlx_marlin.checkpoints.formats.integers import (
     WHOLE_ROW,
     Scheme,
+    columns_of_padded_words,
     columns_of_words,
     integer_weight,
     layer_of,
@@ -164,15 +169,21 @@ def _integers(folder: Folder, layer: str, known: list[Scheme]) -> StoredWeight:
         known,
         zeros=f"{layer}.weight_zero_point",
         order=f"{layer}.weight_g_idx",
-        widths=[(b, k) for b in WIDTHS if -(-k * b // 32) == packed.shape[1]],
+        widths=[(b, k) for b in WIDTHS if packed.shape[1] in _words(b, k)],
         groups=groups,
     )
     bits = own.bits
-    codes = columns_of_words(packed, bits, k)
+    unpack = columns_of_words
+    if packed.shape[1] != _words(bits, k)[0]:
+        unpack = columns_of_padded_words
+    codes = unpack(packed, bits, k)
     zeros = None
     if own.zeros is not None:
-        stored = mx.contiguous(folder.read(own.zeros).T)
-        zeros = columns_of_words(stored, bits, n).T.astype(mx.int32)
+        stored = folder.read(own.zeros)
+        if stored.dtype == mx.int8:
+            zeros = _zeros_of_int8(stored, bits)
+        else:
+            zeros = unpack(mx.contiguous(stored.T), bits, n).T.astype(mx.int32)
         if own.symmetric:
             own.check_zeros(zeros, 2 ** (bits - 1))
             zeros = None
@@ -189,6 +200,22 @@ def _integers(folder: Folder, layer: str, known: list[Scheme]) -> StoredWeight:
         k=k,
         order=own.column_order(folder, groups),
     )
+
+
+def _words(bits: int, count: int) -> tuple[int, int]:
+    """Returns the words of a stream of codes, and of codes that cross no word."""
+    return -(-count * bits // 32), -(-count // (32 // bits))
+
+
+def _zeros_of_int8(stored: mx.array, bits: int) -> mx.array:
+    middle = 2 ** (bits - 1)
+    zeros = stored.astype(mx.int32) + middle
+    if not mx.all((zeros >= 0) & (zeros < 2 * middle)):
+        raise ValueError(
+            f"zero points from {stored.min().item()} to {stored.max().item()}, "
+            f"expected {-middle} to {middle - 1} for {bits} bits"
+        )
+    return zeros
 
 
 def _shape(folder: Folder, layer: str, packed: mx.array) -> tuple[int, int]:

@@ -238,12 +238,25 @@ def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:
     Raises:
         ValueError: If there are more or fewer words than that, or of another dtype.
     """
-    if words.dtype not in (mx.int32, mx.uint32) or not words.ndim:
-        raise ValueError(f"words {words.dtype} {words.shape}, expected int32")
     needed = -(-count * bits // 32)
-    if words.shape[-1] != needed:
-        raise ValueError(f"{words.shape[-1]} words, expected {needed}")
+    _check_words(words, needed)
     # Codes are read by runs that end where a word ends.
     padding = -needed % bits
     whole = mx.pad(words.view(mx.uint32), [(0, 0)] * (words.ndim - 1) + [(0, padding)])
     return codes_of_words(whole, bits)[..., :count]
+
+
+def columns_of_padded_words(words: mx.array, bits: int, count: int) -> mx.array:
+    """Returns what `columns_of_words` does if no integer crosses a word."""
+    in_word = 32 // bits
+    _check_words(words, -(-count // in_word))
+    shifts = mx.arange(in_word, dtype=mx.uint32) * bits
+    codes = (words.view(mx.uint32)[..., None] >> shifts) & ((1 << bits) - 1)
+    return codes.astype(mx.uint8).reshape(*words.shape[:-1], -1)[..., :count]
+
+
+def _check_words(words: mx.array, needed: int) -> None:
+    if words.dtype not in (mx.int32, mx.uint32) or not words.ndim:
+        raise ValueError(f"words {words.dtype} {words.shape}, expected int32")
+    if words.shape[-1] != needed:
+        raise ValueError(f"{words.shape[-1]} words, expected {needed}")
