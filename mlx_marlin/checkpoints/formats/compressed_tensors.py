@@ -209,7 +209,7 @@ def _words(bits: int, count: int) -> tuple[int, int]:
 
 def _zeros_of_int8(stored: mx.array, bits: int) -> mx.array:
     middle = 2 ** (bits - 1)
-    zeros = stored.astype(mx.int32) + middle
+    zeros: mx.array = stored.astype(mx.int32) + middle
     if not mx.all((zeros >= 0) & (zeros < 2 * middle)):
         raise ValueError(
             f"zero points from {stored.min().item()} to {stored.max().item()}, "
