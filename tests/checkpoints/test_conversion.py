@@ -135,6 +135,33 @@ def test_layers_of_mlx_that_do_not_match_stay_as_they_are(tmp_path: Path) -> Non
     assert "model.layers.0.mlp.up_proj.words" in arrays
 
 
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+def test_a_quantization_that_no_weight_would_get_is_refused(
+    tmp_path: Path, layout: str
+) -> None:
+    write(tmp_path / "source", "plain")
+    converted(tmp_path, layout=layout, quantization=Quantization(bits=4))
+    write(tmp_path / "foreign", "gptq")
+    how = Quantization(bits=8)
+    for source, only in (("result", None), ("result", "mlp"), ("foreign", "_proj")):
+        for dry_run in (True, False):
+            options = {"quantization": how, "only": only, "dry_run": dry_run}
+            rows = convert(open_source(tmp_path / source), tmp_path / "new", **options)
+            said = rf"{source}: bits=8 \(affine\).*quantized already.*plain original"
+            with pytest.raises(ValueError, match=said):
+                next(rows)
+    assert not (tmp_path / "new").exists()
+
+
+def test_plain_weights_among_quantized_ones_are_quantized(tmp_path: Path) -> None:
+    write(tmp_path / "source", "gptq")
+    rows = converted(tmp_path, quantization=Quantization(bits=8))
+    targets = {row.name: row.target for row in rows}
+    assert targets["lm_head.weight"] == "affine 8-bit, group 64, marlin layout"
+    up = targets["model.layers.0.mlp.up_proj.weight"]
+    assert up == "zero_point 4-bit, group 64, marlin layout"
+
+
 def test_packed_layers_that_do_not_match_stay_packed(tmp_path: Path) -> None:
     write(tmp_path / "source", "plain")
     # MLX has no such groups.

@@ -23,6 +23,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.checkpoints.saving import save
+from mlx_marlin.lm.warn_once import forget
 from support import oracles
 from support.foreign_models import CONFIG, write
 from support.models import Tokenizer
@@ -83,6 +84,39 @@ def test_layers_in_a_format_of_mlx_become_its_own(tmp_path: Path) -> None:
     assert_same_answers(model, reference(exact))
     stock, _ = utils.load_model(tmp_path / "saved")
     assert mx.array_equal(model(TOKENS), stock(TOKENS))
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "symmetric"])
+@pytest.mark.parametrize("layout", ["", "mlx", "marlin"])
+def test_scales_have_the_dtype_of_the_model_where_that_rounds_none(
+    tmp_path: Path, name: str, layout: str, is_exact: bool
+) -> None:
+    path = tmp_path / "source"
+    write(path, name)
+    file = path / "model.safetensors"
+    arrays = {}
+    for key, array in mx.load(str(file)).items():
+        is_scale = "scale" in key
+        keeps = array.dtype != mx.float16 or (is_scale and not is_exact)
+        rounded = array if keeps else array.astype(mx.bfloat16)
+        arrays[key] = rounded.astype(mx.float16) if is_scale else rounded
+    mx.save_safetensors(str(file), arrays)
+
+    def loaded() -> mx.Dtype:
+        if layout:
+            [*convert(open_source(path), tmp_path / "result", layout=layout)]
+        forget()
+        model = load_model(open_source(tmp_path / "result" if layout else path))
+        return model(TOKENS).dtype
+
+    if is_exact:
+        assert loaded() == mx.bfloat16
+        return
+    said = r"scales of float16 and other weights of bfloat16.* activations .* float32"
+    with pytest.warns(RuntimeWarning, match=said) as warned:
+        assert loaded() == mx.float32
+    assert len(warned) == (2 if layout else 1)  # by the conversion and by loading
 
 
 @pytest.mark.parametrize(("generation", "ends"), [(None, 7), ([7, 9], [7, 9])])

@@ -106,6 +106,7 @@ def convert(
     if destination.exists():
         raise ValueError(f"{destination} exists, expected the name of a new folder")
     _check_matches(source, pattern)
+    _check_quantizes(source, pattern, quantization)
     records = Records()
     rows = _rows(source, layout, quantization, pattern, records)
     if dry_run:
@@ -133,6 +134,28 @@ def _check_matches(source: ModelSource, pattern: re.Pattern[str] | None) -> None
             f"only={pattern.pattern!r} matches no parameter of {source.path}, expected "
             f"a pattern of names such as {names[0]!r}"
         )
+
+
+def _check_quantizes(
+    source: ModelSource,
+    pattern: re.Pattern[str] | None,
+    quantization: Quantization | None,
+) -> None:
+    """Raises a ValueError if a quantization is asked for that no weight would get."""
+    if quantization is None:
+        return
+    for name in source.plain_matrices():
+        # `sanitize` renames others, so that nothing is known of them yet.
+        is_known = source.layer(name.rpartition(".")[0]) is not None
+        matches = pattern is None or pattern.search(name) is not None
+        if not is_known or (matches and _quantization(source, name, quantization)):
+            return
+    raise ValueError(
+        f"{source.path}: bits={quantization.bits} ({quantization.mode}) is for plain "
+        f"weights, and all that were asked for are quantized already: convert the "
+        f"plain original, or what `mlx_lm.convert --dequantize` makes of a folder in "
+        f"MLX's layout, which keeps its errors; without bits, formats stay"
+    )
 
 
 def _rows(

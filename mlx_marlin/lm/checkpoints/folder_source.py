@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 from mlx_marlin.lm.checkpoints import experts
 from mlx_marlin.lm.checkpoints.folding import fold_orders
-from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
+from mlx_marlin.lm.checkpoints.model_source import NARROW, ModelSource, Value
 from mlx_marlin.lm.module_tree import natural_key
 
 ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
@@ -29,6 +30,7 @@ WEIGHT_FILES = (
     *("*.msgpack", "*.onnx", "*.onnx_data", "*.tflite"),
 )
 """Files of a folder that a conversion replaces, and weights in other containers."""
+FLOATS = ("F16", "BF16", "F32")
 FLOATING = {16: "nvfp4", 32: "mxfp4"}
 """Modes with a byte for each scale, by the group size."""
 _replacing = threading.Lock()
@@ -52,11 +54,23 @@ class FolderSource(ModelSource):
         self.config = self._folder.config
         check_code(self.config, str(path / "config.json"))
         self._method, self._settings = method_of(self._folder)
+        self._plain_dtype: mx.Dtype | None = None
         self._stored_widths: set[tuple[int, int]] = set()
 
     def names(self) -> list[str]:
         """Returns the names of all stored arrays, before they are renamed."""
         return [*self._folder.arrays]
+
+    def plain_matrices(self) -> list[str]:
+        """Returns the names, not renamed yet, of arrays of floats of several axes."""
+        is_ours = bool(marlin_folder.layers_of(self._folder))
+        return [
+            tensor.name
+            for tensor in reading.folder_tensors(self._folder, for_model=not is_ours)
+            if tensor.format in FLOATS
+            and len(tensor.shape) > 1
+            and tensor.name.rpartition(".")[2] not in ROWS[1:]
+        ]
 
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
@@ -68,6 +82,7 @@ class FolderSource(ModelSource):
             return
         arrays = self._renamed(reading.folder_tensors(self._folder, for_model=True))
         self._drop_heads_of_embeddings(arrays)
+        self._plain_dtype = _plain_dtype(arrays)
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
         self.folded = fold_orders(arrays, module)
@@ -142,7 +157,7 @@ class FolderSource(ModelSource):
                 weight = mlx_folder.stored_weight(rows, self._settings, entry, k)
             else:
                 weight = self._foreign_weight(layer, rows)
-            return weight.checked()
+            return _with_dtype(weight.checked(), self._plain_dtype)
 
     def _foreign_weight(self, layer: str, rows: dict[str, mx.array]) -> StoredWeight:
         codes, scales = rows["weight"], rows["scales"]
@@ -224,6 +239,28 @@ def _no_dequantizing(method: str) -> Iterator[None]:
             yield
         finally:
             mx.dequantize = original
+
+
+def _plain_dtype(arrays: dict[str, mx.array]) -> mx.Dtype | None:
+    """Returns the dtype of 16 bits that all plain weights have; None if none is so."""
+    layers = {name.rpartition(".")[0] for name in arrays if name.endswith(".scales")}
+    plain = (a for name, a in arrays.items() if name.rpartition(".")[0] not in layers)
+    found = {array.dtype for array in plain}.intersection(NARROW)
+    return found.pop() if len(found) == 1 else None
+
+
+def _with_dtype(weight: StoredWeight, dtype: mx.Dtype | None) -> StoredWeight:
+    """Returns a weight with scales of the model's dtype, if that rounds none.
+
+    MLX's product of scales and activations of two dtypes is float32.
+    """
+    if dtype is None or weight.scales.dtype not in NARROW:
+        return weight
+    parts = {"scales": weight.scales, "biases": weight.biases}
+    stored = {name: array for name, array in parts.items() if array is not None}
+    cast = {name: array.astype(dtype) for name, array in stored.items()}
+    is_exact = all(mx.array_equal(cast[name], stored[name]) for name in stored)
+    return replace(weight, **cast) if is_exact else weight
 
 
 def _are_equal(own: dict[str, mx.array], other: dict[str, mx.array]) -> bool:

@@ -43,6 +43,14 @@ class GgufSource(ModelSource):
         """Returns the names of all parameters."""
         return [tensor.name for tensor in self._tensors]
 
+    def plain_matrices(self) -> list[str]:
+        """Returns the names of arrays of floats of several axes."""
+        return [
+            tensor.name
+            for tensor in self._tensors
+            if tensor.format in PLAIN and len(tensor.shape) > 1
+        ]
+
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
         self.drop_absent_layers(self._tensors)

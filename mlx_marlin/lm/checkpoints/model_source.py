@@ -12,11 +12,46 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
+from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.regular_files import quoted
 from mlx_marlin.versions import describe
+from mlx_marlin.weights.dtypes import dtype_name
 
 Value = StoredWeight | PackedLayer | mx.array
 """What a parameter is: a weight in rows of codes or packed, or an array."""
+NARROW = (mx.float16, mx.bfloat16)
+
+
+class Dtypes:
+    """Dtypes of 16 bits of the scales of a model, and of its plain weights."""
+
+    def __init__(self) -> None:
+        self._scales: set[mx.Dtype] = set()
+        self._plain: set[mx.Dtype] = set()
+
+    def add(self, name: str, value: Value) -> None:
+        """Adds those of a parameter, but not of biases, which layers may lack."""
+        if isinstance(value, mx.array):
+            own, dtype = self._plain, value.dtype
+        else:
+            weight = value.weight if isinstance(value, PackedLayer) else value
+            own, dtype = self._scales, weight.scales.dtype
+        if dtype in NARROW and not name.endswith(".bias"):
+            own.add(dtype)
+
+    def tell(self, path: Path) -> None:
+        """Warns that activations become float32, because two dtypes meet."""
+        if self._scales and self._plain and len(self._scales | self._plain) > 1:
+            scales, plain = (
+                " and ".join(sorted(map(dtype_name, each)))
+                for each in (self._scales, self._plain)
+            )
+            warn_once(
+                f"dtypes: {path}",
+                f"{path} has scales of {scales} and other weights of {plain}, which "
+                f"have no common dtype but float32: so activations and the cache are "
+                f"float32. model.set_dtype(mlx.core.float16) rounds the latter",
+            )
 
 
 class ModelSource(ABC):
@@ -38,6 +73,10 @@ class ModelSource(ABC):
         """Returns the names of all stored arrays, before they are renamed."""
 
     @abstractmethod
+    def plain_matrices(self) -> list[str]:
+        """Returns the names, not renamed yet, of arrays of floats of several axes."""
+
+    @abstractmethod
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields what `parameters` does, without comparing it with the model."""
 
@@ -52,16 +91,21 @@ class ModelSource(ABC):
             ValueError: If a tensor is malformed, the model has no parameter of its name
                 and shape, or, at the end, a parameter of the model was not there.
         """
-        missing = set(self._shapes)
+        missing, dtypes = set(self._shapes), Dtypes()
         # `filter` and `chain` keep no reference to what they have yielded.
-        known = filter(partial(self._has_place, missing), self.stored_parameters())
-        return chain(known, self._completed(missing))
+        known = filter(
+            partial(self._has_place, missing, dtypes), self.stored_parameters()
+        )
+        return chain(known, self._completed(missing, dtypes))
 
-    def _completed(self, missing: set[str]) -> Iterator[tuple[str, Value]]:
+    def _completed(
+        self, missing: set[str], dtypes: Dtypes
+    ) -> Iterator[tuple[str, Value]]:
         """Yields nothing, and raises a ValueError if parameters are missing.
 
         `sanitize` removes layers from some models, such as the output of a tied one.
         """
+        dtypes.tell(self.path)
         layers = {name: self.layer(name.rpartition(".")[0]) for name in missing}
         absent = sorted(name for name, layer in layers.items() if layer is not None)
         if absent:
@@ -71,7 +115,9 @@ class ModelSource(ABC):
             )
         yield from ()
 
-    def _has_place(self, missing: set[str], parameter: tuple[str, Value]) -> bool:
+    def _has_place(
+        self, missing: set[str], dtypes: Dtypes, parameter: tuple[str, Value]
+    ) -> bool:
         """Returns whether the model has a parameter, which is then not missing."""
         name, value = parameter
         expected = self._shapes.get(name)
@@ -94,6 +140,7 @@ class ModelSource(ABC):
                 f"nothing says what its integers stand for"
             )
         missing.discard(name)
+        dtypes.add(name, value)
         return True
 
     def sanitized(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
