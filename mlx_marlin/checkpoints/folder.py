@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,27 @@ class Folder:
             loaded = _load(file)
             unread = self._unread[file] = loaded
         return unread.pop(name)
+
+    @cached_property
+    def columns(self) -> dict[str, int]:
+        """Columns of the layers of mlx-lm's model; none if it has no such model."""
+        try:
+            layers = new_model(self.config).named_modules()
+        except Exception:  # it does not check configs, and need not be installed
+            return {}
+        return {name: own.weight.shape[-1] for name, own in layers if "weight" in own}
+
+
+def new_model(config: dict[str, Any]) -> Any:
+    """Returns mlx-lm's model of a config; its random parameters are never computed.
+
+    Raises:
+        Exception: Of any kind: mlx-lm does not check the values of a config.
+    """
+    from mlx_lm import utils
+
+    model_class, arguments = utils._get_classes(config)
+    return model_class(arguments.from_dict(config))
 
 
 def check_sizes(path: Path, config: dict[str, Any]) -> dict[str, list[int]]:

@@ -11,10 +11,10 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
+from mlx_marlin.checkpoints.folder import new_model
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
-from mlx_marlin.lm.checkpoints.model_source import new_model
 from support import foreign_checkpoints as foreign
 from support.foreign_models import CONFIG, shapes, write
 

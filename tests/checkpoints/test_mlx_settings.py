@@ -15,6 +15,7 @@ from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model, needs_import
+from mlx_marlin.weights.packed_weight import PackedWeight
 from support.foreign_models import CONFIG, FORMATS, write_llama
 
 MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
@@ -106,6 +107,39 @@ def test_models_are_those_of_mlx_lm(tmp_path: Path, name: str) -> None:
     assert mx.array_equal(stock(TOKENS), ours(TOKENS))
 
 
+def formats_of(model: Any) -> dict[str, tuple]:
+    return {
+        f"{name}.weight": (
+            layer.mode,
+            layer.bits,
+            layer.group_size,
+            *layer.weight.shape,
+        )
+        for name, layer in model.named_modules()
+        if "scales" in layer
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_read_in_the_formats_of_mlx_lm(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "source", *MODELS[name])
+    stock, _ = utils.load_model(path)
+    read = dict(read_checkpoint(path)).items()
+    found = {
+        name: (w.mode, w.bits, w.group_size, *w.batch, w.n, w.k * w.bits // 32)
+        for name, w in read
+        if isinstance(w, PackedWeight)
+    }
+    assert found == formats_of(stock)
+
+
+def test_layers_without_a_model_have_the_usual_format(tmp_path: Path) -> None:
+    path = write(tmp_path / "source", CONFIG, AFFINE, {}, {})
+    (path / "config.json").write_text(json.dumps({"quantization": AFFINE}))
+    read = dict(read_checkpoint(path))
+    assert read["model.layers.0.mlp.down_proj.weight"].k == 256
+
+
 def test_layers_that_the_model_drops_may_be_of_any_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,9 +202,11 @@ def test_a_format_that_shapes_do_not_tell_is_refused(tmp_path: Path) -> None:
     formats = {ATTENTION: {"group_size": 32, "bits": 8}}
     usual = {"group_size": 64, "bits": 6}
     path = write(tmp_path / "source", CONFIG, usual, formats, {})
+    assert [*read_checkpoint(path)]
+    assert [*open_source(path).parameters()]
+    (path / "config.json").write_text(json.dumps({"quantization": usual}))  # no model
     with pytest.raises(ValueError, match=rf"'{ATTENTION}\.weight'.* does not name the"):
         list(read_checkpoint(path))
-    assert [*open_source(path).parameters()]
 
 
 def test_settings_inside_of_text_config_are_gone_after_a_conversion(

@@ -1,8 +1,9 @@
 """Reads MLX's own checkpoints: `weight`, `scales` and `biases` of a quantized layer.
 
 mlx-lm gives a layer that `quantization` names what stands there and nothing else. For
-the others it infers the format from the shapes, of which k is the model's: without a
-model, bits times group size is all that the shapes tell.
+the others it infers the format from the shapes, of which k is the model's: without
+mlx-lm's model bits times group size is all that the shapes tell, and they have the
+usual format if it fits.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,9 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
         for part in PARTS
         if part in PARTS[:2] or f"{layer}.{part}" in folder.arrays
     }
-    return stored_weight(arrays, settings, _entry(settings, layer))
+    entry = _entry(settings, layer)
+    k = folder.columns.get(layer) if entry is None else None
+    return stored_weight(arrays, settings, entry, k)
 
 
 def stored_weight(

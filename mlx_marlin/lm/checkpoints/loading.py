@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_marlin.checkpoints.folder import check_sizes, naming, read_json
+from mlx_marlin.checkpoints.folder import check_sizes, naming, new_model, read_json
 from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.gguf import quantization_of
 from mlx_marlin.checkpoints.location import check_files, gguf_file
@@ -22,7 +22,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource, open_source
-from mlx_marlin.lm.checkpoints.model_source import ModelSource, new_model
+from mlx_marlin.lm.checkpoints.model_source import ModelSource
 from mlx_marlin.lm.checkpoints.saving import keep_config
 from mlx_marlin.lm.known_layers import marlin_experts
 from mlx_marlin.lm.stock_layers import keep_on_stock

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_marlin.checkpoints.folder import new_model
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.regular_files import quoted
@@ -209,19 +210,6 @@ class ModelSource(ABC):
         except (KeyError, IndexError, TypeError):
             return None
         return module
-
-
-def new_model(config: dict[str, Any]) -> nn.Module:
-    """Returns mlx-lm's model of a config; its random parameters are never computed.
-
-    Raises:
-        Exception: Of any kind: mlx-lm does not check the values of a config.
-    """
-    from mlx_lm import utils
-
-    model_class, arguments = utils._get_classes(config)
-    model: nn.Module = model_class(arguments.from_dict(config))
-    return model
 
 
 def _is_whole(value: Value) -> TypeGuard[mx.array]:
