@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import safetensors_header
@@ -84,13 +85,13 @@ class Folder:
     def columns(self) -> dict[str, int]:
         """Columns of the layers of mlx-lm's model; none if it has no such model."""
         try:
-            layers = new_model(self.config).named_modules()
+            layers: Any = new_model(self.config).named_modules()
         except Exception:  # it does not check configs, and need not be installed
             return {}
         return {name: own.weight.shape[-1] for name, own in layers if "weight" in own}
 
 
-def new_model(config: dict[str, Any]) -> Any:
+def new_model(config: dict[str, Any]) -> nn.Module:
     """Returns mlx-lm's model of a config; its random parameters are never computed.
 
     Raises:
@@ -99,7 +100,8 @@ def new_model(config: dict[str, Any]) -> Any:
     from mlx_lm import utils
 
     model_class, arguments = utils._get_classes(config)
-    return model_class(arguments.from_dict(config))
+    model: nn.Module = model_class(arguments.from_dict(config))
+    return model
 
 
 def check_sizes(path: Path, config: dict[str, Any]) -> dict[str, list[int]]:

@@ -256,11 +256,12 @@ def _with_dtype(weight: StoredWeight, dtype: mx.Dtype | None) -> StoredWeight:
     """
     if dtype is None or weight.scales.dtype not in NARROW:
         return weight
-    parts = {"scales": weight.scales, "biases": weight.biases}
-    stored = {name: array for name, array in parts.items() if array is not None}
-    cast = {name: array.astype(dtype) for name, array in stored.items()}
-    is_exact = all(mx.array_equal(cast[name], stored[name]) for name in stored)
-    return replace(weight, **cast) if is_exact else weight
+    scales, biases = weight.scales.astype(dtype), None
+    is_exact = bool(mx.array_equal(scales, weight.scales))
+    if weight.biases is not None:
+        biases = weight.biases.astype(dtype)
+        is_exact = is_exact and bool(mx.array_equal(biases, weight.biases))
+    return replace(weight, scales=scales, biases=biases) if is_exact else weight
 
 
 def _are_equal(own: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
