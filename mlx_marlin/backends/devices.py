@@ -10,8 +10,13 @@ from mlx_marlin.planning.device import PlanningDevice, UnknownDeviceError
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
 """Names the device to plan for: "Apple M3 Max", "Apple M3 Max, 30 cores" or "NVIDIA
 H200"."""
-WISH = re.compile(r"(?P<name>[^:,]+?)([:,]\s*(?P<cores>\d+)(\s*cores?)?)?")
-"""Format of that variable."""
+NAME = re.compile(
+    r"\s*(?P<name>[^:,]+?)"
+    r"([:,]\s*(?P<cores>\d+)(\s*cores?)?"
+    r"|(\s+with)?\s+(?P<units>\d+)[\s-](GPU\s+)?(cores?|multiprocessors)(\s+GPU)?)?\s*",
+    re.IGNORECASE,
+)
+"""A device as users name it, and as `variant` does."""
 
 
 @state.cache()
@@ -33,7 +38,7 @@ def current(backend: str | None = None) -> PlanningDevice:
     if not wish:
         return _detected(backend).in_mlx()
     try:
-        device = parse(wish, backend)
+        device = named(wish, first=backend)
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT}={wish!r}: {error}") from None
     return device.in_mlx()
@@ -45,17 +50,30 @@ def named(
     """Returns a device by its name.
 
     Args:
-        name: A name such as "Apple M3 Max", "M3 Max", "NVIDIA H200" or "H200".
-        cores: GPU cores or multiprocessors. Default: the largest variant's.
+        name: "Apple M3 Max", "M3 Max", "NVIDIA H200" or "H200", or the same with a
+            number of cores: "M3 Max, 30 cores", "M3 Max:30", or a `variant`.
+        cores: GPU cores or multiprocessors. Default: the name's, or the largest
+            variant's.
         first: The back end to ask first.
 
     Raises:
-        ValueError: If no back end knows the name.
+        ValueError: If no back end knows the name, or it contradicts `cores`.
     """
+    parts = NAME.fullmatch(name)
+    if parts is None:
+        raise ValueError(
+            f"device {name!r:.200}, expected a chip, and its core count if need be, as "
+            f"in 'Apple M3 Max' or 'Apple M3 Max, 30 cores'"
+        )
+    own = parts["cores"] or parts["units"]
+    if own is not None:
+        if cores not in (None, int(own)):
+            raise ValueError(f"cores={cores}, expected those of {name!r:.200}")
+        cores = int(own)
     errors = []
     for backend in registry.every(first):
         try:
-            found: PlanningDevice = backend.find_device(name, cores)
+            found: PlanningDevice = backend.find_device(parts["name"], cores)
         except UnknownDeviceError as error:
             errors.append(error)
         else:
@@ -70,26 +88,6 @@ def is_known(device: PlanningDevice) -> bool:
     except ValueError:
         return False
     return True
-
-
-def parse(text: str, first: str | None = None) -> PlanningDevice:
-    """Returns the device that "M3 Max", "M3 Max, 30 cores" or "M3 Max:30" names.
-
-    Args:
-        text: The name.
-        first: The back end to ask first.
-
-    Raises:
-        ValueError: If the text does not name a device.
-    """
-    found = WISH.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(
-            "expected a chip, and its core count if need be, as in 'Apple M3 Max' or "
-            "'Apple M3 Max, 30 cores'"
-        )
-    cores = found["cores"]
-    return named(found["name"], int(cores) if cores else None, first)
 
 
 def _detected(name: str | None) -> PlanningDevice:

@@ -64,7 +64,8 @@ def add_chip(parser: "argparse._ActionsContainer", verb: str) -> None:
     parser.add_argument(
         "--chip",
         metavar="NAME",
-        help=f'chip to {verb} for, such as "M3 Max" or "H200"; default: this machine',
+        help=f'chip to {verb} for, such as "M3 Max", "M3 Max, 30 cores" or "H200"; '
+        f"default: this machine",
     )
 
 

@@ -53,7 +53,7 @@ def _target(device: object) -> PlanningDevice:
     if not isinstance(device, str):
         raise ValueError(f"device={device!r}: {expected}")
     try:
-        found = devices.parse(device)
+        found = devices.named(device)
     except ValueError as error:
         raise ValueError(f"device={device!r}: {error}") from None
     if registry.of_device(found) is not backend:

@@ -78,7 +78,7 @@ def test_the_graph_is_that_of_the_named_gpu(tmp_path: Path, backend: Choose) -> 
     found = {}
     for chip in (CHIP, "Apple M1, 7 cores"):
         plan = written(tmp_path / "layer.mlxfn", own, x, chip=chip)
-        found[chip] = planner.choose(plan.problem, devices.parse(chip))
+        found[chip] = planner.choose(plan.problem, devices.named(chip))
         assert plan == found[chip]
 
 

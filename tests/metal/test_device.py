@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.backends import devices
+from mlx_marlin.backends import devices, planner
+from mlx_marlin.backends.cuda.device import gpus
 from mlx_marlin.backends.metal import detection, device
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT, DEFAULT, Device
+from mlx_marlin.cli import arguments
 from mlx_marlin.planning.device import PARAVIRTUAL
 from support.processes import HANG_SECONDS
 
@@ -128,6 +130,34 @@ def test_every_variant_of_the_table_is_found_by_name_and_cores() -> None:
     assert {chip.generation for chip in KNOWN_DEVICES} == {"M1", "M2", "M3", "M4", "M5"}
     for chip in KNOWN_DEVICES:
         assert Device.named(chip.name, chip.cores) == chip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Apple M3 Max, 30 cores",
+        "m3 max:30",
+        "M3 Max, 30",
+        "Apple M3 Max 30-core GPU",
+        "Apple M3 Max with 30 GPU cores",
+        "M3 Max 30 cores",
+    ],
+)
+def test_a_name_may_have_the_cores_in_every_spelling_that_we_print(name: str) -> None:
+    chip = Device.named("Apple M3 Max", 30)
+
+    assert devices.named(name) == devices.named(name, 30) == chip
+    assert planner.plan(8, 256, 256, chip=name).device == chip
+    assert arguments.device(name) == chip
+    with pytest.raises(ValueError, match=r"^cores=40, expected those of '"):
+        devices.named(name, 40)
+
+
+def test_each_device_is_found_by_the_name_that_tells_it_from_others() -> None:
+    others = (chip.with_cores(33) for chip in (KNOWN_DEVICES[0], *gpus().values()))
+    known = {each.variant: each for each in (*KNOWN_DEVICES, *gpus().values(), *others)}
+
+    assert {name: devices.named(name) for name in known} == known
 
 
 def test_every_figure_of_the_table_has_a_source() -> None:
