@@ -48,7 +48,7 @@ def stock(call: Explained, reason: str) -> None:
 def tuned(model: str, settings: str) -> None:
     """Logs that measured settings are used for a model."""
     if is_on():
-        tell(f"{model}: tuned settings, {settings}")
+        tell(f"{model}: measured settings, {settings}")
 
 
 def _write(call: Explained, served_by: str) -> None:

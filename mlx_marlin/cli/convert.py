@@ -94,14 +94,15 @@ def run(args: argparse.Namespace) -> int:
         OSError: If a file cannot be read or written.
         ValueError: If an argument is not valid, or a weight cannot be represented.
     """
+    requantize, quantization = _requantization(args), _quantization(args)
     conversion, sources = _modules()
-    requantize = _requantization(args)
+    conversion.check(args.destination, args.layout, args.only)
     source = sources.open_source(models.downloaded(args.source), requantize)
     rows = conversion.convert(
         source,
         args.destination,
         layout=args.layout,
-        quantization=_quantization(args),
+        quantization=quantization,
         only=args.only,
         dry_run=args.dry_run,
     )

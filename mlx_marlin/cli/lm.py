@@ -75,6 +75,11 @@ def run(args: argparse.Namespace) -> int:
         ValueError: If mlx-lm has no such command, `MLX_MARLIN_OPTIONS` is malformed, or
             the model cannot be loaded.
     """
+    if args.lookup and args.lm_command not in GENERATE:
+        raise ValueError(
+            f"lm: --lookup {args.lm_command}, expected one of {', '.join(GENERATE)}, "
+            f"because other commands have no drafts"
+        )
     model = environment.model_of(args.arguments)
     if model is not None:
         models.check(model)
@@ -91,17 +96,8 @@ def run(args: argparse.Namespace) -> int:
     return _called(args.lm_command, args.arguments, model)
 
 
-def _look_up(command: str | None) -> None:
-    """Lets a command of mlx-lm draft tokens.
-
-    Raises:
-        ValueError: If it generates no text.
-    """
-    if command not in GENERATE:
-        raise ValueError(
-            f"lm: --lookup {command}, expected one of {', '.join(GENERATE)}, because "
-            f"other commands have no drafts"
-        )
+def _look_up(command: str) -> None:
+    """Lets a command of mlx-lm draft tokens."""
     from mlx_marlin.lm.drafts import install
 
     install.install()

@@ -12,7 +12,7 @@ Show who serves each layer of a model, for several numbers of rows: our kernels 
 MLX, how long it takes, and why not our kernels. The weights are not read.
 
 Times are the cost model's ("predicted"), or those that `mlx-marlin tune` has measured
-on this machine ("tuned").
+on this machine ("measured").
 """
 EPILOG = """
 examples:
@@ -36,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report and returns 0."""
-    models.check(args.model)
-    from mlx_marlin.lm.report.model_report import check, report
-
     rows = arguments.numbers(args.rows) if args.rows else ROWS
-    check(rows, args.chip)  # before the model is loaded, which takes time
+    if args.chip is not None:
+        arguments.device(args.chip)  # before the model is loaded, which takes time
+    models.check(args.model)
+    from mlx_marlin.lm.report.model_report import report
+
     model, _ = models.load(args.model, lazy=True)
     found = report(model, rows, chip=args.chip)
     json_output.write(args, found.document())

@@ -63,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
     rows = arguments.numbers(args.rows) if args.rows else ROWS
     for name in filter(None, (args.model, args.against)):
         check_location(Path(name))
-    terminal.print_note(f"loading {args.model}")
     text = None if args.text is None else regular_files.read_text(args.text)
-    report = _verify()(
+    gate = _gate()
+    gate.check(args.model, text, None, rows, args.seed, args.apply)
+    terminal.print_note(f"loading {args.model}")
+    report = gate.verify(
         args.model,
         args.against,
         text=text,
@@ -79,15 +81,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _verify() -> Any:
-    """Returns the function, whose module imports mlx-lm."""
+def _gate() -> Any:
+    """Returns the module that verifies, which imports mlx-lm."""
     try:
-        from mlx_marlin.lm.verification.gate import verify
+        from mlx_marlin.lm.verification import gate
     except ImportError as error:
         raise ImportError(
             f"verifying a model needs pip install 'mlx-marlin[lm]': {error}"
         ) from error
-    return verify
+    return gate
 
 
 def _finite(value: Any) -> Any:

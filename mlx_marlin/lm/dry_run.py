@@ -121,7 +121,7 @@ class DryRun:
         blocks = [
             (each.name, each.block, each.action, each.reason) for each in self.blocks
         ]
-        tuned = f"tuned settings, {self.tuned}" if self.tuned else None
+        tuned = f"measured settings, {self.tuned}" if self.tuned else None
         parts = (
             self.recipe,
             _table(HEADS, layers),

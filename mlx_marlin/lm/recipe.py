@@ -100,13 +100,13 @@ class Recipe:
         }
 
     def source(self, option: str) -> str:
-        """Returns where an option is from: given, tuned, measured, or a default."""
+        """Returns where an option is from: given, measured, or a default."""
         if option in self.given:
             return "given"
-        if self.raced is not None and option == "layout" and self.decides_layout:
+        is_raced = self.raced is not None and self.decides_layout
+        is_tuned = self.tuned is not None and option in DEFAULTS.options
+        if is_tuned or (is_raced and option == "layout"):
             return "measured"
-        if self.tuned is not None and option in DEFAULTS.options:
-            return "tuned"
         return f"default on {self.backend}"
 
     def __str__(self) -> str:

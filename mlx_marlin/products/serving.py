@@ -32,7 +32,7 @@ class Target:
     Attributes:
         device: The device to plan for.
         is_here: Whether this process decides, with its back end, its default device
-            and tuned results. Otherwise the model decides for a GPU of this kind.
+            and measured results. Otherwise the model decides for a GPU of this kind.
         fault: Returns why a plan's kernels must not be used here, or None. Default:
             checks kernels that nobody has checked.
     """

@@ -35,16 +35,17 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Run:
 def refused(capsys: pytest.CaptureFixture[str]) -> Run:
     """Returns what runs a command that is refused, and returns the line that says so.
 
-    It prints nothing else but which model it loads.
+    It prints nothing else, but if it `loads` a model, which one.
     """
 
-    def run(line: str, *words: object) -> str:
+    def run(line: str, *words: object, loads: bool = False) -> str:
         capsys.readouterr()
         assert main([*shlex.split(line), *map(str, words)]) == 2
         out, errors = capsys.readouterr()
         *notes, last = errors.splitlines()
         assert out == ""
         assert all(note.startswith("loading ") for note in notes)
+        assert loads or not notes
         assert last.startswith("mlx-marlin: error: ")
         return last
 

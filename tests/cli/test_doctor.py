@@ -29,7 +29,7 @@ from support.models import tiny_llama
 
 SECTIONS = [
     *("versions", "environment", "device", "back end", "compilers", "cache"),
-    *("tuned results", "tuned models", "checked kernels", "conclusion"),
+    *("measured results", "measured models", "checked kernels", "conclusion"),
 ]
 Facts = Callable[..., Any]
 

@@ -1,5 +1,6 @@
 """`mlx-marlin --help` leads to every command."""
 
+import re
 import shlex
 
 import pytest
@@ -45,3 +46,15 @@ def test_a_command_of_the_guide_takes_its_arguments(
 
     assert main(words) == 0
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_a_machine_has_timed_is_called_measured(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+
+    said = capsys.readouterr().out
+    assert f"mlx-marlin {command}" in said
+    assert re.findall(r"\btuned\b", said) == []

@@ -138,7 +138,7 @@ def test_a_model_with_an_endless_file_is_refused(
     expected = make(path)
 
     with limited():
-        error = refused(command.replace("MODEL", str(path)))
+        error = refused(command.replace("MODEL", str(path)), loads=True)
 
     assert expected in error
     assert str(path) in error

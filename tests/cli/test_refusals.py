@@ -100,10 +100,19 @@ REFUSED = {
         ("out --quantizer best", "quantizer='best', expected one of"),
         ("folder.svg", "folder.svg exists, expected the name of a new folder"),
     ],
+    "convert a/model": [
+        ("out --layout other", "layout='other', expected one of ['marlin', 'mlx']"),
+        ("out --only (", "only='(' is not a pattern"),
+        ("out --group-size x", "--group-size 'x', expected a number or channel"),
+        ("out --requantize 9", "bits=9"),
+        ("folder.svg", "folder.svg exists, expected the name of a new folder"),
+    ],
+    "lm --lookup": [("evaluate --model a/model", "--lookup evaluate, expected one of")],
     "doctor": [
         ("--rows 1,4", "--rows 1,4 requires --check"),
         ("--model some/model", "--model some/model requires --check"),
         ("--check --rows 1,x", "--rows '1,x', expected numbers such as 1,2,4,8"),
+        ("--check --model a/model --rows 0", "--rows '0', expected numbers such as"),
     ],
     "demo": [
         ("--batch 1000000000", "--batch 1000000000, expected 1 to 1024"),
@@ -111,6 +120,7 @@ REFUSED = {
         ("--batch 4 -1", "--batch -1, expected 1 to 1024"),
         ("--tokens 1000000000", "--tokens 1000000000, expected 2 to 4096"),
         ("--tokens 1", "--tokens 1, expected 2 to 4096"),
+        ("--model a/model --tokens 1", "--tokens 1, expected 2 to 4096"),
     ],
     "render": [
         ("none.json -o a.html", "error: none.json: No such file"),
@@ -148,6 +158,7 @@ NOT_MEASURED = {
         ("4x64x256 --rows 0", "--rows '0'"),
         ("4x64x256 --seconds nan", "--seconds nan"),
         ("4x64x256 --seconds 1e9", "--seconds 1000000000"),
+        ("--model x --rows 0", "--rows '0'"),
         ("--model x --streams 1,x", "--streams '1,x'"),
         ("--model x --streams 9999", "--streams 9999"),
         ("--model x --prompt 0", "--prompt 0"),
@@ -173,6 +184,7 @@ NOT_MEASURED = {
         ("a/model --group-size 64", "--group-size 64 is not for a model"),
         ("a/model --mode mxfp4", "--mode mxfp4 is not for a model"),
         ("a/model --bits 4", "--bits 4 is not for a model"),
+        ("a/model --rows 0", "--rows '0'"),
         ("a/model --streams 0", "--streams '0'"),
         ("a/model --streams 1,65", "--streams 65"),
         ("a/model --max-minutes 0", "--max-minutes 0"),

@@ -174,7 +174,7 @@ def test_what_is_missing_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
 
-    assert "needs pip install 'mlx-marlin[lm]'" in refused(f"tune {words}")
+    assert "needs pip install 'mlx-marlin[lm]'" in refused(f"tune {words}", loads=True)
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_measuring(

@@ -309,7 +309,7 @@ def test_doctor_tells_the_settings_and_the_variable(
     assert export not in out
     assert out.count("switched off by MLX_MARLIN_TUNED=0") == 2
     file.write_text("{")
-    assert f"the tuned settings in {file} are ignored" in doctor()
+    assert f"the measured settings in {file} are ignored" in doctor()
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_a_model_that_is_faster_on_stock_mlx_is_not_converted(kept: Path) -> Non
     assert dry.recipe.options["layout"] == "stock MLX"
     reason = "measured here on 2026-11-25: stock MLX is faster"
     assert {*dry.kept.values()} == {reason}
-    assert str(dry).endswith(f"tuned settings, stock MLX: {reason}")
+    assert str(dry).endswith(f"measured settings, stock MLX: {reason}")
     converted = mlx_marlin.optimize(tiny_llama(), layout="marlin")
     assert_same_model(mlx_marlin.optimize(converted), tiny_llama())
 
@@ -173,15 +173,17 @@ def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
         "stock MLX at 4 streams"
     )
     assert dry.tuned == expected
-    assert f"mlx_marlin: tiny: tuned settings, {expected}\n" in capsys.readouterr().err
+    assert (
+        f"mlx_marlin: tiny: measured settings, {expected}\n" in capsys.readouterr().err
+    )
     assert dry.recipe.options.items() >= JOINED.options.items()
     sources = {name: dry.recipe.source(name) for name in dry.recipe.options}
-    tuned = dict.fromkeys(JOINED.options, "tuned")
+    tuned = dict.fromkeys(JOINED.options, "measured")
     assert sources == dict.fromkeys(sources, "default on metal") | tuned
     named = mlx_marlin.optimize(tiny_llama(), dry_run=True, join=True)
     assert named.recipe.source("join") == "given"
     assert named.tuned is None
-    assert str(dry).endswith(f"tuned settings, {expected}")
+    assert str(dry).endswith(f"measured settings, {expected}")
     assert str(named).endswith(str(dry).partition("\nlayer")[2].rpartition("\n")[0])
 
 

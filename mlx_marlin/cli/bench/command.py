@@ -108,11 +108,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the times; returns 1 if a product of ours was wrong or a kernel failed."""
     _check_arguments(args)
-    if args.model:
-        models.check(args.model)
     problems = _problems(args)
     for problem in problems:
         products.check(problem)
+    if args.model:
+        models.check(args.model)
     clock = models.clock(args.seconds)
     result = ResultFile(
         machine=machine.facts(eligibility.target()), date=date.today().isoformat()

@@ -19,8 +19,8 @@ OFF = "switched off by MLX_MARLIN_TUNED=0"
 """Said of results that are there and not used."""
 
 DESCRIPTION = """
-Show versions, the device, the back end, compilers, the cache, tuned results and checked
-kernels, and conclude whether the kernels of this package can run on this machine.
+Show versions, the device, the back end, compilers, the cache, measured results and
+checked kernels, and conclude whether the kernels of this package can run here.
 """
 EPILOG = """
 The exit status is 1 if the kernels of this package cannot run, and 0 otherwise.
@@ -88,8 +88,8 @@ def report(facts: Facts) -> str:
         "back end": (facts["back_end"], _listed),
         "compilers": (facts["compilers"], _listed),
         "cache": (facts["cache"], _cache),
-        "tuned results": (facts["tuned"], _tuned),
-        "tuned models": (facts["models"], _models),
+        "measured results": (facts["tuned"], _tuned),
+        "measured models": (facts["models"], _models),
         "checked kernels": (facts["verdicts"], _verdicts),
         "conclusion": (facts, _conclusion),
     }

@@ -85,8 +85,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes products, then models; returns 1 if the result of a plan was wrong."""
-    _check_arguments(args)
     streams = model.streams(args)
+    _check_arguments(args)
     names = [] if args.no_model else _model_names(args)
     found = _tunable(problems(args))
     if args.json is not None and (args.dry_run or not found):
@@ -123,7 +123,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     arguments.check_range("--seconds", args.seconds, LEAST_SECONDS, MAX_SECONDS)
     if args.clear and args.dry_run:
         raise ValueError("--clear and --dry-run exclude each other: use one of them")
+    if args.rows:
+        arguments.numbers(args.rows)
     for name in _model_names(args):
+        arguments.refuse_format_of_model(args, name)
         try:
             models.check(name)
         except (ValueError, OSError) as error:
@@ -239,7 +242,6 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
 
     The weights are not read.
     """
-    arguments.refuse_format_of_model(args, name)
     layouts = LAYOUTS if args.layout == BOTH else (args.layout or _usual_layout(),)
     found, others = models.products(name, layouts)
     if others:

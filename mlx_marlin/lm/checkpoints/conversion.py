@@ -100,11 +100,7 @@ def convert(
         ValueError: If an argument is not valid, or a weight cannot be represented; the
             message names the tensor.
     """
-    if layout not in TARGETS:
-        raise ValueError(f"layout={layout!r}, expected one of {[*TARGETS]}")
-    pattern = _pattern(only)
-    if destination.exists():
-        raise ValueError(f"{destination} exists, expected the name of a new folder")
+    pattern = check(destination, layout, only)
     _check_matches(source, pattern)
     _check_quantizes(source, pattern, quantization)
     records = Records()
@@ -118,7 +114,12 @@ def convert(
         write_config(source.config, records, folder)
 
 
-def _pattern(only: str | None) -> re.Pattern[str] | None:
+def check(destination: Path, layout: str, only: str | None) -> re.Pattern[str] | None:
+    """Checks arguments of `convert` before anything is read; returns the pattern."""
+    if layout not in TARGETS:
+        raise ValueError(f"layout={layout!r}, expected one of {[*TARGETS]}")
+    if destination.exists():
+        raise ValueError(f"{destination} exists, expected the name of a new folder")
     try:
         return None if only is None else re.compile(only)
     except re.error as error:

@@ -105,7 +105,7 @@ def report(
         model: An mlx-lm model or any other `nn.Module`, converted or not.
         rows: Numbers of rows of the activations.
         chip: Name such as "Apple M3 Max" or "NVIDIA H200": the cost model decides for
-            a GPU of this kind. Default: what this process does, tuned results included.
+            a GPU of this kind. Default: what this process does, with measured results.
 
     Returns:
         The report; `str(report)` is a table, `report.document()` a value for JSON.

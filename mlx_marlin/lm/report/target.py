@@ -33,7 +33,7 @@ class Target:
     Attributes:
         device: The device to plan for.
         is_here: Whether this process decides, with its back end, its default device
-            and tuned results. Otherwise the model decides for a GPU of this kind.
+            and measured results. Otherwise the model decides for a GPU of this kind.
         tuned: The settings that tuning found for the model, which `optimize` uses.
         layout: The layout that tuning or the race found for the model, or None.
     """

@@ -1,4 +1,4 @@
-"""Finds the tuned settings of a model: what `optimize` without arguments uses."""
+"""Finds the measured settings of a model: what `optimize` without arguments uses."""
 
 import os
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The machine that tuned settings of a model hold for, found without starting MLX."""
+"""The machine for which a model's settings were measured, found without MLX."""
 
 import re
 from dataclasses import dataclass

@@ -197,6 +197,6 @@ def _differences(written: ModelMachine, here: ModelMachine) -> str:
 def _warn(path: Path, reason: str) -> None:
     warn_once(
         f"tuned model {path}",
-        f"the tuned settings in {path} are ignored: {reason}; `mlx-marlin tune MODEL` "
-        f"measures them again",
+        f"the measured settings in {path} are ignored: {reason}; "
+        f"`mlx-marlin tune MODEL` measures them again",
     )

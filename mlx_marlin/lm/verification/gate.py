@@ -79,7 +79,7 @@ def verify(
         ValueError: If an argument or a file is not valid, the model has no quantized
             layer, or the source is not one of this model.
     """
-    _check(model, text, tokenizer, rows, seed, apply)
+    check(model, text, tokenizer, rows, seed, apply)
     source = None if against is None else open_source(against)
     subject, tokenizer = _opened(model, tokenizer)
     layers = [*checked_layers(subject)]
@@ -147,7 +147,7 @@ def _reports(
         del weight, value  # before the next one is read
 
 
-def _check(
+def check(
     model: object,
     text: object,
     tokenizer: object,
