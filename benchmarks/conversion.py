@@ -17,6 +17,7 @@ from pathlib import Path
 
 import gguf_model
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
 from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS
@@ -203,7 +204,8 @@ def main() -> None:
             _ = opened.model  # imports mlx-lm
             start, busy = time.perf_counter(), time.process_time()
             how = PLAIN.get(name)
-            for _ in convert(opened, Path(folder) / "result", quantization=how):
+            rows = convert(opened, Path(folder) / "result", quantization=how)
+            for _ in tqdm(rows, name, unit="tensor", leave=False, disable=None):
                 pass
             seconds = time.perf_counter() - start
             busy = time.process_time() - busy

@@ -137,6 +137,19 @@ def test_every_step_is_explained_and_run() -> None:
     assert re.findall(r"^(0\w+) ", readme, re.MULTILINE) == steps
 
 
+def test_an_install_that_is_told_exists() -> None:
+    """Nothing is published under our names: somebody else could take them."""
+    files = [*DOCUMENTS, *SOURCES, *ROOT.glob("examples/*/*.py"), ROOT / "Makefile"]
+    told = {
+        (file.name, line)
+        for file in files
+        for line in re.findall(r"pip install (.*)", file.read_text(encoding="utf-8"))
+    }
+    assert len(told) > 10
+    ours = re.compile(r"['\"]?(mlx[-_]marlin|metal[-_]emulator)")
+    assert not {each for each in told if ours.match(each[1])}
+
+
 def test_the_readme_lists_the_public_names() -> None:
     section = README.partition("## Functions")[2].partition("## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)

@@ -101,6 +101,24 @@ def test_a_package_has_several_files_and_no_logic_in_its_init_file() -> None:
     assert not lonely
 
 
+def test_every_bar_is_silent_where_standard_error_is_no_terminal() -> None:
+    """`progress.bar` is the package's; examples and benchmarks have their own."""
+    root = PACKAGE.parent
+    others = [*root.glob("examples/*/*.py"), *root.glob("benchmarks/*.py")]
+    calls = {
+        f"{file.relative_to(root)}:{node.lineno}": {each.arg for each in node.keywords}
+        for file in (*FILES, *others)
+        if "tqdm" in file.read_text(encoding="utf-8")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tqdm"
+    }
+    assert [call for call in calls if call.startswith(("mlx_", "metal_"))] == [
+        call for call in calls if call.startswith("mlx_marlin/progress.py")
+    ]
+    assert len(calls) > 4
+    assert [call for call, names in calls.items() if "disable" not in names] == []
+
+
 def test_only_mlxs_signatures_have_eight_or_more_positional_parameters() -> None:
     found = {}
     for file in FILES:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.utils import load_model
+from tqdm import tqdm
 
 import mlx_marlin
 
@@ -29,15 +30,16 @@ for each in (model, draft):
     mlx_marlin.optimize(each, layout="marlin", invariant=True)
 
 
-def generate(**options: object) -> list[Any]:
-    """Returns the responses after the prompt."""
+def generate(label: str, **options: object) -> list[Any]:
+    """Returns the responses after the prompt, and shows a bar."""
     given = {"max_tokens": COUNT, **options}
-    return [*mlx_marlin.stream_generate(model, tokenizer, PROMPT, **given)]
+    responses = mlx_marlin.stream_generate(model, tokenizer, PROMPT, **given)
+    return [*tqdm(responses, label, total=COUNT, unit="token", disable=None)]
 
 
-plain = generate()
-drafted = generate(draft_model=draft)
-looked_up = generate(lookup=True)
+plain = generate("plain")
+drafted = generate("a draft model", draft_model=draft)
+looked_up = generate("lookup", lookup=True)
 text = [each.token for each in plain]
 print("plain greedy decoding:", *text)
 print(f"text: {tokenizer.decode(text)!r}")

@@ -68,7 +68,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> NDArray[np.uint16]:
     """Encodes texts to one stream of tokens, an end-of-text token after each."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     stream: list[int] = []
-    for text in tqdm(texts, desc="tokens", unit="file"):
+    for text in tqdm(texts, desc="tokens", unit="file", disable=None):
         stream += [*tokenizer.encode(text).ids, end]
     return np.array(stream, dtype=np.uint16)
 

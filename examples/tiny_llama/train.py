@@ -165,7 +165,9 @@ def train(options: argparse.Namespace, data: dict[str, NDArray[np.uint16]]) -> M
     mx.eval(parameters, optimizer.state)
     step = make_step(model, optimizer, getattr(mx, options.compute))
     batches = windows(data["train"], options.context, options.batch, options.seed)
-    progress = tqdm(range(1, options.steps + 1), desc="training", mininterval=5)
+    progress = tqdm(
+        range(1, options.steps + 1), desc="training", mininterval=5, disable=None
+    )
     recent: list[mx.array] = []
     for count, tokens in zip(progress, batches, strict=False):
         loss, parameters = step(parameters, tokens)

@@ -43,6 +43,7 @@ extern "C" void mslemu_kernel() {
 """
 """A kernel that a compiler must compile to be used: types, math, simdgroup operations
 and matrices of the shim headers. It is not run."""
+INSTALL = 'pip install ".[emulator]" in a checkout of mlx_marlin'
 _MAX_CHARACTERS = 300
 """Maximum length of a compiler's message."""
 
@@ -84,7 +85,7 @@ def unavailable() -> str | None:
     """Returns why the emulator cannot run on this machine, or None."""
     for module in ("numpy", "elftools"):
         if importlib.util.find_spec(module) is None:
-            return f"the Python module {module!r} is missing"
+            return f"the Python module {module!r} is missing: {INSTALL}"
     if sys.platform not in ("linux", "darwin"):
         return f"it runs on Linux and macOS, not on {sys.platform}"
     if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
@@ -96,7 +97,7 @@ def unavailable() -> str | None:
         return None
     oldest = clangs.OLDEST_CLANG
     none_found = f"there is neither the wheel 'ziglang' nor a clang >= {oldest}"
-    return "; ".join(failures) or none_found
+    return "; ".join(failures) or f"{none_found}: {INSTALL}"
 
 
 def _lacks_instructions() -> bool:

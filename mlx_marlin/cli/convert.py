@@ -113,13 +113,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _modules() -> tuple[Any, Any]:
-    """Returns the modules that need mlx-lm, which takes seconds to import."""
-    try:
-        from mlx_marlin.lm.checkpoints import conversion, gguf_source
-    except ImportError as error:
-        raise ImportError(
-            f"converting a model needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
+    """Returns the modules that convert; raises an ImportError without mlx-lm."""
+    import mlx_lm  # noqa: F401
+
+    from mlx_marlin.lm.checkpoints import conversion, gguf_source
+
     return conversion, gguf_source
 
 

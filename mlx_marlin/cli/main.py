@@ -104,7 +104,12 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError:
         terminal.print_error("mlx-marlin: error: out of memory")
         return WRONG_INPUT
-    except (ValueError, OSError, ImportError) as error:
+    except ImportError as error:
+        from mlx_marlin.cli.doctor import installation
+
+        terminal.print_error(f"mlx-marlin: error: {installation.why_missing(error)}")
+        return WRONG_INPUT
+    except (ValueError, OSError) as error:
         terminal.print_error(f"mlx-marlin: error: {reason_of(error)}")
         return WRONG_INPUT
 

@@ -28,14 +28,10 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
         ValueError: If the model cannot be loaded.
     """
     check_name(name)
-    try:
-        import mlx_lm  # here, because it takes seconds
+    import mlx_lm  # here, because it takes seconds
 
-        from mlx_marlin.lm.checkpoints import loading
-    except ImportError as error:
-        raise ImportError(
-            f"reading a model needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
+    from mlx_marlin.lm.checkpoints import loading
+
     try:
         if loading.needs_import(Path(name)):
             return loading.load(name, lazy=lazy)

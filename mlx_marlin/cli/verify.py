@@ -82,13 +82,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gate() -> Any:
-    """Returns the module that verifies, which imports mlx-lm."""
-    try:
-        from mlx_marlin.lm.verification import gate
-    except ImportError as error:
-        raise ImportError(
-            f"verifying a model needs pip install 'mlx-marlin[lm]': {error}"
-        ) from error
+    """Returns the module that verifies; raises an ImportError without mlx-lm."""
+    import mlx_lm  # noqa: F401
+
+    from mlx_marlin.lm.verification import gate
+
     return gate
 
 

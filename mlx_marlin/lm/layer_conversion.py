@@ -1,6 +1,6 @@
 """Decides which layers `optimize` converts, and converts them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -31,6 +31,7 @@ from mlx_marlin.lm.known_layers import (
 from mlx_marlin.lm.module_changes import Changes, Positions, module_at
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.products.reference.weight import rounds_biases
+from mlx_marlin.progress import shown
 from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
@@ -232,15 +233,6 @@ def replace_layers(
     It holds no reference to a layer, so that a large model needs memory for one
     additional layer only.
     """
-    for positions in _with_progress(found, progress):
+    for positions in shown(found, "mlx_marlin", "layer") if progress else found:
         layer = module_at(positions)
         changes.replace([positions], [convert(layer)], partial(map, inverse(layer)))
-
-
-def _with_progress(found: Sequence[Positions], progress: bool) -> Iterable[Positions]:
-    if not (progress and found):
-        return found
-    from tqdm import tqdm
-
-    shown: Iterable[Positions] = tqdm(found, "mlx_marlin", unit="layer")
-    return shown

@@ -16,6 +16,7 @@ from mlx_marlin.layers.joined import whole
 from mlx_marlin.lm.report.layer_groups import described
 from mlx_marlin.lm.report.layer_product import LayerProduct, Weight
 from mlx_marlin.lm.report.target import Target
+from mlx_marlin.progress import shown
 
 Step = Callable[[], Any]
 
@@ -43,11 +44,9 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     """
     if not rows:
         return
-    from tqdm import tqdm
-
     if selection.traits().compiles_ahead:
         compile_steps(step for m in rows for step in _steps(model, m))
-    for m in tqdm(rows, "warm up", unit="row count"):
+    for m in shown(rows, "warm up", "row count"):
         for step in _steps(model, m):
             mx.eval(step())
 
@@ -64,13 +63,11 @@ def compile_steps(steps: Iterable[Step]) -> None:
     state.reset()  # what was decided in that context was not checked
     if not compilations:
         return
-    from tqdm import tqdm
-
     workers = min(len(compilations), os.cpu_count() or 1, COMPILED_AT_A_TIME)
     with ThreadPoolExecutor(workers) as pool:
         running = [pool.submit(task) for task in compilations.values()]
         finished = as_completed(running)
-        for done in tqdm(finished, "compile", total=len(running), unit="kernel"):
+        for done in shown(finished, "compile", "kernel", len(running)):
             done.result()
 
 

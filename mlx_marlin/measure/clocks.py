@@ -91,8 +91,8 @@ def clock_of(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
             times_stock=False,
         )
     raise ValueError(
-        "no back end runs our kernels on this machine, or MLX_MARLIN_BACKEND is stock: "
-        "there is nothing to tune"
+        f"nothing can be measured: stock MLX serves every call, because "
+        f"{selection.choice()[1]}"
     )
 
 

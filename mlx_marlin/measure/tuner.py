@@ -1,6 +1,6 @@
 """Tunes a problem: chooses the arms and the clock, measures, and picks a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -27,15 +27,10 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.verdict import AnyPlan
 
 Arm = Plan | None
-
-
 """One of our plans, or None for stock MLX."""
-
-
 BEST = 6
-
-
 """Number of the cost model's best plans that are measured."""
+Tick = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +129,9 @@ def arms(problem: Problem, device: PlanningDevice, *, times_stock: bool) -> list
     return [None, *plans] if choice.reason else [*plans, None]
 
 
-def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
+def tune(
+    problem: Problem, device: PlanningDevice, clock: Clock, tick: Tick = lambda: None
+) -> Outcome:
     """Measures the arms of a problem and picks the fastest.
 
     Plans whose kernels fail the guard's check are not measured. A plan whose product is
@@ -144,16 +141,19 @@ def tune(problem: Problem, device: PlanningDevice, clock: Clock) -> Outcome:
         problem: The problem, without an epilogue.
         device: The device that plans are made for.
         clock: The clock.
+        tick: Called after each of the `steps`.
     """
     inputs = operands.operands(problem, clock.weights(problem))
     compared = arms(problem, device, times_stock=clock.times_stock)
-    failed = tuple(arm for arm in compared if arm is not None and guard.why_not(arm))
+    plans = [arm for arm in compared if arm is not None]
+    failed = tuple(plan for plan in plans if _fails(plan, tick))
     compared = [arm for arm in compared if arm not in failed]
     if not any(compared):
         return Outcome(arms={}, wrong=(), result=None, failed=failed)
     products = {arm: product_of_arm(arm, problem) for arm in compared}
     measured = clock.measure(products, inputs)
     spreads = {arm: measured[arm] for arm in compared}
+    tick()
     plan, wrong = _best_right(spreads, products, inputs)
     for wrong_plan in wrong:
         guard.condemn(
@@ -197,6 +197,18 @@ def name(arm: AnyPlan | None) -> str:
 def product_of_arm(arm: Arm, problem: Problem) -> Product:
     """Returns what computes a problem by a plan or by stock MLX."""
     return operands.stock_product(problem) if arm is None else launcher.product(arm)
+
+
+def steps(problem: Problem, device: PlanningDevice, clock: Clock) -> int:
+    """Returns the steps of tuning a problem: each plan's check, and measuring all."""
+    compared = arms(problem, device, times_stock=clock.times_stock)
+    return sum(arm is not None for arm in compared) + 1
+
+
+def _fails(plan: Plan, tick: Tick) -> bool:
+    reason = guard.why_not(plan)
+    tick()
+    return reason is not None
 
 
 def _best_right(

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import mlx_lm
 import pytest
+from tqdm import tqdm
 
 from cli.conftest import Run
 from mlx_marlin.backends import devices, launcher, selection
 from mlx_marlin.cli.bench import report
+from mlx_marlin.cli.main import main
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
 from mlx_marlin.measure.rows import (
@@ -77,6 +80,47 @@ def test_without_a_gpu_every_time_is_predicted(
         assert row["arm"] == expected.arm
         milliseconds = expected.timing.seconds * 1e3
         assert float(row["milliseconds"]) == pytest.approx(milliseconds, rel=1e-4)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("command", "steps"), [("bench 4x64x256 8x64x256", 2), ("tune 4x64x256", 5)]
+)
+def test_bars_move_at_a_terminal_and_are_silent_elsewhere(
+    command: str,
+    steps: int,
+    kept: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    terminal, moved = Terminal(), tqdm.update
+    moves: list[float] = []
+    monkeypatch.setattr(
+        tqdm, "update", lambda bar, n=1: moves.append(n) or moved(bar, n)
+    )
+    for stream in (sys.stderr, terminal):
+        monkeypatch.setattr("sys.stderr", stream)
+        assert main(command.split()) == 0
+
+    assert capsys.readouterr().err == ""
+    assert moves == 2 * steps * [1]
+    assert f" {steps}/{steps} [" in terminal.getvalue()
+
+
+def test_without_products_there_is_no_bar(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, folder: Path, printed: Run
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+
+    said = printed(f"bench --model {folder} --streams 1")
+
+    assert "Generation" in said
+    assert terminal.getvalue() == f"loading {folder}\n"
 
 
 def test_all_commands_predict_one_time_of_a_plan(

@@ -244,7 +244,7 @@ def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
     path = tmp_path / "a.svg"
     path.write_text("kept")
 
-    said = f"{line.split()[-1]} draws with matplotlib: pip install 'mlx-marlin[plot]'"
+    said = f"{line.split()[-1]} draws with matplotlib, pip install matplotlib: "
     assert said in refused(line, path)
     assert path.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [path]

@@ -2,9 +2,11 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,10 +20,15 @@ import pytest
 import metal_emulator
 from cli.conftest import Run
 from metal_emulator.command_line import arguments as emulate_arguments
+from mlx_marlin.cli.doctor import installation
 from mlx_marlin.cli.main import COMMANDS, main
+from support import quantized_folder
 from support.choose import Choose
-from support.processes import HANG_SECONDS
+from support.processes import HANG_SECONDS, run_python
 
+ROOT = Path(__file__).parents[2]
+PYPROJECT = ROOT / "pyproject.toml"
+KERNEL = ROOT / "examples" / "naive_to_marlin" / "01_naive.metal"
 PLAN = ["plan", "8", "64", "128"]
 NEEDED = {
     "plan": PLAN[1:],
@@ -208,3 +215,50 @@ def test_the_demo_names_the_device_that_is_missing_before_it_loads_a_model(
     monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: pytest.fail("loaded"))
 
     assert "MLX_MARLIN_BACKEND='metal' needs a Metal dev" in refused("demo")
+
+
+EXTRAS = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        ("lm", "convert MODEL none"),
+        ("lm", "verify MODEL"),
+        ("lm", "report MODEL"),
+        ("lm", "demo"),
+        ("lm", "lm generate --model MODEL"),
+        ("emulator", "bench 4x64x256"),
+        ("emulator", "emulate --help"),
+        ("emulator", f"emulate {KERNEL} --grid 32 --output y=1:float32"),
+    ],
+)
+def test_a_command_without_its_extra_says_which(extra: str, line: str) -> None:
+    """What an extra installs is missing, as in a fresh environment."""
+    names = ["mlx_lm", "tqdm"] if extra == "lm" else ["elftools", "ziglang"]
+    if "--help" in line:
+        names.append("numpy")
+    words = line.replace("MODEL", str(quantized_folder.MODEL)).split()
+    done = run_python(
+        "import importlib.util, sys\n"
+        f"for name in {names}: sys.modules[name] = None\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *given: (\n"
+        f"    None if name in {names} else find(name, *given))\n"
+        "from mlx_marlin.cli.main import main\n"
+        f"sys.exit(main({words}))"
+    )
+
+    said = done.stderr or done.stdout
+    assert done.returncode != 0
+    assert said.endswith(f'pip install ".[{extra}]" in a checkout of mlx_marlin\n')
+
+
+def test_every_module_that_may_be_missing_is_in_its_extra() -> None:
+    packages = {"elftools": "pyelftools", "mlx_lm": "mlx-lm"}
+    for module, extra in installation.EXTRAS.items():
+        name = packages.get(module, module)
+        assert any(re.match(rf"{name}\b", each) for each in EXTRAS[extra]), module
+    said = installation.why_missing(ImportError("none", name="mlx_lm.models.none"))
+    assert said == 'none; pip install ".[lm]" in a checkout of mlx_marlin'
+    assert installation.why_missing(ImportError("other")) == "other"

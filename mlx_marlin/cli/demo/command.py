@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin import state
+from mlx_marlin import progress, state
 from mlx_marlin.backends import launcher, selection
 from mlx_marlin.cli import arguments, models
 
@@ -225,8 +225,6 @@ def _forced(backend: str) -> Iterator[None]:
 
 def measure(label: str, model: nn.Module, work: Work) -> Outcome:
     """Generates text for each batch and computes the perplexity."""
-    from tqdm import tqdm
-
     from mlx_marlin.cli.demo.generation import generate
     from mlx_marlin.lm.verification.perplexity import (
         passes,
@@ -236,7 +234,7 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
     total = passes(work.text[:, 1:]) + sum(
         passes(prompts) + work.count - 1 for prompts in work.batches
     )
-    with tqdm(total=total, desc=label, unit="pass") as bar:
+    with progress.bar(label, "pass", total) as bar:
         return Outcome(
             label=label,
             generations=[

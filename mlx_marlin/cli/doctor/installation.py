@@ -1,4 +1,4 @@
-"""The installation: versions, environment variables and compilers."""
+"""The installation: versions, extras, environment variables and compilers."""
 
 import os
 import platform
@@ -10,6 +10,13 @@ from mlx_marlin.versions import installed
 
 PACKAGES = ("mlx-marlin", "mlx", "mlx-lm")
 """Packages whose versions are reported."""
+EXTRAS = {
+    **dict.fromkeys(("mlx_lm", "numpy", "tqdm"), "lm"),
+    **dict.fromkeys(("elftools", "ziglang"), "emulator"),
+    "gguf": "gguf",
+    "matplotlib": "plot",
+}
+"""Module that may be missing -> the extra of this package that has it."""
 VARIABLES = ("MLX_", "CUDA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that are reported."""
 
@@ -20,6 +27,16 @@ def version_line() -> str:
     found = [f"{other} {known}" for other, known in others if known]
     text = f"{name} {version or '(not installed)'}"
     return f"{text} ({', '.join(found)})" if found else text
+
+
+def why_missing(error: ImportError, extra: str | None = None) -> str:
+    """Returns an error's text, and how to install the extra that has the module.
+
+    Nothing is published: somebody else could take the name.
+    """
+    extra = extra or EXTRAS.get((error.name or "").partition(".")[0])
+    hint = f'; pip install ".[{extra}]" in a checkout of mlx_marlin' if extra else ""
+    return f"{error}{hint}"
 
 
 def versions() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.progress import shown
 
 if TYPE_CHECKING:
     from mlx_marlin.guard.verdicts import Verdict
@@ -36,8 +37,6 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
     Raises:
         ValueError: If kernels cannot run on this machine.
     """
-    from tqdm import tqdm
-
     from mlx_marlin import guard
     from mlx_marlin.backends import selection
     from mlx_marlin.planning.verdict import Refusal
@@ -49,7 +48,7 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
     served_by_stock: list[dict[str, Any]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the verdicts contain them
-        for problem in tqdm([*products], "check", unit="product"):
+        for problem in shown([*products], "check", "product"):
             target = serving.here(guard.fault_of)
             answer = serving.serve_problem(problem, target)
             if isinstance(answer, Refusal) and answer.cause != "fault":

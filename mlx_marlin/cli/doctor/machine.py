@@ -186,6 +186,8 @@ def _guarded(collector: Callable[[], Facts]) -> Facts:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the facts contain them
             return collector()
+    except ImportError as error:
+        return {"error": installation.why_missing(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

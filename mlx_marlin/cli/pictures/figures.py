@@ -37,8 +37,7 @@ def require(option: str) -> None:
         import matplotlib.style  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"{option} draws with matplotlib: pip install 'mlx-marlin[plot]', or pip "
-            f"install matplotlib ({error})"
+            f"{option} draws with matplotlib, pip install matplotlib: {error}"
         ) from None
 
 

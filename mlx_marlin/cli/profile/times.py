@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import metal_emulator
-from mlx_marlin import guard
+from mlx_marlin import guard, progress
 from mlx_marlin.backends import launcher, planner, registry, selection, tuned_results
-from mlx_marlin.cli import progress
 from mlx_marlin.cli.profile.subjects import Subject
 from mlx_marlin.measure import clocks, operands, tuner
 from mlx_marlin.measure.profiling.profile import Origin, Profile, of_plan, of_stock

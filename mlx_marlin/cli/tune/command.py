@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 
-from mlx_marlin import cache, state
+from mlx_marlin import cache, progress, state
 from mlx_marlin.backends import (
     planner,
     registry,
@@ -14,7 +14,7 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import arguments, cache_folders, json_output, models, progress
+from mlx_marlin.cli import arguments, cache_folders, json_output, models
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.tune import model, report
 from mlx_marlin.lm.tuned_models import lookup, results
@@ -202,15 +202,17 @@ def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
     here = tuned_results.machine(target, selection.backend())
     written = ResultFile(machine=machine.facts(target), date=date.today().isoformat())
     outcomes: list[Outcome] = []
-    for problem in progress.shown(found, "tune", "problem"):
-        outcome = tuner.tune(problem, target, clock)
-        progress.print_above(report.measurements(problem, outcome, clock))
-        if outcome.result:
-            result_files.write(folder, here, [outcome.result])
-        outcomes.append(outcome)
-        written.products.extend(outcome.rows(problem, clock))
-        written.notes.extend(report.notes(problem, outcome))
-        json_output.write_text(args, result_file.text(written))
+    total = sum(tuner.steps(problem, target, clock) for problem in found)
+    with progress.bar("tune", "step", total) as steps:
+        for problem in found:
+            outcome = tuner.tune(problem, target, clock, steps.update)
+            progress.print_above(report.measurements(problem, outcome, clock))
+            if outcome.result:
+                result_files.write(folder, here, [outcome.result])
+            outcomes.append(outcome)
+            written.products.extend(outcome.rows(problem, clock))
+            written.notes.extend(report.notes(problem, outcome))
+            json_output.write_text(args, result_file.text(written))
     state.reset()
     print(report.conclusion(outcomes, folder / here.file_name))
     return 1 if any(each.wrong or each.failed for each in outcomes) else 0

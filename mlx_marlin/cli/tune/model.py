@@ -8,8 +8,8 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from mlx_marlin import state
-from mlx_marlin.cli import arguments, models, progress
+from mlx_marlin import progress, state
+from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.tuned_models import lookup, machine, model_key, results
 from mlx_marlin.lm.tuned_models.results import TunedModel

@@ -84,7 +84,7 @@ def install(
         from mlx_lm import utils
     except ImportError as error:
         raise ImportError(
-            f"mlx_marlin.auto needs mlx-lm, pip install 'mlx-marlin[lm]': {error}"
+            f"mlx_marlin.auto needs mlx-lm, pip install mlx-lm: {error}", name="mlx_lm"
         ) from error
     _overrides.clear()
     _overrides.update(options or {})

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin import decision_log, state
+from mlx_marlin import decision_log, progress, state
 from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
@@ -343,9 +343,7 @@ def _told(rows: Sequence[int], kept: Forwards) -> str:
 
 def _shown(products: Sequence[ModelProduct]) -> Iterator[ModelProduct]:
     """Yields products one by one, and shows the shape of each on a progress bar."""
-    from tqdm import tqdm
-
-    with tqdm(total=len(products), desc="measure", unit="product") as bar:
+    with progress.bar("measure", "product", len(products)) as bar:
         for product in products:
             bar.set_description(f"measure {product.name}")
             yield product

@@ -30,6 +30,7 @@ from mlx_marlin.lm.verification.exact_weights import ExactWeight
 from mlx_marlin.lm.verification.perplexity import Tick, passes, perplexity
 from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
 from mlx_marlin.lm.verification.texts import on_stock, windows
+from mlx_marlin.progress import bar
 
 MOST_ROWS = 4096
 """Largest number of rows of activations."""
@@ -223,13 +224,8 @@ def _with_progress(
 @contextmanager
 def _bar(label: str, total: int, unit: str, shown: bool) -> Iterator[Tick]:
     """Yields a function that moves a progress bar on by one, if it is shown."""
-    if not shown:
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, unit=unit) as bar:
-        yield bar.update
+    with bar(label, unit, total if shown else 0) as steps:
+        yield steps.update
 
 
 def _perplexities(

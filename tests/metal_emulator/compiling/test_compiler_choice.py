@@ -165,7 +165,10 @@ def test_when_all_fail_the_reason_names_each_and_what_failed(
 def test_without_any_compiler_the_reason_says_so(empty: None) -> None:
     reason = compiler.unavailable()
 
-    assert reason == "there is neither the wheel 'ziglang' nor a clang >= 19"
+    assert reason == (
+        "there is neither the wheel 'ziglang' nor a clang >= 19: pip install "
+        '".[emulator]" in a checkout of mlx_marlin'
+    )
 
 
 def test_the_environment_chooses_a_compiler_by_path_or_name(
