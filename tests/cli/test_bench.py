@@ -32,6 +32,7 @@ from support.benchmark_rows import FACTS, mac_file, measured
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import tiny_llama
+from support.recorder import Terminal
 
 pytestmark = needs_emulator
 
@@ -80,11 +81,6 @@ def test_without_a_gpu_every_time_is_predicted(
         assert row["arm"] == expected.arm
         milliseconds = expected.timing.seconds * 1e3
         assert float(row["milliseconds"]) == pytest.approx(milliseconds, rel=1e-4)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from mlx_marlin import MarlinLinear
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.choice import WIDTH
 from support.foreign_models import write
+from support.recorder import Terminal
 
 pytestmark = pytest.mark.usefixtures("kernels", "tokenizer")
 
@@ -46,15 +47,20 @@ def model(source: Path, tmp_path: Path, printed: Run) -> Path:
 
 
 def test_a_conversion_passes(
-    source: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: Path,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 3)
 
     options = ["--against", str(source), "--text", str(tmp_path / "text.txt")]
     command = ["verify", str(model), *options, "--rows", "1,4", "--seed", "7"]
     status = main([*command, "--json", str(tmp_path / "report.json")])
 
-    out, err = capsys.readouterr()
+    out, _ = capsys.readouterr()
     assert status == 0, out
     (line,) = [each for each in out.splitlines() if "layers.1.mlp.down_proj" in each]
     assert "affine 4-bit, group 64" in line
@@ -64,7 +70,7 @@ def test_a_conversion_passes(
     assert perplexity.startswith("perplexity ")
     assert last.startswith("14 of 14 layers passed, 0 failed, 0 without a source (")
     assert last.endswith(", seed 7)")
-    assert "verify: 100%" in err
+    assert "verify: 100%" in terminal.getvalue()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"] is True
     assert len(report["layers"]) == 14

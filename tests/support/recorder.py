@@ -1,5 +1,6 @@
-"""A stand-in for the kernel factories of `mx.fast`."""
+"""Stand-ins for the kernel factories of `mx.fast`, and for a terminal."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -22,3 +23,10 @@ class Recorder:
             return [mx.zeros(*each) for each in outputs]
 
         return kernel
+
+
+class Terminal(io.StringIO):
+    """A stream that keeps what is written, as a terminal shows it."""
+
+    def isatty(self) -> bool:
+        return True
