@@ -4,6 +4,7 @@ import copy
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.verification import gate
+from mlx_marlin.lm.verification.activations import random_activations
 from mlx_marlin.products.packing import pack, unpack
+from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.foreign_models import CONFIG, LINEAR
 from support.format_cases import read_codes, write_codes
@@ -113,16 +117,39 @@ def test_a_change_of_one_layer_is_found_and_named(
     assert mlx_marlin.verify(model, rows=(1,)).passed
 
 
-def test_biases_that_mlxs_layout_rounds_pass(plain: Path, tmp_path: Path) -> None:
-    zero_point = Quantization(mode="zero_point", bits=4, group_size=64)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+@pytest.mark.parametrize("mean", [0, 3])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 128)])
+def test_biases_that_mlxs_layout_rounds_pass(
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    group_size: int,
+    mean: float,
+    dtype: mx.Dtype,
+) -> None:
+    def drawn(*args: Any) -> Any:
+        usual = random_activations(*args)
+        return replace(usual, x=usual.x + mean) if usual.x.ndim == 2 else usual
+
+    monkeypatch.setattr(gate, "random_activations", drawn)
+    zero_point = Quantization(mode="zero_point", bits=bits, group_size=group_size)
     paths = tmp_path / "ours", tmp_path / "mlx"
     [*convert(open_source(plain), paths[0], quantization=zero_point)]
     rows = [*convert(open_source(paths[0]), paths[1], layout="mlx")]
     assert any(row.error for row in rows)
 
-    report = mlx_marlin.verify(load_model(open_source(paths[1])), paths[0], rows=(8,))
+    model = load_model(open_source(paths[1]))
+    for _, module in model.named_modules():
+        if isinstance(module, nn.RMSNorm):  # which tells the dtype of activations
+            module.set_dtype(dtype)
+
+    report = mlx_marlin.verify(model, paths[0], rows=(1, 8))
 
     assert report.passed, str(report)
+    dtypes = {each.dtype for layer in report.layers for each in layer.products}
+    assert dtype_name(dtype) in dtypes
     relative = [each.weights.relative for each in report.layers if each.weights]
     assert 0 < max(relative) < 1e-3
 

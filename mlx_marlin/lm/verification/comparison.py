@@ -56,7 +56,7 @@ def compare(
             layer,
             own[index].first(count, each),
             theirs[index].first(count, each) if theirs else None,
-            0.0 if comparison is None else comparison.rms_limit,
+            comparison,
         )
     ]
     return LayerReport(
@@ -80,6 +80,7 @@ class Reference:
         k: Number of products that are added; 1 for a look-up.
         result: Exact results [rows, n].
         terms: Squares of the norms of what is added, [rows, n].
+        biases: Squares of the norms of what each bias adds, [rows, n].
     """
 
     inputs: Activations
@@ -88,6 +89,7 @@ class Reference:
     k: int
     result: Floats
     terms: Floats
+    biases: Floats
 
     @classmethod
     def empty(cls, inputs: Activations, weight: ExactWeight) -> Self:
@@ -103,6 +105,7 @@ class Reference:
             k=1 if is_lookup else k,
             result=np.zeros(shape),
             terms=np.zeros(shape),
+            biases=np.zeros(shape),
         )
 
     def add(self, chunk: Rows) -> None:
@@ -111,11 +114,17 @@ class Reference:
             own = (self.x >= chunk.rows.start) & (self.x < chunk.rows.stop)
             rows = (self.x[own] - chunk.rows.start).astype(np.int64)
             self.result[own], self.terms[own] = chunk.values[rows], chunk.terms[rows]
+            biases = chunk.biases[rows]
+            size = self.result.shape[1] // biases.shape[1]
+            self.biases[own] = np.repeat(biases, size, axis=1) ** 2
             return
         own = self.matrices == chunk.matrix
         x = self.x[own]
         self.result[own, chunk.rows] = x @ chunk.values.T
         self.terms[own, chunk.rows] = (x * x) @ chunk.terms.T
+        # One bias multiplies the sum of its group, whose terms are not independent.
+        sums = x.reshape(len(x), chunk.biases.shape[1], -1).sum(-1)
+        self.biases[own, chunk.rows] = (sums * sums) @ (chunk.biases**2).T
 
     @property
     def size_of_inputs(self) -> float:
@@ -138,6 +147,7 @@ class Reference:
             k=self.k,
             result=self.result[:count],
             terms=self.terms[:count],
+            biases=self.biases[:count],
         )
 
 
@@ -150,7 +160,7 @@ def _products(
     layer: CheckedLayer,
     own: Reference,
     source: Reference | None,
-    rms_limit: float,
+    weights: WeightComparison | None,
 ) -> Iterator[ProductReport]:
     """Computes a product with a layer, and yields its errors.
 
@@ -158,7 +168,7 @@ def _products(
         layer: The layer.
         own: The exact product with the layer's weight.
         source: That with the source's weight, or None.
-        rms_limit: Limit of the rms difference of both weights.
+        weights: The differences of both weights, or None.
     """
     inputs = own.inputs
     y = layer.product(inputs.x, inputs.matrices)
@@ -186,9 +196,12 @@ def _products(
         )
 
     yield report("weights", own.result + bias, limit)
-    if source is not None:
-        wider = limit + rms_limit * source.size_of_inputs
-        yield report("source", source.result + bias, wider)
+    if source is not None and weights is not None:
+        changed = weights.rms_limit * source.size_of_inputs
+        if not weights.limit:
+            # Twice, because a layer may have few groups and a single output.
+            changed = 2 * weights.rounding * np.sqrt(own.biases.sum())
+        yield report("source", source.result + bias, limit + changed)
 
 
 def _bias(layer: CheckedLayer, reference: Reference) -> Floats:

@@ -29,12 +29,14 @@ class Rows(NamedTuple):
         rows: Which rows of it.
         values: The weights in float64, columns in the order of x.
         terms: Squares of what is added for each weight: of scale * code and of bias.
+        biases: Those of groups of columns in order; the weights if nothing shares one.
     """
 
     matrix: int
     rows: slice
     values: Floats
     terms: Floats
+    biases: Floats
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,12 @@ class ExactWeight:
             stored = stored.stored()
         return stored.with_float_scales()
 
-    def _decoded(self, matrix: int, rows: slice) -> tuple[Floats, Floats]:
+    def _decoded(self, matrix: int, rows: slice) -> tuple[Floats, Floats, Floats]:
+        """Returns what `Rows` has of some rows beside their places."""
         weight = self._native
         if isinstance(weight, mx.array):
             values = as_float64(_rows_of(weight, matrix, rows))
-            return values, values**2
+            return values, values**2, values
         own = replace(
             weight,
             codes=_rows_of(weight.codes, matrix, rows),
@@ -122,11 +125,16 @@ class ExactWeight:
             else _rows_of(weight.biases, matrix, rows),
         )
         floating = own.scales.dtype == mx.uint8
-        values, terms = _of_floats(own, matrix) if floating else _of_integers(own)
-        if own.input_order is None:
-            return values, terms
-        places = np.argsort(np.array(own.input_order))
-        return values[:, places], terms[:, places]
+        if floating:
+            values = _of_floats(own, matrix)
+            terms = values**2
+        else:
+            values, terms, biases = _of_integers(own)
+        if own.input_order is not None:
+            places = np.argsort(np.array(own.input_order))
+            values, terms = values[:, places], terms[:, places]
+        has_biases = not floating and own.input_order is None
+        return values, terms, biases if has_biases else values
 
 
 def as_float64(array: mx.array) -> Floats:
@@ -138,7 +146,7 @@ def _rows_of(array: mx.array, matrix: int, rows: slice) -> mx.array:
     return array.reshape(-1, *array.shape[-2:])[matrix, rows]
 
 
-def _of_integers(weight: StoredWeight) -> tuple[Floats, Floats]:
+def _of_integers(weight: StoredWeight) -> tuple[Floats, Floats, Floats]:
     """Decodes integers: scale * code + bias, where a zero point is -bias / scale."""
     codes = np.array(codes_of_words(weight.codes, weight.bits)).astype(np.float64)
     scales = as_float64(weight.scales)
@@ -154,10 +162,10 @@ def _of_integers(weight: StoredWeight) -> tuple[Floats, Floats]:
     groups = codes.reshape(*scales.shape, -1)
     scaled, bias = scales[..., None] * groups, biases[..., None]
     values, terms = scaled + bias, scaled**2 + bias**2
-    return values.reshape(codes.shape), terms.reshape(codes.shape)
+    return values.reshape(codes.shape), terms.reshape(codes.shape), biases
 
 
-def _of_floats(weight: StoredWeight, matrix: int) -> tuple[Floats, Floats]:
+def _of_floats(weight: StoredWeight, matrix: int) -> Floats:
     """Decodes small floats: code times scale is exact in float32."""
     decoded = mx.dequantize(
         weight.codes,
@@ -172,4 +180,4 @@ def _of_floats(weight: StoredWeight, matrix: int) -> tuple[Floats, Floats]:
     if weight.global_scale is not None:
         factors = as_float64(weight.global_scale).reshape(-1)
         values = values * (factors[matrix % factors.size] / LARGEST_NVFP4)
-    return values, values**2
+    return values

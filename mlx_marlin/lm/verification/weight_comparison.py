@@ -26,7 +26,7 @@ class WeightComparison:
 
     def __init__(self, own: ExactWeight, source: ExactWeight) -> None:
         self._source = source.description
-        self._rounding = max(own.rounding, source.rounding)
+        self.rounding = max(own.rounding, source.rounding)
         self.limit = 0.0 if _has_codes_of(own, source) else _limit(own)
         self._changed = self._total = 0.0
         self._count = self._wrong = 0
@@ -34,9 +34,8 @@ class WeightComparison:
 
     @property
     def rms_limit(self) -> float:
-        """Limit of the rms difference of the weights that were added."""
-        rms = math.sqrt(self._total / max(self._count, 1))
-        return (self.limit or self._rounding) * rms
+        """Limit of the rms difference of quantized weights that were added."""
+        return self.limit * math.sqrt(self._total / max(self._count, 1))
 
     def add(self, own: Rows, source: Rows) -> None:
         """Compares some rows with the same rows of the source."""
@@ -50,7 +49,7 @@ class WeightComparison:
             wrong = ~(changed <= ROW_FACTOR * self.limit * norms)
         else:
             terms = np.sqrt(np.maximum(own.terms, source.terms))
-            wrong = ~(change <= self._rounding * terms)
+            wrong = ~(change <= self.rounding * terms)
         count = int(np.count_nonzero(wrong))
         if count and self._first is None:
             row, *column = (int(i) for i in np.argwhere(wrong)[0])
