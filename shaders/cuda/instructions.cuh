@@ -14,6 +14,14 @@ METAL_FUNC Registers load_once(const void* from) {
   return v;
 }
 
+// Stores 16 bytes; the compiler may divide an assignment.
+METAL_FUNC void store_at_once(void* to, Registers v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};"
+               :
+               : "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // Keeps a number in a register: in a loop, the assembler would otherwise recompute it from the
 // thread index. It does not optimize a shuffle, even one in which every lane reads itself. All
 // lanes of the warp must take part.

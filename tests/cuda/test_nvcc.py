@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.arguments import TemplateValue
+from mlx_marlin.backends.arguments import TemplateValue, weight_template
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.source import Source
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="there is no nvcc here")
 TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 SERIALIZED = re.compile(r"C75\d\d")
 """What ptxas warns of: products of warpgroups that wait for each other."""
+STORES = re.compile(r"\bst\.global(?:\.v(\d))?\.[a-z](\d+)")
 SPILLED = re.compile(r"(\d+) bytes spill stores")
 MOST_SPILLED = 112
 """Bytes a thread: what is stored before the main loop and loaded behind it. Heads of 64
@@ -85,7 +87,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def compiled(
     text: Source,
-    plan: Plan | GatherPlan,
+    plan: Plan | GatherPlan | DequantizePlan,
     device: CudaDevice,
     folder: Path,
     template: dict[str, TemplateValue],
@@ -95,7 +97,7 @@ def compiled(
     dtype = TYPES[plan.problem.dtype]
     scale = TYPES.get(plan.problem.scale_dtype, "uint8_t")
     types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
-    types |= {"partials": "float", "positions": "int32_t", "freqs": "float"}
+    types |= {"shape": "int32_t", "partials": "float", "positions": "int32_t", "freqs": "float"}
     types |= {"experts": "uint32_t", "sources": "uint32_t"}
     types |= {"second": "uint32_t", "second_scales": scale}
     types |= {"scores": "float"}
@@ -119,7 +121,8 @@ def compiled(
     arch = f"sm_{number}a" if device.capability == (9, 0) else f"sm_{number}"
     command = [str(NVCC), "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas", "-v"]
     done = subprocess.run(
-        [*command, "-cubin", "-o", str(folder / "kernel.cubin"), str(file)],
+        [*command, "-cubin", "-keep", "-keep-dir", str(folder), "-o"]
+        + [str(folder / "kernel.cubin"), str(file)],
         capture_output=True,
         text=True,
         check=False,
@@ -200,3 +203,28 @@ def test_experts_compile_and_their_registers_suffice(
     said = compiled(text, plan, device, tmp_path, template)
 
     assert max(map(int, SPILLED.findall(said))) <= MOST_SPILLED, said
+
+
+@sampled(1)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"dtype": "bfloat16"},
+        {"group_size": 32, "bits": 3},
+        {"mode": "nvfp4", "group_size": 16},
+        {"layout": "mlx"},
+    ],
+    ids=str,
+)
+def test_a_decoded_weight_is_stored_by_16_bytes(
+    asked: dict[str, Any], tmp_path: Path
+) -> None:
+    problem = problem_of(**(LARGE | {"m": 512} | asked))
+    plan = dequantize_plan(problem)
+    text, template = cuda_source.of_dequantize(problem), weight_template(problem)
+
+    said = compiled(text, plan, CudaDevice.named(H200), tmp_path, {**template})
+
+    assert max(map(int, SPILLED.findall(said))) == 0, said
+    stores = STORES.findall((tmp_path / "kernel.ptx").read_text())
+    assert {int(count or 1) * int(bits) for count, bits in stores} == {128}

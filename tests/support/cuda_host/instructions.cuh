@@ -8,6 +8,10 @@ METAL_FUNC Registers load_once(const void* from) {
   return *(const Registers*)from;
 }
 
+METAL_FUNC void store_at_once(void* to, Registers v) {
+  *(Registers*)to = v;
+}
+
 template <typename T>
 METAL_FUNC T kept(T number) {
   return number;
