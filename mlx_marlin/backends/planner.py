@@ -106,7 +106,7 @@ def serve(
         return backend.choose_gather(problem, device)
     if not transpose:
         return dequantize_plan(problem, transposed=False)
-    decoded = choose_dequantize(problem, device) if hands_over else None
+    decoded = _decoded(problem, device, measured) if hands_over else None
     reason = stock_reason(problem, device) if asks and decoded is None else None
     if reason is not None:
         return Refusal(reason, "speed")
@@ -272,6 +272,16 @@ def plan(
         batch=batch,
     )
     return compare(problem, device=target)
+
+
+def _decoded(
+    problem: Problem, device: PlanningDevice, measured: Measured | None
+) -> DequantizePlan | None:
+    """Returns the plan that decodes the weight first, if that is known to be faster."""
+    if measured is None or measured.decodes is None:
+        return choose_dequantize(problem, device)
+    single = problem.batch == 1 and problem.norm is None and not problem.invariant
+    return dequantize_plan(problem) if measured.decodes and single else None
 
 
 def _of_chosen(problem: Problem, device: PlanningDevice) -> Prediction:

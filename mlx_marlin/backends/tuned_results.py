@@ -18,7 +18,13 @@ from mlx_marlin.planning import measurement
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import AnyProblem
-from mlx_marlin.planning.measurement import Forwards, Machine, Measured, Result
+from mlx_marlin.planning.measurement import (
+    PROMPTS,
+    Forwards,
+    Machine,
+    Measured,
+    Result,
+)
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Tile
 from mlx_marlin.planning.work.work import Work
@@ -90,6 +96,8 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
     index = bisect(rows, m)
     if 0 < index < len(rows):
         return Measured.between(by_rows[rows[index - 1]], by_rows[rows[index]])
+    if rows and m > rows[-1] >= PROMPTS[0]:
+        return Measured.beyond(by_rows[rows[-1]])
     return None
 
 

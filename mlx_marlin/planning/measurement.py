@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from math import inf
 
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
@@ -12,6 +13,9 @@ from mlx_marlin.planning.verdict import AnyPlan
 
 STOCK = "stock MLX"
 """Key of stock MLX among the times."""
+PROMPTS = (256, 512, 1024, 2048)
+"""Rows of prompts that the race times. If it has, its verdict at the most rows holds
+for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +115,13 @@ class Measured:
         reason: Why stock MLX serves it; None if our kernels do.
         plan: The plan that was fastest; None if the cost model chooses it.
         result: The result of this very problem, or None.
+        decodes: Whether the weight is decoded first; None if the cost model decides.
     """
 
     reason: str | None
     plan: AnyPlan | None = None
     result: Result | None = None
+    decodes: bool | None = None
 
     @staticmethod
     def of(result: Result, problem: AnyProblem) -> "Measured":
@@ -125,7 +131,7 @@ class Measured:
         """
         plan = result.plan
         if result.problem != problem:
-            if not (isinstance(plan, Plan) and isinstance(problem, Problem)):
+            if isinstance(plan, GatherPlan) or isinstance(problem, GatherProblem):
                 return Measured(reason=result.reason)
             if problem.epilogue.is_paired or problem.norm is not None:
                 return Measured(reason=result.reason)
@@ -142,12 +148,21 @@ class Measured:
         """
         slower = next((each for each in (lower, upper) if each.stock), None)
         if slower is None:
-            return Measured(reason=None)
+            ways = {isinstance(each.plan, DequantizePlan) for each in (lower, upper)}
+            return Measured(reason=None, decodes=min(ways) if len(ways) == 1 else None)
         return Measured(
             reason=f"measured here at {product_of(lower.problem).m} and "
             f"{product_of(upper.problem).m} rows: stock MLX serves "
             f"{product_of(slower.problem).m}"
         )
+
+    @staticmethod
+    def beyond(most: Result) -> "Measured":
+        """Returns what is assumed of more rows than the most that were measured."""
+        reason = f"measured here at {product_of(most.problem).m} rows: stock MLX serves"
+        if most.stock:
+            return Measured(reason=f"{reason} them, and it does more")
+        return Measured(reason=None, decodes=isinstance(most.plan, DequantizePlan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,12 @@ def compiled(
     dtype = TYPES[plan.problem.dtype]
     scale = TYPES.get(plan.problem.scale_dtype, "uint8_t")
     types = {"w": "uint32_t", "scales": scale, "biases": scale, "numbers": "int32_t"}
-    types |= {"shape": "int32_t", "partials": "float", "positions": "int32_t", "freqs": "float"}
+    types |= {
+        "shape": "int32_t",
+        "partials": "float",
+        "positions": "int32_t",
+        "freqs": "float",
+    }
     types |= {"experts": "uint32_t", "sources": "uint32_t"}
     types |= {"second": "uint32_t", "second_scales": scale}
     types |= {"scores": "float"}
@@ -120,9 +125,9 @@ def compiled(
     number = "".join(map(str, device.capability))
     arch = f"sm_{number}a" if device.capability == (9, 0) else f"sm_{number}"
     command = [str(NVCC), "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas", "-v"]
+    command += ["-cubin", "-keep", "-keep-dir", str(folder)]
     done = subprocess.run(
-        [*command, "-cubin", "-keep", "-keep-dir", str(folder), "-o"]
-        + [str(folder / "kernel.cubin"), str(file)],
+        [*command, "-o", str(folder / "kernel.cubin"), str(file)],
         capture_output=True,
         text=True,
         check=False,

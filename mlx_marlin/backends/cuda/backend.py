@@ -95,7 +95,7 @@ def dequantize_first(
     """Returns the plan that decodes the weight first, if it is faster."""
     from mlx_marlin.backends.cuda import handover as rules
 
-    return rules.dequantized(problem)
+    return rules.dequantized(problem, device, predicted)
 
 
 def experiments(problem: Problem, device: CudaDevice) -> list[Plan]:

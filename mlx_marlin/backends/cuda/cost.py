@@ -11,8 +11,9 @@ from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.prediction import Prediction
+from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import k_tile
-from mlx_marlin.weights.formats import TILE_N
+from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 
 STATED_BANDWIDTH = 1.05
 """Asymptotic bandwidth of many warps, relative to the stated one. Together with
@@ -70,6 +71,15 @@ MOST_WARPS = (28, 20, 16, 16)
 more latency until their registers cannot hold the sums (measured, docs/lab)."""
 WEIGHTS = TILE_N * 64
 """Weights of a step."""
+DECODE_BANDWIDTH, DENSE_BANDWIDTH = 0.6, 0.83
+"""Share of the stated bandwidth with which a weight is decoded, and read by
+`mx.matmul`."""
+DENSE_RATE = 0.76
+"""Share of the stated operations per second that `mx.matmul` reaches."""
+DECODE_SECONDS = 12e-6
+"""Time of the two launches, the second of which waits for the first. With these four, a
+kernel or decoding is chosen at 128 to 2,048 rows of the five products of a Llama 8B
+such that none takes 10 % longer than the other would (measured, docs/cuda.md)."""
 
 
 def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
@@ -107,6 +117,16 @@ def predict(plan: CudaPlan, device: CudaDevice) -> Prediction:
         fill=1.0,
         dispatch=waves * pieces * piece + further,
     )
+
+
+def decoded_seconds(problem: Problem, device: CudaDevice) -> float:
+    """Returns the predicted seconds of decoding a weight and of `mx.matmul` with it."""
+    bandwidth = device.bandwidth_gbs * 1e9
+    weight = problem.n * problem.k * DTYPE_BYTES[problem.dtype]
+    decode = (problem.weight_bytes + weight) / (DECODE_BANDWIDTH * bandwidth)
+    arithmetic = problem.flops / (DENSE_RATE * device.tflops * 1e12)
+    dense = max(arithmetic, weight / (DENSE_BANDWIDTH * bandwidth))
+    return DECODE_SECONDS + decode + dense
 
 
 def _split_seconds(plan: CudaPlan, elements: int) -> float:

@@ -1,21 +1,25 @@
 """Decides when stock MLX serves a product on a CUDA device because it is faster."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mlx_marlin.backends.cuda.cost import (
     OWN_HEAD_NORM_SECONDS,
     OWN_NORM_SECONDS,
     OWN_ROPE_SECONDS,
+    decoded_seconds,
     predict,
 )
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.search import make
-from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.dequantize_plan import (
+    LEAST_ROWS,
+    DequantizePlan,
+    dequantize_plan,
+)
+from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
 
-MOST_ROWS = 128
-"""Most rows for which the kernels serve a packed weight; for more it is decoded."""
 MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
 """Most rows for which the kernels serve an affine 4-bit weight in MLX's layout, by its
 minimal number of elements; for more, stock MLX does (measured, docs/lab)."""
@@ -33,10 +37,10 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
         )
         if fused_seconds > unfused_seconds + seconds:
             return f"on {device.variant} {reason}"
-    if problem.norm is not None:
+    if problem.norm is not None or problem.invariant or problem.layout == "marlin":
         return None
     most = most_rows(problem)
-    if problem.invariant or problem.m <= most or dequantized(problem) is not None:
+    if problem.m <= most:
         return None
     return (
         f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
@@ -69,17 +73,21 @@ def _unfused(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
 
 
 def most_rows(problem: Problem) -> int:
-    """Returns the most rows for which the kernels serve a product's weight."""
-    if problem.layout == "marlin":
-        return MOST_ROWS
+    """Returns the most rows for which the kernels serve a weight in MLX's layout."""
     if (problem.mode, problem.bits) != ("affine", 4):
         return FEW_ROWS
     size = problem.n * problem.k
     return next(rows for least, rows in MOST_ROWS_OF_MLX if size >= least)
 
 
-def dequantized(problem: Problem) -> DequantizePlan | None:
+def dequantized(
+    problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
+) -> DequantizePlan | None:
     """Returns the plan that decodes a packed weight first if that is faster."""
     if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
         return None
-    return dequantize_plan(problem) if problem.m > MOST_ROWS else None
+    if problem.m < LEAST_ROWS or problem.norm is not None:
+        return None
+    if decoded_seconds(problem, device) >= predicted().seconds:
+        return None
+    return dequantize_plan(problem)

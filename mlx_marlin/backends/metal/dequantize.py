@@ -7,14 +7,16 @@ from mlx_marlin.backends.metal.cost.rates import (
 )
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.slots import matrix_slots
-from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.dequantize_plan import (
+    LEAST_ROWS,
+    DequantizePlan,
+    dequantize_plan,
+)
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
-LEAST_ROWS = 65
-"""Fewest rows of such a plan; for fewer the kernels decode the weight once anyway."""
 EFFICIENCY = 0.9
 """Share of the matrix rate that `mx.matmul` reaches. With it the model gives the 9 %
 over the quantized product that were reported for an M4 Max."""
