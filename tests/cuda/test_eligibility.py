@@ -11,8 +11,8 @@ import pytest
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import devices, launcher, selection
-from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.backends.cuda import cost, handover
+from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.lm.layer_conversion import default_layout
 from mlx_marlin.products.packing import pack
 from support.arguments import activations, weight
