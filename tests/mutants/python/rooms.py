@@ -1,0 +1,74 @@
+"""Rooms whose Python is mutated, with the tests that hold them and the rate to reach."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants.python.operators import Mutant
+
+EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Files of one subject, and the tests that are run on their mutants."""
+
+    patterns: tuple[str, ...]  # below the checkout
+    tests: tuple[str, ...]
+    rate: float  # of mutants that are noticed
+
+    def files(self, root: Path) -> list[str]:
+        """Returns the room's files, relative to the checkout."""
+        found = {file for pattern in self.patterns for file in root.glob(pattern)}
+        return sorted(str(file.relative_to(root)) for file in found)
+
+
+def _room(rate: float, patterns: str, tests: str) -> Room:
+    below = tuple(f"mlx_marlin/{pattern}" for pattern in patterns.split())
+    return Room(below, tuple(f"tests/{test}" for test in tests.split()), rate)
+
+
+ROOMS = {
+    "lm/race": _room(0.95, "lm/race/*.py", "race tuning integrations/test_optimize.py"),
+    "lm/drafts": _room(0.95, "lm/drafts/*.py", "drafts"),
+    "serving": _room(
+        0.95,
+        "products/serving.py products/dispatch.py",
+        "products race tuning layers/test_linear.py",
+    ),
+    "results": _room(
+        0.95,
+        "backends/planner.py backends/tuned_results.py backends/result_files.py",
+        "tuning race planning products",
+    ),
+    "guard": _room(0.95, "guard/*.py", "guard"),
+    "planning": _room(0.95, "planning/**/*.py", "planning metal/test_search.py"),
+    "lm/optimize": _room(
+        0.95,
+        "lm/recipe.py lm/optimize.py lm/layer_conversion.py",
+        "integrations race tuning layers",
+    ),
+    "checkpoints": _room(
+        0.9, "checkpoints/**/*.py lm/checkpoints/*.py", "checkpoints"
+    ),
+    "layers": _room(0.9, "layers/*.py", "layers"),
+    "measure": _room(0.9, "measure/**/*.py", "tuning benchmarking profiling cli"),
+    "metal_emulator": Room(
+        ("metal_emulator/**/*.py",), ("tests/metal_emulator",), 0.9
+    ),
+    "cli": _room(0.75, "cli/**/*.py", "cli profiling"),
+    "lm/report": _room(
+        0.75, "lm/report/*.py lm/verification/*.py", "verification cli integrations"
+    ),
+}
+
+
+def equivalents() -> dict[str, str]:
+    """Returns the reason for each mutant that no test can tell from the code."""
+    rows = (line.split(" | ") for line in EQUIVALENT.read_text().splitlines())
+    return {" | ".join(row[:-1]): row[-1] for row in rows if len(row) > 1}
+
+
+def row(mutant: Mutant) -> str:
+    """Returns how a mutant is written in the file of equivalent ones."""
+    texts = (" ".join(text.split()) for text in (mutant.old, mutant.new))
+    return " | ".join((mutant.file, mutant.function, *texts))

@@ -1,0 +1,251 @@
+"""Runs the tests of a room on mutants of its Python: `make mutants-python ROOM=lm/drafts`.
+
+The tests are collected once. Each mutant is a forked process in which the code of one
+function is replaced; a mutant outside of functions is a process of its own.
+"""
+
+import contextlib
+import gc
+import hashlib
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from mutants.python.operators import Mutant
+
+ROOT = Path(__file__).parents[3]
+KEPT = ROOT / ".mutants"  # maps, results and temporary files
+BUDGET = 30.0  # seconds of tests that one mutant is given, quickest first
+PATIENCE = 30.0, 10.0  # seconds, and times the tests' own, until a mutant hangs
+HANGS = "no end"
+Act = Callable[[], object]
+
+
+@dataclass
+class Called:
+    """The seconds of each test, and the tests that call each function or file."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    tests: dict[str, list[str]] = field(default_factory=dict)
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Returns a mutant's tests, quickest first, as many as the budget allows."""
+        place = f"{mutant.file}:{mutant.function}" if mutant.function else mutant.file
+        chosen, total = [], 0.0
+        for test in sorted(self.tests.get(place, ()), key=self.seconds.__getitem__):
+            total += self.seconds[test]
+            if chosen and total > BUDGET:
+                break
+            chosen.append(test)
+        return chosen
+
+    def limit(self, tests: Sequence[str]) -> float:
+        """Returns the seconds after which a run of tests counts as hanging."""
+        return PATIENCE[0] + PATIENCE[1] * sum(self.seconds[test] for test in tests)
+
+
+class Runner:
+    """Runs tests in forked processes, in place of pytest's own loop over them."""
+
+    def __init__(self, files: Sequence[str], act: Callable[["Runner"], None]) -> None:
+        self.files, self.act = files, act
+
+    def pytest_configure(self) -> None:
+        """Counts the threads that imports alone have started."""
+        self.threads = len(os.listdir("/proc/self/task"))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Hands the collected tests to what was asked for."""
+        if len(os.listdir("/proc/self/task")) > self.threads:
+            raise pytest.UsageError("importing a test module evaluates: forks would hang")
+        self.items = {item.nodeid: item for item in session.items}
+        for file in self.files:
+            importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        self.functions: dict[tuple[str, str], list[types.FunctionType]] = {}
+        gc.unfreeze()
+        for each in gc.get_objects():
+            if isinstance(each, types.FunctionType):
+                code = each.__code__
+                key = os.path.relpath(code.co_filename, ROOT), code.co_qualname
+                self.functions.setdefault(key, []).append(each)
+        gc.freeze()
+        self.act(self)
+        return True
+
+    def called(self) -> Called:
+        """Runs every test once and notes who calls what; keeps it until a file changes."""
+        digest = hashlib.sha256(repr(sorted(self.items)).encode())
+        for file in sorted({*self.files, *(test.split("::")[0] for test in self.items)}):
+            digest.update((ROOT / file).read_bytes())
+        kept = KEPT / f"{digest.hexdigest()[:16]}.json"
+        if kept.exists():
+            return Called(**json.loads(kept.read_text()))
+        found = Called()
+        files = sorted({test.split("::")[0] for test in self.items})
+        for _, rows in in_processes([(self._noting(file), 1200.0) for file in files]):
+            for test, seconds, places in rows or ():
+                found.seconds[test] = seconds
+                for place in places:
+                    found.tests.setdefault(place, []).append(test)
+        kept.write_text(json.dumps(asdict(found)))
+        return found
+
+    def _noting(self, file: str) -> Act:
+        """Returns what runs a file's tests and lists those that pass, with their calls."""
+
+        def act() -> object:
+            rows = []
+            chosen = [test for test in self.items if test.split("::")[0] == file]
+            memos = [
+                each
+                for each in gc.get_objects()
+                if type(each).__name__ == "_lru_cache_wrapper"
+                and str(each.__module__).startswith(("mlx_marlin", "metal_emulator"))
+            ]
+            for test, following in zip(chosen, [*chosen[1:], None], strict=True):
+                for memo in memos:
+                    memo.cache_clear()  # else only the first caller is seen
+                places: set[str] = set()
+                start = time.monotonic()
+                with calls_noted(places):
+                    passed = self._passes(test, following)
+                if passed:
+                    rows.append((test, time.monotonic() - start, sorted(places)))
+            return rows
+
+        return act
+
+    def _passes(self, test: str, following: str | None) -> bool:
+        after = self.items[following] if following else None
+        reports = runtestprotocol(self.items[test], log=False, nextitem=after)
+        return not any(report.failed for report in reports)
+
+    def first_failed(self, mutant: Mutant, tests: Sequence[str]) -> Act:
+        """Returns what plants a mutant and gives the first test that fails, or ""."""
+
+        def act() -> object:
+            if not self._plant(mutant):
+                return alone(mutant, tests)
+            rank: dict[str, int] = {}
+            for test in tests:
+                rank.setdefault(test.split("::")[0], len(rank))
+            order = sorted(tests, key=lambda test: rank[test.split("::")[0]])
+            for test, following in zip(order, [*order[1:], None], strict=True):
+                if not self._passes(test, following):
+                    return test
+            return ""
+
+        return act
+
+    def _plant(self, mutant: Mutant) -> bool:
+        """Replaces a function's code; False if that does not carry the whole change."""
+        found = self.functions.get((mutant.file, mutant.function), [])
+        path = ROOT / mutant.file
+        source = path.read_bytes()
+        if not mutant.function or not found:
+            return False
+        code, old = (
+            _code(compile(text, str(path), "exec"), mutant.function)
+            for text in (mutant.apply(source), source)
+        )
+        if code == old or any(x.__code__.co_freevars != code.co_freevars for x in found):
+            return mutant.old == mutant.new
+        for each in found:
+            each.__code__ = code
+        return True
+
+
+def _code(module: types.CodeType, function: str) -> types.CodeType:
+    """Returns the code of a function, by its qualified name; the last of one name."""
+    for name in function.split("."):
+        codes = [x for x in module.co_consts if isinstance(x, types.CodeType)]
+        module = next(x for x in reversed(codes) if x.co_name == name)
+    return module
+
+
+@contextlib.contextmanager
+def calls_noted(into: set[str]) -> Iterator[None]:
+    """Notes each function of the checkout that is called, and its file."""
+
+    def note(frame: types.FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{ROOT}/m"):
+            file = os.path.relpath(code.co_filename, ROOT)
+            into.update((file, f"{file}:{code.co_qualname.partition('.<locals>')[0]}"))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def in_processes(acts: Sequence[tuple[Act, float]]) -> Iterator[tuple[int, Any]]:
+    """Yields each act's number and result, a process a core; `HANGS` after its limit."""
+    waiting = list(enumerate(acts))[::-1]
+    running: dict[int, tuple[int, int, float, bytes]] = {}
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            number, (act, limit) = waiting.pop()
+            child, pipe = _forked(act)
+            running[pipe] = number, child, time.monotonic() + limit, b""
+        ready = select.select(list(running), [], [], 0.5)[0]
+        for pipe, (number, child, end, sent) in list(running.items()):
+            more = os.read(pipe, 1 << 20) if pipe in ready else None
+            if more:
+                running[pipe] = number, child, end, sent + more
+            elif more == b"" or time.monotonic() > end:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                os.close(pipe)
+                del running[pipe]
+                yield number, json.loads(sent) if sent else HANGS
+
+
+def _forked(act: Act) -> tuple[int, int]:
+    """Returns the number of a process that acts, and the pipe of its result."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(KEPT / "temporary")
+        with open(writing, "w") as pipe:
+            json.dump(act(), pipe)
+    finally:
+        os._exit(0)
+
+
+def alone(mutant: Mutant, tests: Sequence[str]) -> str:
+    """Runs tests in a process that imports the changed file; "" if all pass."""
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    done = subprocess.run(
+        [sys.executable, "-m", "mutants.python.changed_import"],
+        input=json.dumps([asdict(mutant), list(tests)]),
+        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
+    return f"pytest ends with {done.returncode}" if done.returncode else ""
