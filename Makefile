@@ -11,7 +11,7 @@ else
 EXTRAS := $(BACKEND),lm,emulator,cli
 endif
 
-.PHONY: demo mac test test-all test-peers mutants lint clean
+.PHONY: demo mac test test-all test-peers mutants mutants-python lint clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12 ...")'
@@ -60,6 +60,17 @@ test-peers: $(VENV)/.dev $(VENV)/.peers
 # Plants bugs in the shaders and prints which were noticed, and by what.
 mutants: $(VENV)/.dev
 	$(BIN)/python -m pytest -m mutant -n auto tests/mutants
+
+# Changes a room's Python at SAMPLE places, one at a time, and prints what no test noticed:
+# docs/testing.md. Rooms: tests/mutants/python/rooms.py.
+SAMPLE ?= 150
+SEED ?= 1
+$(VENV)/.mutation: pyproject.toml $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --group mutation
+	touch $@
+
+mutants-python: $(VENV)/.mutation
+	PYTHONPATH=.:tests $(BIN)/python -m mutants.python $(ROOM) --sample $(SAMPLE) --seed $(SEED)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,8 @@
 """`optimize(warm_up=...)` compiles and checks all kernels of a model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import kernels, launcher
 from mlx_marlin.guard import known_answers, verdicts
+from mlx_marlin.lm import warm_up
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import LAYOUTS, assert_same_model, tiny_llama
@@ -48,6 +51,22 @@ def test_no_kernel_is_checked_after_the_warm_up(checked: list[Any]) -> None:
     assert len(checked) == known
     mx.eval(model(mx.zeros((1, 5), mx.int32)))
     assert len(checked) > known
+
+
+def test_an_error_of_one_compilation_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def compiled(number: int) -> None:
+        if number == 5:
+            raise RuntimeError("the compiler refused the sixth")
+        done.append(number)
+
+    tasks = {str(i): partial(compiled, i) for i in range(12)}
+    monkeypatch.setattr(kernels, "deferred", lambda: nullcontext(tasks))
+
+    with pytest.raises(RuntimeError, match="refused the sixth"):
+        warm_up.compile_steps([])
+    assert sorted(done) == [i for i in range(12) if i != 5]
 
 
 class Attention(nn.Module):

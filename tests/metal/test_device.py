@@ -234,7 +234,10 @@ def test_phones_are_a_number_ahead(arch: str, units: bool) -> None:
         ("26", False),
         ("26.1.2", False),
         ("26.2", True),
+        ("26.10", True),
         ("27.0", True),
+        ("100.1", True),
+        ("9.9", False),
     ],
 )
 def test_tensor_units_need_macos_26_2(

@@ -52,6 +52,26 @@ X_AS: dict[str, Callable[[], mx.array]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
+@pytest.mark.usefixtures("served")
+def test_an_empty_product_has_the_dtype_of_stocks(
+    dtype: mx.Dtype, shape: tuple[int, ...]
+) -> None:
+    x, (w, scales, biases) = mx.zeros(shape, dtype), weight(dtype=dtype)
+    stock = mx.zeros((*shape[:-1], N), dtype)
+    finishes: list[dict[str, Any]] = [{}, {"bias": mx.ones((N,), dtype)}]
+    finishes += [{"activation": "silu"}, {"multiply": stock}, {"residual": stock}]
+
+    answers = [
+        mlx_marlin.quantized_matmul(x, w, scales, biases),
+        mlx_marlin.quantized_matmul(x, pack(w, scales, biases)),
+        *[mlx_marlin.linear(x, w, scales, biases, **each) for each in finishes],
+    ]
+
+    assert {(y.shape, y.dtype) for y in answers} == {(stock.shape, dtype)}
+
+
 @pytest.mark.parametrize("kind", X_AS)
 @pytest.mark.usefixtures("served")
 def test_any_x_is_multiplied_as_mlx_does(kind: str) -> None:

@@ -15,6 +15,7 @@ from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Measured, Result
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import serving
 from support.arguments import activations, weight
 from support.choose import Choose
 from support.processes import run_python
@@ -62,6 +63,44 @@ def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
     assert found.plan == replace(result.plan, problem=finished)
     invariant = replace(PROBLEM, invariant=True)
     assert found_of(invariant) is None
+
+
+@pytest.mark.parametrize("order", [[4, 8, 24], [24, 8, 4], [8, 24, 4]])
+def test_between_measured_rows_ours_serve_if_they_do_at_both(
+    kept: Path, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuned_results, "_of_process", {})
+    *written, last = [measured(replace(PROBLEM, m=m), stock=m == 24) for m in order]
+    for result in written:
+        keep(kept, result)
+    here = tuned_results.machine(DEFAULT, "emulator")
+    tuned_results.remember(here, [last], [])  # this process could not write it
+
+    def said(m: int, **change: Any) -> Measured | None:
+        return found_of(replace(PROBLEM, m=m, **change))
+
+    slower = "measured here at 8 and 24 rows: stock MLX serves 24"
+    assert [said(m) for m in (1, 3, 25, 100)] == [None] * 4  # outside of them
+    assert [said(m) for m in (5, 7)] == [Measured(reason=None)] * 2
+    assert [said(m) for m in (9, 23)] == [Measured(reason=slower)] * 2
+    for change in ({"n": 128}, {"k": 512}, {"layout": "marlin"}, {"dtype": "bfloat16"}):
+        assert said(5, **change) is None
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_times_of_a_transposed_weight_say_nothing_of_the_other_product(
+    kept: Path, on_an_m3: Device, stock: bool
+) -> None:
+    problem = replace(PROBLEM, layout="marlin")
+    here = serving.here(lambda _: None)
+    before = serving.serve_problem(problem, here, transpose=False)
+
+    keep(kept, measured(problem, stock=stock), on_an_m3, "metal")
+    state.reset()
+
+    found = serving.serve_problem(problem, here)
+    assert (found == measured(problem).plan) is not stock
+    assert serving.serve_problem(problem, here, transpose=False) == before
 
 
 @pytest.mark.parametrize(

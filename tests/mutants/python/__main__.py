@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from mutants.python import operators, rooms, runner
+from mutants.python import operators, recorded, rooms, runner
 from mutants.python.operators import Mutant
 
 
@@ -23,6 +23,9 @@ def main() -> int:
     parser.add_argument("room", choices=sorted(rooms.ROOMS))
     parser.add_argument("--sample", type=int, default=150, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--record", type=int, default=0, metavar="N", help="keep N that are noticed"
+    )
     options = parser.parse_args()
     room = rooms.ROOMS[options.room]
     files = room.files(runner.ROOT)
@@ -34,6 +37,8 @@ def main() -> int:
     def act(tests: runner.Runner) -> None:
         found = tried(tests, drawn, name)
         score.append(told(drawn, found))
+        noticed = {m: test for m, test in found.items() if test and "::" in test}
+        recorded.write(options.room, dict(list(noticed.items())[: options.record]))
 
     os.environ["CI"] = "1"  # Hypothesis draws the same examples in every run
     asked = ["-q", "-n", "0", "-p", "no:cacheprovider", "--capture=no", *room.tests]
@@ -67,7 +72,11 @@ def tried(
     kept = runner.KEPT / name
     rows = kept.read_text().splitlines() if kept.exists() else []
     found = {key(m): verdict for m, verdict in map(json.loads, rows)}
-    known = {mutant: found[key(vars(mutant))] for mutant in drawn if key(vars(mutant)) in found}
+    known = {
+        mutant: found[key(vars(mutant))]
+        for mutant in drawn
+        if key(vars(mutant)) in found
+    }
     todo = [mutant for mutant in drawn if mutant not in known and called.of(mutant)]
     if todo:
         unchanged = replace(todo[0], new=todo[0].old)
@@ -86,7 +95,10 @@ def tried(
         known[mutant] = verdict
         with kept.open("a") as file:
             file.write(json.dumps([vars(mutant), verdict]) + "\n")
-        print(f"{done} of {len(todo) - 1}: {place(mutant)}: {verdict or 'SURVIVED'}", flush=True)
+        print(
+            f"{done} of {len(todo) - 1}: {place(mutant)}: {verdict or 'SURVIVED'}",
+            flush=True,
+        )
     return known | {mutant: None for mutant in drawn if mutant not in known}
 
 
@@ -106,7 +118,8 @@ def told(drawn: Sequence[Mutant], found: dict[Mutant, str | None]) -> float:
             count["equivalent"] += 1
         else:
             count["not covered" if verdict is None else "survived"] += 1
-            print(f"\n{place(mutant)}: {'no test calls it' if verdict is None else 'SURVIVED'}")
+            what = "no test calls it" if verdict is None else "SURVIVED"
+            print(f"\n{place(mutant)}: {what}")
             print(difference(mutant))
     rate = count["killed"] / max(1, len(drawn) - count["equivalent"])
     text = ", ".join(f"{value} {name}" for name, value in count.items())

@@ -1,4 +1,4 @@
-"""Runs tests in a process that imports one file with a mutant; `runner.alone` starts it.
+"""Runs tests in a process that imports one changed file: see `runner.alone`.
 
 A file of its own: nothing of the package may be imported before the change.
 """

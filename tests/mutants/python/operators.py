@@ -5,6 +5,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 POWERS_OF_TEN = {1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9}
@@ -31,7 +32,7 @@ class Mutant:
 
 
 class _Own(ast.NodeVisitor):
-    """Collects mutants that drop, swap or negate; in decorated code also simple ones."""
+    """Collects mutants that drop, swap or negate; simple ones where mutmut has none."""
 
     def __init__(self, file: str, source: bytes) -> None:
         self.file, self.source = file, source
@@ -69,7 +70,7 @@ class _Own(ast.NodeVisitor):
         self.found.append(mutant)
 
     def visit(self, node: ast.AST) -> None:
-        getattr(self, f"on_{type(node).__name__}", lambda node: None)(node)
+        getattr(self, f"visit_{type(node).__name__}", lambda node: None)(node)
         if isinstance(node, Function | ast.ClassDef):
             self.scope.append(node)
             for child in (*_defaults(node), *node.body):
@@ -86,49 +87,57 @@ class _Own(ast.NodeVisitor):
 
     def swap_lines(self, body: Sequence[ast.stmt]) -> None:
         """Swaps neighbours that act: of two new names the order seldom counts."""
-        for one, two in zip(body, body[1:], strict=False):
+        for one, two in pairwise(body):
             calls = isinstance(one, ast.Expr) or isinstance(two, ast.Expr)
             if _acts(one) and _acts(two) and calls and self.scope:
-                texts = [self.source[slice(*self.span(x, x))].decode() for x in (two, one)]
+                texts = [
+                    self.source[slice(*self.span(x, x))].decode() for x in (two, one)
+                ]
                 between = self.source[self.span(one, one)[1] : self.span(two, two)[0]]
                 self.put("lines swapped", one, two, between.decode().join(texts))
 
-    def on_Expr(self, node: ast.Expr) -> None:
+    def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant | ast.Yield | ast.YieldFrom):
             self.add("statement dropped", node, "pass")
 
-    def on_AugAssign(self, node: ast.AugAssign) -> None:
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.add("statement dropped", node, "pass")
 
-    def on_Assign(self, node: ast.Assign) -> None:
-        if any(isinstance(each, ast.Attribute | ast.Subscript) for each in node.targets):
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if any(
+            isinstance(each, ast.Attribute | ast.Subscript) for each in node.targets
+        ):
             self.add("statement dropped", node, "pass")
 
-    def on_Raise(self, node: ast.Raise) -> None:
+    def visit_Raise(self, node: ast.Raise) -> None:
         self.add("raise dropped", node, "pass")
 
-    def on_If(self, node: ast.If | ast.While | ast.IfExp) -> None:
+    def visit_If(self, node: ast.If | ast.While | ast.IfExp) -> None:
         self.add("condition negated", node.test, ast.UnaryOp(ast.Not(), node.test))
 
-    on_While = on_IfExp = on_If
+    def visit_While(self, node: ast.While) -> None:
+        self.visit_If(node)
 
-    def on_comprehension(self, node: ast.comprehension) -> None:
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.visit_If(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
         for test in node.ifs:
             self.add("filter dropped", test, "True")
 
-    def on_BoolOp(self, node: ast.BoolOp) -> None:
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
         for i in range(len(node.values)):
             rest = node.values[:i] + node.values[i + 1 :]
             self.add("operand dropped", node, ast.BoolOp(node.op, rest))
 
-    def on_BinOp(self, node: ast.BinOp) -> None:
+    def visit_BinOp(self, node: ast.BinOp) -> None:
         text = any(isinstance(x, ast.JoinedStr) for x in (node.left, node.right))
         if isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv) and not text:
             self.add("factor left out", node, node.left)
             if isinstance(node.op, ast.Mult):
                 self.add("factor left out", node, node.right)
 
-    def on_Constant(self, node: ast.Constant) -> None:
+    def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
         if isinstance(value, bool):
             if self.unseen():
@@ -139,7 +148,7 @@ class _Own(ast.NodeVisitor):
             elif self.unseen():
                 self.add("constant", node, repr(value + 1))
 
-    def on_Compare(self, node: ast.Compare) -> None:
+    def visit_Compare(self, node: ast.Compare) -> None:
         names = re.search("version|release", ast.unparse(node))
         if names and isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE):
             sides = [f"str({ast.unparse(x)})" for x in (node.left, node.comparators[0])]
@@ -153,18 +162,18 @@ class _Own(ast.NodeVisitor):
             changed.ops = [other(), *node.ops[1:]]
             self.add("comparison", node, changed)
 
-    def on_Call(self, node: ast.Call) -> None:
+    def visit_Call(self, node: ast.Call) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name in OTHER_CALL:
             self.add("other extreme", node.func, OTHER_CALL[name])
-        for i, (one, two) in enumerate(zip(node.args, node.args[1:], strict=False)):
+        for i, (one, two) in enumerate(pairwise(node.args)):
             plain = ast.Starred, ast.Constant
             if not isinstance(one, plain) and not isinstance(two, plain):
                 changed = copy.copy(node)
                 changed.args = [*node.args[:i], two, one, *node.args[i + 2 :]]
                 self.add("arguments swapped", node, changed)
 
-    def on_Return(self, node: ast.Return) -> None:
+    def visit_Return(self, node: ast.Return) -> None:
         if node.value and self.unseen() and ast.unparse(node.value) != "None":
             self.add("nothing returned", node, "return None")
 
@@ -191,7 +200,7 @@ def _defaults(node: Function | ast.ClassDef) -> list[ast.expr]:
 
 
 def qualified_name(scope: Sequence[ast.AST]) -> str:
-    """Returns the name of the outermost function, with its classes; "" outside of one."""
+    """Returns the outermost function's name, with its classes; "" outside of one."""
     names: list[str] = []
     for node in scope:
         names.append(node.name)  # type: ignore[attr-defined]
@@ -225,7 +234,9 @@ def mutmut(root: Path, file: str, number: int) -> Mutant | None:
     module, found, *_ = create_mutations(file, source.decode())
     chosen = found[number]
     text = module.deep_replace(chosen.original_node, chosen.mutated_node).code.encode()  # type: ignore[arg-type]
-    start = next(i for i, (a, b) in enumerate(zip(source, text, strict=False)) if a != b)
+    start = next(
+        i for i, (a, b) in enumerate(zip(source, text, strict=False)) if a != b
+    )
     limit = min(len(source), len(text)) - start
     tail = next((i for i in range(limit) if source[-1 - i] != text[-1 - i]), limit)
     end = len(source) - tail
@@ -240,14 +251,16 @@ def _function_at(tree: ast.AST, line: int) -> str:
     scope: list[ast.AST] = []
     node: ast.AST | None = tree
     while node is not None and not (scope and isinstance(scope[-1], Function)):
-        inner = (x for x in getattr(node, "body", ()) if x.lineno <= line <= x.end_lineno)
+        inner = (
+            x for x in getattr(node, "body", ()) if x.lineno <= line <= x.end_lineno
+        )
         node = next((x for x in inner if isinstance(x, Function | ast.ClassDef)), None)
         scope += [node] if node is not None else []
     return qualified_name(scope)
 
 
 def _is_message(mutant: Mutant, source: bytes) -> bool:
-    """Whether the change is inside of a raised error, a text with blanks or a format."""
+    """Whether the change is inside of a raised error, a text of words or a format."""
     visitor = _Own(mutant.file, source)
     for node in ast.walk(ast.parse(source)):
         text = isinstance(node, ast.Constant) and re.search(r"\s|^$", str(node.value))

@@ -1,4 +1,4 @@
-"""Runs the tests of a room on mutants of its Python: `make mutants-python ROOM=lm/drafts`.
+"""Runs the tests of a room on mutants of its Python.
 
 The tests are collected once. Each mutant is a forked process in which the code of one
 function is replaced; a mutant outside of functions is a process of its own.
@@ -71,7 +71,9 @@ class Runner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Hands the collected tests to what was asked for."""
         if len(os.listdir("/proc/self/task")) > self.threads:
-            raise pytest.UsageError("importing a test module evaluates: forks would hang")
+            raise pytest.UsageError(
+                "importing a test module evaluates: forks would hang"
+            )
         self.items = {item.nodeid: item for item in session.items}
         for file in self.files:
             importlib.import_module(file.removesuffix(".py").replace("/", "."))
@@ -87,9 +89,11 @@ class Runner:
         return True
 
     def called(self) -> Called:
-        """Runs every test once and notes who calls what; keeps it until a file changes."""
+        """Runs every test once and notes who calls what, until a file changes."""
         digest = hashlib.sha256(repr(sorted(self.items)).encode())
-        for file in sorted({*self.files, *(test.split("::")[0] for test in self.items)}):
+        for file in sorted(
+            {*self.files, *(test.split("::")[0] for test in self.items)}
+        ):
             digest.update((ROOT / file).read_bytes())
         kept = KEPT / f"{digest.hexdigest()[:16]}.json"
         if kept.exists():
@@ -105,7 +109,7 @@ class Runner:
         return found
 
     def _noting(self, file: str) -> Act:
-        """Returns what runs a file's tests and lists those that pass, with their calls."""
+        """Returns what runs a file's tests and lists the calls of those that pass."""
 
         def act() -> object:
             rows = []
@@ -162,7 +166,9 @@ class Runner:
             _code(compile(text, str(path), "exec"), mutant.function)
             for text in (mutant.apply(source), source)
         )
-        if code == old or any(x.__code__.co_freevars != code.co_freevars for x in found):
+        if code == old or any(
+            x.__code__.co_freevars != code.co_freevars for x in found
+        ):
             return mutant.old == mutant.new
         for each in found:
             each.__code__ = code
@@ -197,7 +203,7 @@ def calls_noted(into: set[str]) -> Iterator[None]:
 
 
 def in_processes(acts: Sequence[tuple[Act, float]]) -> Iterator[tuple[int, Any]]:
-    """Yields each act's number and result, a process a core; `HANGS` after its limit."""
+    """Yields each act's number and result; `HANGS` after its limit of seconds."""
     waiting = list(enumerate(acts))[::-1]
     running: dict[int, tuple[int, int, float, bytes]] = {}
     while waiting or running:

@@ -1,0 +1,179 @@
+"""Who serves a problem, for every combination of what the decision depends on.
+
+The back end's answers are given, and a small model of the rules says what to expect.
+"""
+
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+
+from mlx_marlin.backends import planner, registry
+from mlx_marlin.backends.metal.device import DEFAULT
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.measurement import Measured
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.verdict import Refusal
+
+PROBLEM = Problem(m=4, n=64, k=256, layout="marlin")
+EXPERTS = GatherProblem(problem=PROBLEM, experts=2)
+BEST, SECOND, LAST = (planner.compare(PROBLEM).candidates[i].plan for i in (0, 1, 2))
+DECODED = dequantize_plan(PROBLEM)
+BACKWARD = dequantize_plan(PROBLEM, transposed=False)
+GATHERED = registry.of_device(DEFAULT).choose_gather(EXPERTS, DEFAULT)
+
+
+@dataclass
+class Answers:
+    """A back end whose answers are given; it notes what it was asked."""
+
+    unsupported_: str | None = None
+    handover_: str | None = None
+    decoded: bool = False
+    alternatives: dict[Any, Any] = field(default_factory=dict)
+    asked: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def unsupported(self, problem: Any, device: Any, transpose: bool) -> str | None:
+        self.asked.append(("unsupported", problem, device, transpose))
+        return self.unsupported_
+
+    def handover(self, problem: Any, device: Any, predicted: Any) -> str | None:
+        self.asked.append(("handover", problem, device))
+        if isinstance(problem, Problem):
+            assert predicted() == f"prediction of {self.predicted}"
+        return self.handover_
+
+    def dequantize_first(self, problem: Any, device: Any, predicted: Any) -> Any:
+        assert (problem, device) == (PROBLEM, DEFAULT)
+        assert predicted() == f"prediction of {BEST}"
+        return DECODED if self.decoded else None
+
+    def choose_gather(self, gather: Any, device: Any) -> Any:
+        assert (gather, device) == (EXPERTS, DEFAULT)
+        return GATHERED
+
+    def predict(self, plan: Any, device: Any) -> str:
+        assert device == DEFAULT
+        return f"prediction of {plan}"
+
+    def alternative(self, plan: Any, device: Any) -> Any:
+        assert device == DEFAULT
+        return self.alternatives.get(plan)
+
+    predicted: Any = BEST
+
+
+def installed(answers: Answers, patch: pytest.MonkeyPatch) -> Answers:
+    patch.setattr(registry, "of_device", lambda device: answers)
+    patch.setattr(planner, "choose", lambda problem, device: BEST)
+    return answers
+
+
+def expected(
+    back_end: Answers,
+    problem: Any,
+    transpose: bool,
+    measured: Measured | None,
+    may: bool,
+) -> Any:
+    """What the documents say, from the strongest rule to the weakest."""
+    if back_end.unsupported_:
+        return Refusal(back_end.unsupported_)
+    if measured is not None and may and measured.reason:
+        return Refusal(measured.reason, "speed")
+    if measured is not None and measured.plan is not None:
+        return measured.plan
+    predicted_slower = may and measured is None and back_end.handover_
+    if problem is EXPERTS:
+        return Refusal("stock is fast", "speed") if predicted_slower else GATHERED
+    if not transpose:
+        return BACKWARD
+    if may and back_end.decoded:
+        return DECODED
+    return Refusal("stock is fast", "speed") if predicted_slower else BEST
+
+
+MEASURED = {
+    "nothing": None,
+    "ours": Measured(reason=None, plan=SECOND),
+    "stock": Measured(reason="measured here: stock", plan=SECOND),
+    "ours between": Measured(reason=None),
+    "stock between": Measured(reason="measured here at two"),
+}
+
+
+@pytest.mark.parametrize("measured", MEASURED.values(), ids=MEASURED)
+@pytest.mark.parametrize("problem", [PROBLEM, EXPERTS], ids=["product", "experts"])
+def test_the_first_rule_that_holds_decides(
+    measured: Measured | None, problem: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for unsupported, handover, decoded, transpose, may in product(
+        (None, "no kernel"), (None, "stock is fast"), *[(False, True)] * 3
+    ):
+        back_end = installed(Answers(unsupported, handover, decoded), monkeypatch)
+
+        answer = planner.serve(
+            problem, DEFAULT, transpose=transpose, measured=measured, hands_over=may
+        )
+
+        assert answer == expected(back_end, problem, transpose, measured, may)
+        assert back_end.asked[0] == ("unsupported", problem, DEFAULT, transpose)
+        assert {asked[1:3] for asked in back_end.asked} == {(problem, DEFAULT)}
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("may", [False, True])
+@pytest.mark.parametrize("handover", [None, "stock is fast"])
+@pytest.mark.parametrize("faulty", [0, 1, 2, 3])
+def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
+    measured: bool,
+    may: bool,
+    handover: str | None,
+    faulty: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans = [BEST, SECOND, LAST]
+    back_end = installed(Answers(handover_=handover), monkeypatch)
+    back_end.alternatives = {BEST: SECOND, SECOND: LAST}
+    back_end.predicted = SECOND
+
+    def fault(plan: Any) -> str | None:
+        return f"fault {plans.index(plan)}" if plan in plans[:faulty] else None
+
+    def may_be_slower(index: int) -> bool:
+        """An alternative was not measured, and stock MLX may be faster than it."""
+        return may and (bool(handover) or (measured and index == 0))
+
+    if faulty > 1:  # the prediction that is asked for is then the second alternative's
+        monkeypatch.setattr(Answers, "handover", lambda self, *_: self.handover_)
+    want: Any = BEST
+    for index in range(faulty):
+        following = plans[index + 1] if index < 2 else None
+        refused = following is None or may_be_slower(index)
+        want = Refusal(f"fault {index}", "fault") if refused else following
+        if refused:
+            break
+
+    assert want == planner.usable(
+        BEST, DEFAULT, fault, hands_over=may, is_measured=measured
+    )
+
+
+def test_other_plans_have_no_alternative_where_a_back_end_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    back_end = installed(Answers(), monkeypatch)
+    back_end.alternatives = {DECODED: BEST, GATHERED: GATHERED}
+    refusal = Refusal("anything", "speed")
+
+    def failing(plan: Any) -> str | None:
+        return None if plan is BEST else "it failed"
+
+    assert planner.usable(refusal, DEFAULT, failing) is refusal
+    decoded = planner.usable(DECODED, DEFAULT, failing)
+    assert decoded == Refusal("it failed", "fault")  # never asked for
+    back_end.alternatives = {}
+    gathered = planner.usable(GATHERED, DEFAULT, failing)
+    assert gathered == Refusal("it failed", "fault")
