@@ -24,8 +24,11 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keeps the tests that were asked for."""
+        """Keeps the tests that were asked for, each of which must be there."""
         items[:] = [item for item in items if item.nodeid in self.tests]
+        missing = {*self.tests} - {item.nodeid for item in items}
+        if missing:
+            raise pytest.UsageError(f"no such tests: {sorted(missing)}")
 
 
 def main() -> int:
