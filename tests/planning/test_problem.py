@@ -1,6 +1,7 @@
 """A problem is a checked value that knows its sizes."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,15 @@ import pytest
 from hypothesis import given
 
 import mlx_marlin
-from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.planning.problem import Problem, in_stock_mlx, problem_of
+from mlx_marlin.planning import measurement
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Heads
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.problem import (
+    Problem,
+    in_stock_mlx,
+    largest_array,
+    problem_of,
+)
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 from support.strategies import ANY_FORMAT, problems
 
@@ -55,6 +63,42 @@ def test_nonsense_is_refused_with_the_value_and_the_expectation(
 
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "elements"),
+    [
+        ((7, 64, 512, 4), 64 * 64),  # the codes: 8 of 4 bits in a word
+        ((7, 64, 512, 3), 64 * 96),  # of 3 bits, counted in halves of a word
+        ((99, 64, 512, 4), 99 * 512),  # x
+        ((99, 1024, 64, 4), 99 * 1024),  # the result
+        ((7, 65, 500, 4, 3), 3 * 96 * 64),  # tiles of 32 rows and 64 columns
+    ],
+)
+def test_the_largest_array_is_x_the_codes_or_the_result(
+    sizes: tuple[int, ...], elements: int
+) -> None:
+    assert largest_array(*sizes) == elements
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"m": 2**24, "n": 64, "k": 128},
+        {"m": 2**24, "n": 128, "k": 64},
+        {"m": 1, "n": 2**27, "k": 128, "group_size": 32},
+        {"m": 1, "n": 2**25, "k": 256, "bits": 8},
+        {"m": 1, "n": 2**25, "k": 256, "bits": 4, "layout": "marlin", "batch": 2},
+    ],
+)
+def test_arrays_of_two_to_the_31_elements_are_refused(limit: dict[str, Any]) -> None:
+    field = "m" if limit["m"] > 1 else "n"
+
+    fewer = limit[field] - 32  # a tile, to which packed weights of a batch are padded
+
+    assert Problem(**{**limit, field: fewer}) is not None
+    with pytest.raises(ValueError, match="fewer than 2147483648"):
+        Problem(**limit)
 
 
 def test_sizes_are_those_of_a_known_layer() -> None:
@@ -210,3 +254,57 @@ def test_super_blocks_are_compared_with_groups(bits: int, group_size: int) -> No
         return
     assert native is not None
     assert (native.mode, native.scale_dtype) == ("affine", problem.dtype)
+
+
+@pytest.mark.parametrize(("pairs", "chosen"), [(1, 1.0), (2, 1.75), (3, 2.3125)])
+def test_chosen_experts_are_those_that_equal_chances_choose(
+    pairs: int, chosen: float
+) -> None:
+    gather = GatherProblem(problem=Problem(m=pairs, n=64, k=64), experts=4)
+
+    assert gather.chosen_experts == pytest.approx(chosen)
+
+
+@pytest.mark.parametrize("m", [1, 63])
+def test_a_problem_and_its_rows_are_put_together_again(m: int) -> None:
+    plain = Problem(m=m, n=64, k=64, epilogue=Epilogue(bias=True), norm=1e-5)
+    product = replace(plain, epilogue=PLAIN, norm=None)
+    experts = GatherProblem(
+        problem=product, experts=4, pairs_per_row=1, is_sorted=True, bias=True
+    )
+
+    assert measurement.plain(plain) == product
+    assert measurement.family(product) == (replace(product, m=1), m)
+    assert measurement.with_rows(product, 5) == replace(product, m=5)
+    assert measurement.plain(experts) == replace(experts, bias=False)
+    one, pairs = measurement.family(replace(experts, gate="silu"))
+    assert pairs == m
+    assert one == GatherProblem(
+        problem=replace(product, m=1), experts=4, bias=True, gate="silu"
+    )
+    assert measurement.product_of(experts) == product
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes"),
+    [
+        ({"dtype": "float32"}, 4),
+        ({"dtype": "float16"}, 2),
+        ({"dtype": "bfloat16"}, 4),
+        ({"group_size": 16, "layout": "marlin"}, 4),  # of scaled weights
+    ],
+)
+def test_fragments_hold_four_bytes_where_products_are_floats(
+    fields: dict[str, Any], bytes: int
+) -> None:
+    assert Problem(m=8, n=64, k=64, **fields).fragment_bytes == bytes
+
+
+def test_heads_say_which_columns_are_normalized_and_rotated() -> None:
+    heads = Heads(heads=6, kv_heads=2, features=64, columns=640, factor=2.5)
+
+    plain, normed = heads.rotation, replace(heads, norm=1e-6).rotation
+
+    assert (plain.features, plain.columns, plain.queries) == (64, 8 * 64, 0)
+    assert (plain.per_row, plain.norm, plain.factor) == (True, None, 2.5)
+    assert normed == replace(plain, queries=6 * 64, norm=1e-6)

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil, floor
 
 import numpy as np
@@ -10,6 +10,12 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from mlx_marlin.planning.work.decompositions import (
+    TileGrid,
+    hybrids,
+    slices_of_k,
+    streams,
+)
 from mlx_marlin.planning.work.division import MOST_GROUPS, locality_groups
 from mlx_marlin.planning.work.tiles import Split, tile_position
 from mlx_marlin.planning.work.work import Work, balanced_cut, ceil_cut
@@ -316,3 +322,65 @@ def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
 
     assert (cuts[0], cuts[-1]) == (0, total)
     assert max(lengths) - min(lengths) <= 1
+
+
+GRIDS = [
+    TileGrid(
+        m_tiles=m, n_tiles=n, batch=b, k_tiles=k, trips=t, cores=c, widest=8, x_bytes=64
+    )
+    for m, n, b, k, t, c in product(
+        (1, 3), (1, 7, 40), (1, 2), (1, 5, 64), (1, 4), (8, 30)
+    )
+]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_slices_of_k_are_the_fewest_that_load_a_target(grid: TileGrid) -> None:
+    fewest = {
+        next(
+            (s for s in range(1, grid.k_tiles) if s * grid.tiles >= target),
+            grid.k_tiles,
+        )
+        for target in (grid.cores * count for count in (1, 2, 4, 8, 16))
+    }
+
+    compared = [work for work, _ in slices_of_k(grid)]
+    forced = [work for work, _ in slices_of_k(grid, forced=True)]
+
+    assert [work.slices for work in compared] == sorted(fewest - {1})
+    assert [work.slices for work in forced] == sorted(fewest | {1})
+    assert {work.threadgroups // work.slices for work in forced} == {grid.tiles}
+    asked = [work.slices for work, _ in slices_of_k(grid, k_parallel=1)]
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_streams_load_the_cores_evenly_with_runs_that_are_long_enough(
+    grid: TileGrid,
+) -> None:
+    minimum = ceil(8 / grid.trips)
+    fitting = [
+        threadgroups
+        for threadgroups in (grid.cores, 2 * grid.cores, 4 * grid.cores)
+        if threadgroups * minimum <= grid.tiles * grid.k_tiles
+    ]
+
+    found = [work.threadgroups for work, _ in streams(grid)]
+    forced = [work.threadgroups for work, _ in streams(grid, forced=True)]
+
+    assert found == fitting
+    assert forced == (fitting or [min(grid.cores, grid.tiles * grid.k_tiles)])
+    assert {work.minimum for work, _ in streams(grid)} <= {minimum}
+
+
+@pytest.mark.parametrize("grid", [g for g in GRIDS if g.tiles > 1], ids=str)
+def test_hybrids_leave_the_last_wave_and_the_rest_to_streams(grid: TileGrid) -> None:
+    wholes = {
+        grid.tiles - grid.tiles % wave - wave
+        for wave in (grid.cores, 2 * grid.cores, 4 * grid.cores)
+        if grid.tiles % wave
+    }
+
+    found = {work.whole for work, _ in hybrids(grid, forced=True)}
+
+    assert found == ({whole for whole in wholes if whole > 0} or {grid.tiles // 2})
