@@ -183,7 +183,10 @@ def new_model(config: dict[str, Any]) -> Any:
 
 
 def write(path: Path, name: str, format: str, **options: Any) -> Any:
-    """Writes a model, and returns mlx-lm's model of the same numbers in float32."""
+    """Writes a model, and returns mlx-lm's model of the same numbers in float32.
+
+    Layers whose names end as `act_order` says have it.
+    """
     arrays, settings, usual = FORMATS[format]
     rng = np.random.default_rng(0)
     model = new_model(settings_of(name))
@@ -196,8 +199,9 @@ def write(path: Path, name: str, format: str, **options: Any) -> Any:
             own = own | {"bits": 8}
         # Some layers are symmetric, the others are not.
         symmetric = rng.random() < 0.3
+        own |= {"act_order": layer.endswith(options.get("act_order", "no layer"))}
         weight = foreign.drawn_weight(rng, n, k, 64, **own, symmetric=symmetric)
-        if options.get("act_order"):  # all experts share it
+        if own["act_order"]:  # all experts share it
             order = np.random.default_rng(k).permutation(k)
             weight.groups_of_columns = order // 64
         weight.scales = (weight.scales / 2 ** own["bits"]).astype(np.float16)
@@ -271,7 +275,7 @@ def assert_same(model: Any, exact: Any) -> None:
 def test_an_order_that_all_experts_share_is_kept(
     tmp_path: Path, name: str, format: str
 ) -> None:
-    exact = write(tmp_path / "source", name, format, act_order=True)
+    exact = write(tmp_path / "source", name, format, act_order="")
     [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
     for folder in ("source", "result"):
         model = load_model(open_source(tmp_path / folder))
@@ -282,3 +286,19 @@ def test_an_order_that_all_experts_share_is_kept(
     mlx_marlin.save(tmp_path / "saved", model, Tokenizer())
     again = load_model(open_source(tmp_path / "saved"))
     assert mx.array_equal(again(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("format", ["gptq", "compressed"])
+@pytest.mark.parametrize("part", ["w1", "w2", "w3"])
+def test_an_order_of_one_of_three_parts_is_kept(
+    tmp_path: Path, part: str, format: str
+) -> None:
+    exact = write(tmp_path, "mixtral", format, act_order=part)
+    model = load_model(open_source(tmp_path))
+    ordered = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, ReorderedLinear)
+    }
+    assert [W1_TO_W3[name] for name in ordered] == [part]
+    assert_same(model, exact)

@@ -372,6 +372,22 @@ def test_layers_may_have_a_scheme_of_their_own(tmp_path: Path) -> None:
         values(foreign.Folder(config, arrays), tmp_path)
 
 
+def test_a_layer_without_an_order_among_ordered_ones_is_refused_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    folder = compressed()
+    groups = settings_of(folder)["config_groups"]
+    groups["group_1"] = copy.deepcopy(groups["group_0"])
+    groups["group_1"]["weights"]["actorder"] = None
+    assert values(folder, tmp_path)
+    del folder.arrays[f"{LAYER}.weight_g_idx"]
+    said = (
+        r"weight_g_idx' is missing.*perhaps for other layers.* for all layers or none"
+    )
+    with pytest.raises(ValueError, match=said):
+        values(folder, tmp_path)
+
+
 def test_scales_of_a_quantized_cache_are_no_weights(tmp_path: Path) -> None:
     folder = compressed()
     original = values(folder, tmp_path)

@@ -156,7 +156,8 @@ def layer_of(
     if order and order not in folder.arrays and is_needed:
         raise ValueError(
             f"tensor {order!r} is missing, expected the groups of columns: the config "
-            f"says that there is act-order"
+            f"says that there is act-order, perhaps for other layers: quantize the "
+            f"model again with act-order for all layers or none"
         )
     return Layer(
         bits=bits,

@@ -31,7 +31,7 @@ def add_orders(arrays: Arrays, columns: Mapping[str, int]) -> None:
     if not any(name.endswith(".input_order") for name in arrays):
         return
     for layer, k in columns.items():
-        if ".experts." in layer and f"{layer}.scales" in arrays:
+        if ".experts." in layer:
             arrays.setdefault(f"{layer}.input_order", mx.arange(k, dtype=mx.int32))
 
 

@@ -108,9 +108,9 @@ class FolderSource(ModelSource):
                 layer = tensor.name.removesuffix(".weight")
                 columns[layer] = value.shape[-1]
                 arrays |= _rows(layer, value)
+        experts.add_orders(arrays, columns)
         with _no_dequantizing(self._method):
             renamed = self.sanitized(dict(arrays))
-            experts.add_orders(renamed, columns)
             experts.move_parts(arrays, renamed, self.sanitized)
         experts.stack(renamed, self.layer)
         return renamed
