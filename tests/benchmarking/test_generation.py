@@ -1,7 +1,9 @@
 """Tokens per second and the first token of models, measured and predicted."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.nn as nn
 import pytest
@@ -119,25 +121,54 @@ def test_a_prediction_is_the_sum_of_all_layers() -> None:
 
 
 @pytest.mark.usefixtures("stock")
-def test_the_first_token_is_timed_cold_and_warm() -> None:
-    cold, warm = generation.cold_and_warm(tiny_llama, False, None, prompt=5)
+def test_the_first_prompt_of_a_process_is_cold_and_the_next_one_warm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = iter([3.0, 1.0])
+    honest = decoding.decode
 
-    assert cold > 0
-    assert warm > 0
+    def decode(*given: Any) -> Decoded:
+        return replace(honest(*given), prompt_seconds=next(seconds))
+
+    monkeypatch.setattr(decoding, "decode", decode)
+
+    times = generation.cold_and_warm(tiny_llama, False, None, prompt=5)
+
+    assert times == (3.0, 1.0)
+
+
+def told_llama() -> nn.Module:
+    """Loads a model, and writes to a file what this process does with it."""
+
+    def tell(what: str) -> None:
+        with Path(os.environ["TOLD"]).open("a") as file:
+            file.write(f"{os.getpid()} {what}\n")
+
+    def decode(*given: Any) -> Decoded:
+        tell("decodes")
+        return honest(*given)
+
+    tell("loads")
+    honest, decoding.decode = decoding.decode, decode
+    return tiny_llama()
 
 
 @pytest.mark.slow
 def test_each_arm_has_a_process_of_its_own_for_the_first_token(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_MARLIN_BACKEND", "stock")
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
 
-    rows = [*generation.first_tokens("tiny", tiny_llama, None, prompt=5)]
+    rows = [*generation.first_tokens("tiny", told_llama, None, prompt=5)]
 
     assert [row.arm for row in rows] == [STOCK_MODEL, OURS]
     assert all(row.cold.seconds > 0 and row.warm.seconds > 0 for row in rows)
-    # A process that has just started has not run a model before.
-    assert rows[0].cold.seconds > rows[0].warm.seconds
+    told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+    assert [what for _, what in told] == 2 * ["loads", "decodes", "decodes"]
+    first, second = (dict.fromkeys(pid for pid, _ in told[i : i + 3]) for i in (0, 3))
+    assert len(first) == len(second) == 1
+    assert len({*first, *second, str(os.getpid())}) == 3
 
 
 def test_a_local_model_is_named_without_its_path(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_output_of_a_stage_is_passed_on(capsys: pytest.CaptureFixture[str]) -> N
         "import sys; print('out'); print('bar\\r', 'why', file=sys.stderr); sys.exit(3)"
     )
 
-    stage = stages.run("some", program(text), 60)
+    stage = stages.run("some", program(text), HANG_SECONDS)
 
     assert stage.detail == "exit status 3: why"
     captured = capsys.readouterr()
@@ -254,8 +254,9 @@ def test_without_an_error_the_last_output_is_the_reason() -> None:
         "sys.exit(1)"
     )
 
-    assert stages.run("some", program(text), 60).detail == "exit status 1: c; d; e"
-    silent = stages.run("some", program("raise SystemExit(4)"), 60)
+    failed = stages.run("some", program(text), HANG_SECONDS)
+    assert failed.detail == "exit status 1: c; d; e"
+    silent = stages.run("some", program("raise SystemExit(4)"), HANG_SECONDS)
     assert silent.detail == "exit status 4: no message"
 
 

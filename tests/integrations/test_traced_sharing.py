@@ -29,6 +29,7 @@ from support.decoder_models import (
     with_left_padding,
 )
 from support.models import arrays
+from support.processes import HANG_SECONDS
 from support.profiles import sampled
 
 generate = import_module("mlx_lm.generate")  # the package hides it behind a function
@@ -260,9 +261,9 @@ def test_threads_decode_side_by_side() -> None:
     def decode(token: int, turns: threading.Barrier) -> mx.array:
         cache = one_stream(model)
         for _ in range(3):
-            turns.wait(20)
+            turns.wait(HANG_SECONDS)
             y: mx.array = model(mx.array([[token]]), cache=cache)
-            turns.wait(20)
+            turns.wait(HANG_SECONDS)
             mx.eval(y)
         return y
 

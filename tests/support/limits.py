@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60
+from support.processes import HANG_SECONDS
+
 BYTES = 2**31
 
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Raises AssertionError after a minute, and MemoryError after 2 GiB more."""
+    """Raises AssertionError in what hangs, and MemoryError after 2 GiB more."""
 
     def end(*_: Any) -> None:
-        raise AssertionError(f"not finished after {SECONDS} s")
+        raise AssertionError(f"not finished after {HANG_SECONDS:.0f} s")
 
     before = resource.getrlimit(resource.RLIMIT_AS)
     most = before[0]
@@ -25,7 +26,7 @@ def limited() -> Iterator[None]:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + BYTES
     handler = signal.signal(signal.SIGALRM, end)
-    signal.alarm(SECONDS)
+    signal.alarm(int(HANG_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
     try:
         yield
