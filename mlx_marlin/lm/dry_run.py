@@ -108,6 +108,11 @@ class DryRun:
         """The reason of each layer that stays or becomes MLX's, by the layer's path."""
         return {each.name: each.reason for each in self.layers if each.reason}
 
+    def __repr__(self) -> str:
+        """Returns a line; `str` has the tables."""
+        count = f"{len(self.converted)} of {len(self.layers)} layers"
+        return f"<{type(self).__name__}: converts {count}>"
+
     def __str__(self) -> str:
         """Returns a table in which equal layers at corresponding paths are one line.
 

@@ -41,6 +41,10 @@ class Choice:
     reason: str | None
     candidates: tuple[Candidate, ...]
 
+    def __repr__(self) -> str:
+        """Returns a line; `table()` lists the candidates."""
+        return f"<{type(self).__name__}: {self.explain()}>"
+
     def explain(self) -> str:
         """Returns one line with the plan, its predicted time and who serves it."""
         served = "stock MLX" if self.reason else "our kernels"

@@ -47,14 +47,14 @@ class PackedWeight:
             scale, and batch.
     """
 
-    words: mx.array
-    scales: mx.array
+    words: mx.array = field(repr=False)
+    scales: mx.array = field(repr=False)
     n: int
     k: int
     group_size: int = 64
     bits: int = 4
     mode: str = "affine"
-    global_scale: mx.array | None = None
+    global_scale: mx.array | None = field(default=None, repr=False)
     biases_or_global_scale: mx.array = field(init=False, repr=False)
     kind: tuple[int, int, int, int, str, mx.Dtype, bool, tuple[int, ...]] = field(
         init=False, repr=False

@@ -7,7 +7,7 @@ instance that writes a result.
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from mlx_marlin.backends.launch import TemplateValue
@@ -54,7 +54,7 @@ class Variant:
         template: Template arguments.
     """
 
-    plan: MetalPlan
+    plan: MetalPlan = field(repr=False)
     name: str
     template: tuple[tuple[str, TemplateValue], ...]
 

@@ -56,6 +56,10 @@ class Report:
         rows = [(layer.group, layer.decisions) for layer in self.layers]
         return table.text(self.target, self.backend, rows)
 
+    def __repr__(self) -> str:
+        """Returns a line; `str` has the table."""
+        return f"<{type(self).__name__}: {self.summary()}>"
+
     def summary(self) -> str:
         """Returns in a line how many products our kernels serve with few rows."""
         quantized = [layer for layer in self.layers if layer.decisions]

@@ -219,6 +219,10 @@ class Report:
             )
         return "\n".join([*lines, self._summary()])
 
+    def __repr__(self) -> str:
+        """Returns a line; `str` has the table."""
+        return f"<{type(self).__name__}: {self._summary()}>"
+
     def _summary(self) -> str:
         names = {layer.name for layer in self.layers}
         missing = len(self.without_source)
