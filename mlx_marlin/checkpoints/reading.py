@@ -128,7 +128,9 @@ def tensors(path: str | Path, requantize: int | None = None) -> list[Tensor]:
     return folder_tensors(Folder(Path(path)))
 
 
-def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
+def folder_tensors(
+    folder: Folder, *, for_model: bool = False, check_values: bool = True
+) -> list[Tensor]:
     """Returns the tensors of an open folder, as `tensors` does.
 
     Args:
@@ -136,6 +138,7 @@ def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
         for_model: Whether mlx-lm's model will rename them first: then reading does not
             call `StoredWeight.checked`, which evaluates scales, and layers in MLX's
             formats stay arrays, because the model tells their columns.
+        check_values: Whether reading looks at scales, which evaluates them.
     """
     method, settings = method_of(folder)
     if method in SCHEMES:
@@ -158,9 +161,12 @@ def folder_tensors(folder: Folder, *, for_model: bool = False) -> list[Tensor]:
         layers = []
     _check_names(folder, [*packed, *layers], plain)
     return [
-        *(_packed(folder, layer, record) for layer, record in packed.items()),
         *(
-            _quantized(folder, layer, method, settings, not for_model)
+            _packed(folder, layer, record, check_values)
+            for layer, record in packed.items()
+        ),
+        *(
+            _quantized(folder, layer, method, settings, check_values and not for_model)
             for layer in layers
         ),
         *(_plain(folder, name) for name in plain),
@@ -229,13 +235,13 @@ def _quantized(
     )
 
 
-def _packed(folder: Folder, layer: str, record: dict[str, Any]) -> Tensor:
+def _packed(folder: Folder, layer: str, record: dict[str, Any], check: bool) -> Tensor:
     names = [f"{layer}.{part}" for part in marlin_folder.PARTS]
     stored = [folder.arrays[name] for name in names if name in folder.arrays]
 
     def read() -> PackedLayer:
         with naming(folder.path, f"{layer}.weight"):
-            return marlin_folder.read(folder, layer, record)
+            return marlin_folder.read(folder, layer, record, check)
 
     return Tensor(
         name=f"{layer}.weight",

@@ -128,7 +128,19 @@ class StoredWeight:
 
     def decoded(self) -> mx.array:
         """Returns the values of the weight in float32, columns in the stored order."""
-        return self._given_to(decoded)
+        if self.global_scale is None or len(self.shape) == 2:
+            return self._given_to(decoded)
+        parts = self.codes, self.scales, self.global_scale.reshape(-1, 1)
+        matrices = [
+            replace(self, codes=codes, scales=scales, global_scale=factor).decoded()
+            for codes, scales, factor in zip(*parts, strict=True)
+        ]
+        return mx.stack(matrices)
+
+    def values(self) -> mx.array:
+        """Returns the values of the weight in float32, columns in the order of x."""
+        order, values = self.input_order, self.decoded()
+        return values if order is None else mx.take(values, mx.argsort(order), axis=-1)
 
     def packed(self) -> PackedWeight:
         """Returns the same weight in the packed layout, exactly.

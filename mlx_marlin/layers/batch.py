@@ -6,6 +6,7 @@ import mlx.nn as nn
 
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import GLOBAL_SCALE
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 
 class BatchLayer(GuardedParameters):
@@ -64,3 +65,17 @@ class BatchLayer(GuardedParameters):
         if vars(self).get(GLOBAL_SCALE, ()) is None:
             layer.global_scale = None
         return layer
+
+
+def as_batch(packed: PackedWeight, axis: str) -> PackedWeight:
+    """Returns packed weights [..., n, k], if they are one batch without a global scale.
+
+    Raises:
+        ValueError: If they are not; the message names the axis.
+    """
+    if len(packed.batch) != 1 or packed.global_scale is not None:
+        raise ValueError(
+            f"packed has batch={packed.batch} and global_scale="
+            f"{packed.global_scale}, expected ({axis},) without a global scale"
+        )
+    return packed

@@ -5,7 +5,7 @@ from typing import Self
 import mlx.core as mx
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
-from mlx_marlin.layers.batch import BatchLayer
+from mlx_marlin.layers.batch import BatchLayer, as_batch
 from mlx_marlin.layers.native import native_weight
 from mlx_marlin.products.experts.matmul import gather_native
 from mlx_marlin.products.experts.packed import gather_packed
@@ -37,11 +37,7 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
         Raises:
             ValueError: If the weights are no such batch, or the bias has another shape.
         """
-        if len(packed.batch) != 1 or packed.global_scale is not None:
-            raise ValueError(
-                f"packed has batch={packed.batch} and global_scale="
-                f"{packed.global_scale}, expected (experts,) without a global scale"
-            )
+        as_batch(packed, "experts")
         if bias is not None and bias.shape != (*packed.batch, packed.n):
             raise ValueError(
                 f"bias has shape {bias.shape}, expected {(*packed.batch, packed.n)}"

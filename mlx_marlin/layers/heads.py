@@ -6,9 +6,10 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.mla import QuantizedMultiLinear
 
-from mlx_marlin.layers.batch import BatchLayer
+from mlx_marlin.layers.batch import BatchLayer, as_batch
 from mlx_marlin.layers.native import PACKED, native_weight
 from mlx_marlin.products.layer_products import layer_product
+from mlx_marlin.weights.packed_weight import PackedWeight
 
 
 class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):
@@ -30,6 +31,18 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):
     """
 
     stock = QuantizedMultiLinear
+
+    @classmethod
+    def from_packed(cls, packed: PackedWeight) -> Self:
+        """Returns a layer with a batch of packed weights, in any of our formats.
+
+        Args:
+            packed: The weights [heads, n, k], without a global scale.
+
+        Raises:
+            ValueError: If the weights are no such batch.
+        """
+        return cls._of_packed(as_batch(packed, "heads"))
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """Returns the products of the heads' rows.

@@ -57,8 +57,13 @@ def is_plain(layer: nn.Module) -> bool:
     return (
         isinstance(layer, nn.Linear | nn.Embedding)
         or _is_of_mlx_lm(layer, "switch_layers", "SwitchLinear")
-        or _is_of_mlx_lm(layer, "mla", "MultiLinear")
+        or is_plain_heads(layer)
     )
+
+
+def is_plain_heads(layer: nn.Module) -> bool:
+    """Returns whether a layer is mlx-lm's layer of several heads with plain weights."""
+    return _is_of_mlx_lm(layer, "mla", "MultiLinear")
 
 
 def is_quantized(layer: nn.Module) -> bool:

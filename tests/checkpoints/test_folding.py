@@ -147,13 +147,17 @@ def test_a_converted_model_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_layers_of_other_sizes_are_left_to_the_checks_of_shapes() -> None:
-    arrays = {
-        f"model.layers.0.mlp.{layer}_proj.{part}": mx.zeros((rows, 2))
+    weights = {
+        f"model.layers.0.mlp.{layer}_proj": StoredWeight(
+            codes=mx.zeros((rows, 8), mx.uint32),
+            scales=mx.zeros((rows, 1)),
+            group_size=64,
+            bits=4,
+            mode="symmetric",
+            input_order=mx.arange(64),
+        )
         for layer, rows in (("gate", 64), ("up", 32), ("down", 16))
-        for part in ("weight", "scales")
     }
-    for layer in ("gate", "up", "down"):
-        arrays[f"model.layers.0.mlp.{layer}_proj.input_order"] = mx.arange(64)
-    before = dict(arrays)
-    assert folding.fold_orders(arrays, "llama") == set()
-    assert arrays == before
+    before = dict(weights)
+    assert folding.fold_orders(weights, {}, "llama") == set()
+    assert weights == before

@@ -1,9 +1,7 @@
 """Folders that cannot be read exactly are refused by name."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Lock
 
 import mlx.core as mx
 import numpy as np
@@ -13,8 +11,7 @@ from mlx_lm.models import llama
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
-from support.foreign_models import CONFIG, write
-from support.processes import HANG_SECONDS
+from support.foreign_models import CONFIG
 
 
 def saved(path: Path, config: dict, arrays: dict[str, mx.array]) -> Path:
@@ -62,44 +59,6 @@ def test_a_config_that_no_model_takes_is_refused(tmp_path: Path, change: dict) -
         list(open_source(tmp_path).parameters())
 
 
-def test_other_threads_dequantize_while_tensors_are_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, "gptq")
-    parts = mx.quantize(mx.ones((32, 64)))
-    mx.eval(parts)
-    inside = Barrier(2, timeout=HANG_SECONDS)
-    original, most, lock = mx.dequantize, [], Lock()
-    running = [0]
-
-    def sanitize(_: object, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-        with lock:
-            running[0] += 1
-            most.append(running[0])
-        with ThreadPoolExecutor(1) as other:
-            shape = other.submit(lambda: mx.dequantize(*parts).shape).result()
-        assert shape == (32, 64)
-        with pytest.raises(ValueError, match="quantize a weight again"):
-            mx.dequantize(*parts)
-        with lock:
-            running[0] -= 1
-        return arrays
-
-    monkeypatch.setattr(llama.Model, "sanitize", sanitize)
-
-    def read() -> int:
-        source = open_source(tmp_path)
-        assert source.model is not None
-        inside.wait()
-        return len([*source.stored_parameters()])
-
-    with ThreadPoolExecutor(2) as threads:
-        counts = [future.result() for future in [threads.submit(read) for _ in "ab"]]
-    assert counts == [3 + 2 * 9] * 2
-    assert most == [1, 1]
-    assert mx.dequantize is original
-
-
 def test_a_weight_of_another_k_than_the_model_says_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     weight = foreign.drawn_weight(rng, 128, 256, 64, 4)
@@ -107,9 +66,9 @@ def test_a_weight_of_another_k_than_the_model_says_is_refused(tmp_path: Path) ->
     arrays = foreign.gptq_arrays(layer, weight, 2)  # 8 bits in groups of 32 of k=128
     config = CONFIG | foreign.gptq_config(4, 2)
     foreign.Folder(config, arrays).write(tmp_path)
-    said = rf"tensor '{layer}\.weight' has 32 words and 4 scales .* k=128.*\(4, 64\)"
+    said = rf"tensor '{layer}\.weight' of shape \(128, 256\), expected \(128, 128\)"
     with pytest.raises(ValueError, match=said):
-        list(open_source(tmp_path).stored_parameters())
+        list(open_source(tmp_path).parameters())
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.norm.weight_scale_inv"])

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from mlx_marlin.checkpoints.settings import without_settings
 from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
+from mlx_marlin.lm.checkpoints.loading import check_written
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
+from mlx_marlin.lm.known_layers import is_plain_heads
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 
@@ -97,8 +99,8 @@ def convert(
 
     Raises:
         OSError: If a file cannot be read or written.
-        ValueError: If an argument is not valid, or a weight cannot be represented; the
-            message names the tensor.
+        ValueError: If an argument is not valid, a weight cannot be represented, or the
+            folder cannot be loaded again; the message names the tensor.
     """
     pattern = check(destination, layout, only)
     _check_matches(source, pattern)
@@ -112,6 +114,7 @@ def convert(
         source.copy_other_files(folder)  # first, because it may refuse a file
         yield from _write(source, folder, rows)
         write_config(source.config, records, folder)
+        check_written(folder, destination)
 
 
 def check(destination: Path, layout: str, only: str | None) -> re.Pattern[str] | None:
@@ -173,17 +176,21 @@ def _rows(
         stored = _describe(value)
         if isinstance(value, StoredWeight) and value.original:
             stored, error = value.original, value.error
+        if name in source.computed:
+            stored, error = "quantized, decoded", source.computed[name]
         layer = name.removesuffix(".weight")
         with naming(source.path, name):
             if isinstance(value, mx.array):
                 own = _quantization(source, name, quantization) if matches else ""
                 if isinstance(own, str):
-                    yield _unchanged(name, value, own), {name: value}
+                    row = _unchanged(name, value, own)
+                    yield replace(row, source=stored, error=error), {name: value}
                     continue
-                value, error = own.apply(value)
+                value, added = own.apply(value)
+                error = math.hypot(error, added)
             target = _layout_of(value, layout, keep=not matches)
-            if isinstance(source.layer(layer), nn.Embedding) and _is_of_mlx(value):
-                target = "mlx"  # whose layer looks rows up
+            if _is_best_on_mlx(source.layer(layer)) and _is_of_mlx(value):
+                target = "mlx"
             written = TARGETS[target](value)
         getattr(records, target)[layer] = written.record
         row = Row(
@@ -209,6 +216,11 @@ def _layout_of(value: StoredWeight | PackedLayer, layout: str, keep: bool) -> st
         return layout
     is_of_mlx = value.mode in MODE_DEFAULTS and not (is_scaled and is_linear)
     return "mlx" if is_of_mlx else "marlin" if is_scaled else layout
+
+
+def _is_best_on_mlx(layer: Any) -> bool:
+    """Returns whether MLX's layout is best: rows are looked up or multiplied by."""
+    return isinstance(layer, nn.Embedding) or is_plain_heads(layer)
 
 
 def _is_of_mlx(value: StoredWeight | PackedLayer) -> bool:

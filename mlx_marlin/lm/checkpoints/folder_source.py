@@ -1,9 +1,10 @@
 """A folder of safetensors files as a model of mlx-lm's."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,23 @@ import mlx.nn as nn
 
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.copying import copy_within
-from mlx_marlin.checkpoints.folder import INDEX, Folder, naming
+from mlx_marlin.checkpoints.folder import INDEX, Folder, naming, new_model
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
 from mlx_marlin.checkpoints.setting_keys import check_code
 from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
-from mlx_marlin.lm.checkpoints import experts
 from mlx_marlin.lm.checkpoints.folding import fold_orders
 from mlx_marlin.lm.checkpoints.model_source import NARROW, ModelSource, Value
+from mlx_marlin.lm.checkpoints.renaming import (
+    Arrays,
+    Renamed,
+    Source,
+    renamed,
+    stack,
+)
+from mlx_marlin.lm.known_layers import is_plain_heads
 from mlx_marlin.lm.module_tree import natural_key
 
-ROWS = ("weight", "scales", "biases", "global_scale", "input_order")
-"""The arrays of a quantized layer while mlx-lm renames and stacks them."""
 WEIGHT_FILES = (
     *("*.safetensors", INDEX, "config.json", *SEPARATE_FILES),
     *("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.gguf", "*.h5"),
@@ -31,10 +37,13 @@ WEIGHT_FILES = (
 )
 """Files of a folder that a conversion replaces, and weights in other containers."""
 FLOATS = ("F16", "BF16", "F32")
-FLOATING = {16: "nvfp4", 32: "mxfp4"}
-"""Modes with a byte for each scale, by the group size."""
-_replacing = threading.Lock()
-"""Held while `mx.dequantize` is replaced."""
+LAYER = re.compile(r"(.*?\blayers\.(\d+))\.")
+"""A tensor of a numbered layer."""
+DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")
+"""Keys of a config: how many layers after the model's own predict further tokens."""
+DRAFT_PART = "eh_proj"
+"""A part that only such layers have: it joins an embedding and a hidden state."""
+DRAFT_NAME = re.compile(r"(?:.*?\.)?mtp\w*(?=\.)")
 
 
 class FolderSource(ModelSource):
@@ -48,14 +57,15 @@ class FolderSource(ModelSource):
         ValueError: If a file is malformed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, check_values: bool = True) -> None:
         self.path = path
         self._folder = Folder(path)
         self.config = self._folder.config
         check_code(self.config, str(path / "config.json"))
         self._method, self._settings = method_of(self._folder)
+        self._check_values = check_values
         self._plain_dtype: mx.Dtype | None = None
-        self._stored_widths: set[tuple[int, int]] = set()
+        self.computed: dict[str, float] = {}
 
     def names(self) -> list[str]:
         """Returns the names of all stored arrays, before they are renamed."""
@@ -69,138 +79,179 @@ class FolderSource(ModelSource):
             for tensor in reading.folder_tensors(self._folder, for_model=not is_ours)
             if tensor.format in FLOATS
             and len(tensor.shape) > 1
-            and tensor.name.rpartition(".")[2] not in ROWS[1:]
+            and tensor.name.rpartition(".")[2] not in mlx_folder.PARTS[1:]
         ]
 
     def stored_parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each parameter."""
-        if marlin_folder.layers_of(self._folder):  # written under mlx-lm's names
-            tensors = reading.folder_tensors(self._folder)
+        packed = bool(marlin_folder.layers_of(self._folder))
+        tensors = reading.folder_tensors(
+            self._folder, for_model=not packed, check_values=self._check_values
+        )
+        if packed:  # written under mlx-lm's names
             tensors.sort(key=lambda tensor: natural_key(tensor.name))
             self.drop_absent_layers(tensors)
             yield from ((tensor.name, tensor.read()) for tensor in tensors)
             return
-        arrays = self._renamed(reading.folder_tensors(self._folder, for_model=True))
-        self._drop_heads_of_embeddings(arrays)
-        self._plain_dtype = _plain_dtype(arrays)
+        weights, arrays, computed = self._renamed(tensors)
+        self._drop_heads_of_embeddings(weights, arrays)
+        self._plain_dtype = _narrow(arrays.values())
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
-        self.folded = fold_orders(arrays, module)
-        for name in sorted(arrays, key=natural_key):
-            layer, _, part = name.rpartition(".")
-            if name not in arrays or (part in ROWS[1:] and f"{layer}.weight" in arrays):
-                continue  # goes with the layer's weight
-            if part == "weight" and f"{layer}.scales" in arrays:
-                yield name, self._stored_weight(layer, arrays)
-            else:
+        self.folded = fold_orders(weights, arrays, module)
+        scales = _narrow(weight.scales for weight in weights.values())
+        dtype = self._plain_dtype or scales or mx.float32
+        names = [*(f"{layer}.weight" for layer in weights), *arrays]
+        for name in sorted(names, key=natural_key):
+            layer = name.removesuffix(".weight")
+            if name not in arrays and self._holds(layer, weights[layer]):
+                yield name, self._checked(name, weights.pop(layer))
+            elif name in arrays and name not in computed:
                 yield name, arrays.pop(name)
+            else:
+                values = arrays.pop(name, None)
+                values = weights.pop(layer).values() if values is None else values
+                yield name, self._narrowed(name, values, dtype)
 
-    def _renamed(self, tensors: list[Tensor]) -> dict[str, mx.array]:
-        """Returns all arrays, not evaluated, after the model's own `sanitize`."""
-        arrays: dict[str, mx.array] = {}
-        columns: dict[str, int] = {}
-        for tensor in tensors:
-            value = tensor.read()
-            if isinstance(value, mx.array):
-                arrays[tensor.name] = value
-            elif isinstance(value, StoredWeight):
-                self._stored_widths.add((value.bits, value.group_size))
-                layer = tensor.name.removesuffix(".weight")
-                columns[layer] = value.shape[-1]
-                arrays |= _rows(layer, value)
-        experts.add_orders(arrays, columns)
-        with _no_dequantizing(self._method):
-            renamed = self.sanitized(dict(arrays))
-            experts.move_parts(arrays, renamed, self.sanitized)
-        experts.stack(renamed, self.layer)
-        return renamed
+    def _holds(self, layer: str, weight: StoredWeight) -> bool:
+        """Returns whether the model's layer can have a weight.
 
-    def _drop_heads_of_embeddings(self, arrays: dict[str, mx.array]) -> None:
-        """Drops the head of a tied model, which is its embedding; changes `arrays`.
+        Heads multiply from both sides, which gathers no columns of x, and they have no
+        global scales.
+        """
+        is_simple = weight.input_order is None and weight.global_scale is None
+        return is_simple or not is_plain_heads(self.layer(layer))
+
+    def _checked(self, name: str, weight: StoredWeight) -> StoredWeight:
+        with naming(self.path, name):
+            if not self._check_values:
+                return weight
+            return _with_dtype(weight.checked(), self._plain_dtype)
+
+    def _narrowed(self, name: str, values: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Returns what was computed in float32 in the dtype of activations."""
+        narrow = values.astype(dtype)
+        self.computed[name] = math.nan
+        if not self._check_values:
+            return narrow
+        if not mx.all(mx.isfinite(values)):
+            raise ValueError(
+                f"{self.path}: tensor {name!r} is computed from weights that are not "
+                f"finite, or of which the format is not known"
+            )
+        if not mx.all(mx.isfinite(narrow)):
+            narrow = values
+        change = mx.linalg.norm(narrow.astype(mx.float32) - values)
+        self.computed[name] = float(change / mx.maximum(mx.linalg.norm(values), 1e-30))
+        return narrow
+
+    def _drop_heads_of_embeddings(
+        self, weights: dict[str, StoredWeight], arrays: Arrays
+    ) -> None:
+        """Drops the head of a tied model, which is its embedding, in place.
 
         Raises:
             ValueError: If a file has another head than the embedding.
         """
-        heads = {
-            name.rpartition(".")[0] for name in arrays if ".lm_head." in f".{name}"
-        }
-        for head in (head for head in heads if self.layer(head) is None):
-            own, *others = (
-                {
-                    part: arrays[f"{layer}.{part}"]
-                    for part in ROWS
-                    if f"{layer}.{part}" in arrays
-                }
-                for layer in (head, *self._embeddings)
-            )
-            # Models that drop a head themselves leave the parts of a quantized one.
-            if "weight" in own and not any(_are_equal(own, other) for other in others):
-                raise ValueError(
-                    f"{self.path}: tensor {head + '.weight'!r} differs from the "
-                    f"embedding, which is this model's head (tie_word_embeddings): set "
-                    f"that to false in config.json, or remove the tensor"
-                )
-            for part in own:
-                del arrays[f"{head}.{part}"]
-
-    @property
-    def _embeddings(self) -> list[str]:
+        layers = {*weights, *(name.rpartition(".")[0] for name in arrays)}
         modules = self.model.named_modules()
-        return [name for name, layer in modules if isinstance(layer, nn.Embedding)]
+        embeddings = [name for name, each in modules if isinstance(each, nn.Embedding)]
+        for head in layers:
+            if f".{head}".endswith(".lm_head") and self.layer(head) is None:
+                own, *others = (
+                    _parts(layer, weights, arrays) for layer in (head, *embeddings)
+                )
+                if not any(_are_equal(own, other) for other in others):
+                    raise ValueError(
+                        f"{self.path}: tensor {head + '.weight'!r} differs from the "
+                        f"embedding, which is this model's head (tie_word_embeddings): "
+                        f"set that to false in config.json, or remove the tensor"
+                    )
+                weights.pop(head, None)
+                arrays.pop(f"{head}.weight", None)
 
-    def _stored_weight(self, layer: str, arrays: dict[str, mx.array]) -> StoredWeight:
-        own = [part for part in ROWS if f"{layer}.{part}" in arrays]
-        rows = {part: arrays.pop(f"{layer}.{part}") for part in own}
-        with naming(self.path, f"{layer}.weight"):
-            if self._method == "mlx":
-                k, entry = self._columns(layer), self._settings.get(layer)
-                weight = mlx_folder.stored_weight(rows, self._settings, entry, k)
-            else:
-                weight = self._foreign_weight(layer, rows)
-            return _with_dtype(weight.checked(), self._plain_dtype)
-
-    def _foreign_weight(self, layer: str, rows: dict[str, mx.array]) -> StoredWeight:
-        codes, scales = rows["weight"], rows["scales"]
-        bits, group_size = self._widths(layer, codes, scales)
-        mode = "zero_point" if "biases" in rows else "symmetric"
-        order, global_scale = rows.get("input_order"), rows.get("global_scale")
-        if order is not None:
-            order = experts.shared_order(order)
-        return StoredWeight(
-            codes=codes,
-            scales=scales,
-            biases=rows.get("biases"),
-            group_size=group_size,
-            bits=bits,
-            mode=FLOATING[group_size] if scales.dtype == mx.uint8 else mode,
-            global_scale=None if global_scale is None else global_scale.reshape(-1),
-            input_order=order,
+    def _renamed(self, tensors: list[Tensor]) -> Renamed:
+        """Returns all parameters, not evaluated, after the model's own `sanitize`."""
+        plain: Arrays = {}
+        sources: dict[str, Source] = {}
+        for tensor in self._without_drafts(tensors):
+            value = tensor.read()
+            if isinstance(value, mx.array):
+                plain[tensor.name] = value
+            elif isinstance(value, StoredWeight):
+                layer = tensor.name.removesuffix(".weight")
+                sources[layer] = Source(value.codes.shape[:-1], partial(_itself, value))
+        if self._method == "mlx":
+            sources = self._of_mlx(plain)
+        # A layer that the model has was quantized under its name, after `sanitize`.
+        # Some models look at its scales, and then change nothing.
+        known = [layer for layer in sources if self.layer(layer) is not None]
+        marks = {
+            f"{layer}.scales": mx.zeros(1) for layer in known if self._method == "mlx"
+        }
+        alike = {_without_numbers(layer) for layer in sources}
+        for name, array in plain.items():
+            layer = name.removesuffix(".weight")
+            if array.ndim == 2 and layer != name and _without_numbers(layer) in alike:
+                sources[layer] = Source(array.shape[:-1], None)
+        models = new_model(self.config), self.model
+        on_tags, on_values = (
+            partial(self._sanitized, model, marks) for model in models
         )
+        result = renamed(self.path, sources, plain, on_tags, on_values)
+        for layer, source in self._of_mlx(result.arrays).items():
+            with naming(self.path, f"{layer}.weight"):
+                assert source.read is not None
+                result.weights[layer] = source.read(layer)
+        return result
 
-    def _widths(self, layer: str, codes: mx.array, scales: mx.array) -> tuple[int, int]:
-        """Returns bits and group size of a layer, which the model's k implies.
+    def _sanitized(self, model: Any, marks: Arrays, arrays: Arrays) -> Arrays:
+        found = self.sanitized(arrays | marks, model)
+        return stack({n: a for n, a in found.items() if n not in marks}, self.layer)
 
-        Raises:
-            ValueError: If no layer of the checkpoint is stored so.
+    def _of_mlx(self, arrays: Arrays) -> dict[str, Source]:
+        """Removes the arrays of layers in MLX's formats, and returns these layers."""
+        found: dict[str, Source] = {}
+        for name in [name for name in arrays if name.endswith(".scales")]:
+            layer = name.removesuffix(".scales")
+            if self._method == "mlx" and f"{layer}.weight" in arrays:
+                names = {part: f"{layer}.{part}" for part in mlx_folder.PARTS}
+                parts = {p: arrays.pop(n) for p, n in names.items() if n in arrays}
+                shape = parts["weight"].shape[:-1]
+                found[layer] = Source(shape, partial(self._mlx_weight, layer, parts))
+        return found
+
+    def _mlx_weight(self, layer: str, parts: Arrays, target: str) -> StoredWeight:
+        weight = getattr(self.layer(target), "weight", None)
+        k = None if weight is None else int(weight.shape[-1])
+        entry = self._settings.get(layer if k is None else target)
+        return mlx_folder.stored_weight(parts, self._settings, entry, k)
+
+    def _without_drafts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors without those of layers that predict further tokens.
+
+        Such layers are named "mtp", or come after the model's own, which is told by the
+        config or by a part of theirs. Not all of mlx-lm's models drop them.
         """
-        k, words, groups = self._columns(layer), codes.shape[-1], scales.shape[-1]
-        for bits, group_size in self._stored_widths:
-            if words * 32 == k * bits and groups * group_size == k:
-                return bits, group_size
-        raise ValueError(
-            f"{self.path}: tensor {layer + '.weight'!r} has {words} words and {groups} "
-            f"scales in a row of k={k}, expected those of (bits, group size) in "
-            f"{sorted(self._stored_widths)}"
-        )
-
-    def _columns(self, name: str) -> int:
-        weight = getattr(self.layer(name), "weight", None)
-        if weight is None:
-            raise ValueError(
-                f"{self.path}: tensor {name + '.weight'!r} has no layer in mlx-lm's "
-                f"{type(self.model).__module__}"
-            )
-        return int(weight.shape[-1])
+        config = self.config.get("text_config") or self.config
+        depth = config.get("num_hidden_layers", config.get("num_layers"))
+        counts = [
+            count for key in DRAFT_LAYERS if type(count := config.get(key)) is int
+        ]
+        names = [tensor.name for tensor in tensors]
+        matches = [match for name in names if (match := LAYER.match(name)) is not None]
+        drafts = {m[1] for m in matches if m.string.startswith(DRAFT_PART, m.end())}
+        if isinstance(depth, int):
+            indices = {match[1]: int(match[2]) - depth for match in matches}
+            told = {layer for layer, index in indices.items() if index < sum(counts)}
+            drafts = {layer for layer in drafts | told if indices[layer] >= 0}
+        named = {m[0] for name in names if (m := DRAFT_NAME.match(name)) is not None}
+        drafts |= {name for name in named if self.layer(name) is None}
+        return [
+            tensor
+            for tensor in tensors
+            if not any(tensor.name.startswith(f"{draft}.") for draft in drafts)
+        ]
 
     def copy_other_files(self, folder: Path) -> None:
         """Copies the tokenizer, the licence and whatever else is in the folder.
@@ -214,38 +265,17 @@ class FolderSource(ModelSource):
                 copy_within(file, folder / file.name)
 
 
-@contextmanager
-def _no_dequantizing(method: str) -> Iterator[None]:
-    """Makes `mx.dequantize` raise a ValueError, unless weights are quantized as in MLX.
-
-    Some models of mlx-lm divide a quantized weight (DeepSeek's `kv_b_proj`): they
-    decode it as MLX's affine mode and quantize it again. Zero points would be taken for
-    biases. Calls of other threads are not affected.
-    """
-    if method in ("", "mlx"):
-        yield
-        return
-    own = threading.get_ident()
-    with _replacing:
-        original = mx.dequantize
-
-        def refuse(*args: Any, **options: Any) -> mx.array:
-            if threading.get_ident() == own:
-                raise ValueError("it would quantize a weight again")
-            return original(*args, **options)
-
-        mx.dequantize = refuse
-        try:
-            yield
-        finally:
-            mx.dequantize = original
+def _itself(weight: StoredWeight, target: str) -> StoredWeight:
+    return weight
 
 
-def _plain_dtype(arrays: dict[str, mx.array]) -> mx.Dtype | None:
-    """Returns the dtype of 16 bits that all plain weights have; None if none is so."""
-    layers = {name.rpartition(".")[0] for name in arrays if name.endswith(".scales")}
-    plain = (a for name, a in arrays.items() if name.rpartition(".")[0] not in layers)
-    found = {array.dtype for array in plain}.intersection(NARROW)
+def _without_numbers(layer: str) -> str:
+    return re.sub(r"\d+", "", layer)
+
+
+def _narrow(arrays: Iterable[mx.array]) -> mx.Dtype | None:
+    """Returns the dtype of 16 bits that arrays have; None if none is so, or several."""
+    found = {array.dtype for array in arrays}.intersection(NARROW)
     return found.pop() if len(found) == 1 else None
 
 
@@ -264,19 +294,23 @@ def _with_dtype(weight: StoredWeight, dtype: mx.Dtype | None) -> StoredWeight:
     return replace(weight, scales=scales, biases=biases) if is_exact else weight
 
 
-def _are_equal(own: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
+def _parts(
+    layer: str, weights: dict[str, StoredWeight], arrays: Arrays
+) -> dict[str, object]:
+    """Returns what a layer's weight is, by name; nothing if there is none."""
+    if layer in weights:
+        return {
+            each.name: getattr(weights[layer], each.name)
+            for each in fields(StoredWeight)
+        }
+    name = f"{layer}.weight"
+    return {"weight": arrays[name]} if name in arrays else {}
+
+
+def _are_equal(own: dict[str, object], other: dict[str, object]) -> bool:
     return own.keys() == other.keys() and all(
-        bool(mx.array_equal(array, other[part])) for part, array in own.items()
+        bool(mx.array_equal(value, other[name]))
+        if isinstance(value, mx.array) and isinstance(other[name], mx.array)
+        else value is other[name] or value == other[name]
+        for name, value in own.items()
     )
-
-
-def _rows(layer: str, weight: StoredWeight) -> dict[str, mx.array]:
-    """Returns the arrays of a quantized layer by their names."""
-    biases = weight.biases
-    if biases is None and weight.mode == "symmetric" and ".experts." in layer:
-        # Experts are stacked, and others of them may have zero points.
-        biases = mx.full(weight.scales.shape, 2 ** (weight.bits - 1))
-        biases = biases.astype(weight.scales.dtype)
-    parts = (weight.codes, weight.scales, biases, weight.global_scale)
-    named = zip(ROWS, (*parts, weight.input_order), strict=True)
-    return {f"{layer}.{part}": array for part, array in named if array is not None}

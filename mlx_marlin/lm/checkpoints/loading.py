@@ -21,15 +21,18 @@ from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource, open_source
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
-from mlx_marlin.lm.checkpoints.saving import keep_config
-from mlx_marlin.lm.known_layers import marlin_experts
+from mlx_marlin.lm.known_layers import is_plain_heads, marlin_experts, marlin_heads
 from mlx_marlin.lm.stock_layers import keep_on_stock
 from mlx_marlin.regular_files import short
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 
 Weight = StoredWeight | PackedLayer
+
+CONFIG = "_config_of_checkpoint"
+"""Attribute of a loaded model: its config.json, which `save` writes again."""
 
 
 def load(
@@ -149,12 +152,42 @@ def load_model(source: ModelSource) -> nn.Module:
     moved = [(_moved(source, name), array) for name, array in plain]
     model.load_weights(moved, strict=False)
     model.eval()
-    keep_config(model, source.config)
+    # As an entry of the module, a dict would count as parameters.
+    object.__setattr__(model, CONFIG, source.config)
     stays = marlin_folder.stock_layers_of(source.config, source.path)
     if stays:
         with naming(source.path, "config.json: stock_layers"):
             keep_on_stock(model, stays)
     return model
+
+
+def check_written(folder: Path, destination: Path) -> None:
+    """Opens a folder as its readers do, before it gets its name; reads no weights.
+
+    Raises:
+        ValueError: If it cannot be loaded, or `mlx_lm.load` would read other weights.
+    """
+    from mlx_lm import utils
+
+    source = FolderSource(folder, check_values=False)
+    try:
+        load_model(source)
+        if source.computed:
+            raise ValueError(
+                f"tensors {[*source.computed][:3]} are not what mlx-lm would read: "
+                f"its {type(source.model).__module__} changes plain ones as it loads "
+                f"them, and does so with codes; leave them plain, or write "
+                f"layout='marlin'"
+            )
+        if "mlx_marlin" not in source.config:
+            utils.load_model(folder, lazy=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # of any kind: what mlx-lm raises
+        message = short(str(error).replace(f"{folder}: ", ""))
+        raise ValueError(
+            f"{destination}: what was written cannot be loaded: {message}"
+        ) from error
 
 
 def _dtype(plain: list[tuple[str, mx.array]]) -> mx.Dtype:
@@ -179,9 +212,12 @@ def _layer(module: Any, value: Weight) -> nn.Module:
         layer = MarlinLinear.from_packed(packed, bias)
     elif packed.batch and hasattr(module, "num_experts"):
         layer = marlin_experts().from_packed(packed, bias)
+    elif packed.batch and is_plain_heads(module):
+        layer = marlin_heads().from_packed(packed)
     else:
         raise ValueError(
-            f"{type(module).__name__}, expected a linear layer or a layer of experts"
+            f"{type(module).__name__}, expected a layer that is linear, or of experts, "
+            f"or of heads"
         )
     order = value.input_order
     return layer if order is None else ReorderedLinear(layer, order)
@@ -189,9 +225,7 @@ def _layer(module: Any, value: Weight) -> nn.Module:
 
 def _decoded(value: Weight) -> mx.array:
     """Returns the weight of a layer that cannot be quantized, exactly, in float32."""
-    stored = value.stored() if isinstance(value, PackedLayer) else value
-    weight, order = stored.decoded(), stored.input_order
-    return weight if order is None else mx.take(weight, mx.argsort(order), axis=-1)
+    return (value.stored() if isinstance(value, PackedLayer) else value).values()
 
 
 def _is_of_mlx(value: StoredWeight) -> bool:

@@ -1,10 +1,11 @@
 """The parameters of a checkpoint under mlx-lm's names, one at a time."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import mlx.core as mx
@@ -63,11 +64,15 @@ class ModelSource(ABC):
         config: What mlx-lm's config.json holds.
         folded: Layers whose column order became the row order of others, once the
             first parameter was read.
+        computed: Parameters that mlx-lm's model computes from weights that are
+            quantized in the checkpoint, once each was read: the error of their dtype
+            relative to float32.
     """
 
     path: Path
     config: dict[str, Any]
     folded: Set[str] = frozenset()
+    computed: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -144,13 +149,17 @@ class ModelSource(ABC):
         dtypes.add(name, value)
         return True
 
-    def sanitized(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Returns arrays after the model's own `sanitize`, which may change the model.
+    def sanitized(
+        self, arrays: dict[str, mx.array], model: nn.Module | None = None
+    ) -> dict[str, mx.array]:
+        """Returns arrays after the `sanitize` of a model, which may change the model.
+
+        It is the source's own model, unless another one is given.
 
         Raises:
             ValueError: If it fails.
         """
-        sanitize = getattr(self.model, "sanitize", None)
+        sanitize = getattr(self.model if model is None else model, "sanitize", None)
         if sanitize is None:
             return arrays
         try:

@@ -18,16 +18,8 @@ from mlx_marlin.layers.joined import MarlinPart, separate, whole
 from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.conversion import Records, write_config
+from mlx_marlin.lm.checkpoints.loading import CONFIG, check_written
 from mlx_marlin.lm.stock_layers import stock_layers
-
-CONFIG = "_config_of_checkpoint"
-"""Attribute of a loaded model: the settings that its class does not keep."""
-
-
-def keep_config(model: nn.Module, config: dict[str, Any]) -> None:
-    """Keeps the config of a model's checkpoint, which `save` writes again."""
-    # As an entry of the module, a dict would count as parameters.
-    object.__setattr__(model, CONFIG, config)
 
 
 def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
@@ -45,7 +37,7 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
     Raises:
         OSError: If a file cannot be written.
         ValueError: If the folder exists, or the model has adapters, or parts of layers
-            that other machines share.
+            that other machines share, or the folder cannot be loaded again.
     """
     path = Path(path)
     _check_layers(model)
@@ -59,6 +51,7 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
                 shards.add(name, array()[:1] if is_scale else array())
         write_config(_config(model) | _end_tokens(tokenizer), records, folder)
         tokenizer.save_pretrained(str(folder))
+        check_written(folder, path)
 
 
 def _check_layers(model: nn.Module) -> None:

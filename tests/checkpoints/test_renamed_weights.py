@@ -1,0 +1,529 @@
+"""What mlx-lm's models do to plain weights never happens to codes.
+
+The oracle is mlx-lm: its `sanitize` and its model, with the decoded weights in float32.
+"""
+
+import importlib
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+
+import mlx_marlin
+from mlx_marlin.checkpoints.folder import Folder
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.shards import Shards
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.lm.checkpoints import renaming
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
+from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.moved_rows import Rows, gathered, moved
+from support import foreign_checkpoints as foreign
+from support import oracles
+from support.format_cases import E2M1, E4M3
+from support.models import Tokenizer
+from support.profiles import sampled
+
+Stored = dict[str, np.ndarray]
+TOKENS = mx.array([[1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]])
+EXPERTS = 4
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LATENT = COMMON | {
+    "moe_intermediate_size": 64,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": EXPERTS,  # float16 would choose others among near ones
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "attention_bias": False,
+}
+INDEXER = {"index_head_dim": 64, "index_n_heads": 2, "index_topk": 64}
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT | INDEXER | {"rope_parameters": ROPE},
+    "mistral4": LATENT
+    | {
+        "rope_parameters": ROPE
+        | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
+    },
+    "longcat_flash": LATENT
+    | {
+        "num_layers": 1,
+        "attention_method": "MLA",
+        "zero_expert_type": "identity",
+        "zero_expert_num": 0,
+        "ffn_hidden_size": 128,
+        "expert_ffn_hidden_size": 64,
+        "moe_topk": EXPERTS,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+    },
+    "kimi_k25": {"text_config": LATENT},
+    "bailing_moe": COMMON
+    | {
+        "norm_head": True,
+        "moe_intermediate_size": 64,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS,
+        "num_shared_experts": 1,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
+    "granitemoehybrid": COMMON
+    | {
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "layer_types": ["attention", "attention"],
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1": COMMON
+    | {
+        "head_dim": 32,
+        "mamba_d_ssm": 64,
+        "mamba_d_head": 32,
+        "mamba_n_heads": 2,
+        "mamba_d_state": 64,
+        "num_hidden_layers": 1,
+    },
+    "llama4": {
+        "text_config": COMMON
+        | {
+            "model_type": "llama4_text",
+            "attention_bias": False,
+            "attention_chunk_size": 64,
+            "head_dim": 32,
+            "interleave_moe_layer_step": 1,
+            "intermediate_size_mlp": 128,
+            "num_experts_per_tok": 1,
+            "num_local_experts": EXPERTS,
+            "rope_scaling": None,
+            "use_qk_norm": False,
+            "num_hidden_layers": 4,
+        },
+    },
+}
+"""Settings of small models, by the module of mlx-lm."""
+PLAIN = re.compile(r"embed|norm|mlp\.gate\.|router|indexer|conv|classifier|lm_head")
+
+
+def new_model(name: str) -> Any:
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    return module.Model(module.ModelArgs.from_dict(config_of(name)))
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {**MODELS[name], "model_type": name}
+
+
+def on_the_hub(name: str, exact: Stored) -> Stored:
+    """Weights under the names, and in the layout, of the original model."""
+    hub: Stored = {}
+    for key, value in exact.items():
+        layer, _, projection = key.removesuffix(".weight").rpartition(".")
+        if projection == "embed_q":
+            both = value.swapaxes(1, 2), exact[f"{layer}.unembed_out.weight"]
+            rows = np.concatenate(both, axis=1)
+            hub[f"{layer}.kv_b_proj.weight"] = rows.reshape(-1, rows.shape[-1])
+        elif value.ndim == 3 and "conv" in key:
+            hub[key] = value.swapaxes(1, 2)
+        elif value.ndim == 3 and projection != "unembed_out":
+            base = layer.removesuffix(".switch_mlp").removesuffix(".experts")
+            for expert, own in enumerate(value):
+                hub[f"{base}.experts.{expert}.{projection}.weight"] = own
+        elif name == "granitemoehybrid" and layer.endswith(".mlp"):
+            shared = layer.replace(".mlp", ".shared_mlp")
+            if projection == "gate_proj":
+                value = np.concatenate([value, exact[f"{layer}.up_proj.weight"]])
+                hub[f"{shared}.input_linear.weight"] = value
+            elif projection == "down_proj":
+                hub[f"{shared}.output_linear.weight"] = value
+        elif projection != "unembed_out":
+            hub[key.replace("mlp.gate.gate_proj", "mlp.gate")] = value
+    return hub
+
+
+def gptq(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
+    return foreign.gptq_arrays(layer, weight, 2), weight.values
+
+
+def packed(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
+    return foreign.compressed_arrays(layer, weight, symmetric=True), weight.values
+
+
+def of_mlx(
+    layer: str, weight: foreign.IntegerWeight, **format: Any
+) -> tuple[Stored, np.ndarray]:
+    parts = mx.quantize(mx.array(weight.values.astype(np.float16)), **format)
+    exact = mx.dequantize(
+        *(
+            parts[:1]
+            + [p.astype(mx.float32) if p.dtype != mx.uint8 else p for p in parts[1:]]
+        ),
+        **format,
+        dtype=mx.float32,
+    )
+    names = ("weight", "scales", "biases")
+    arrays = {
+        f"{layer}.{part}": np.array(array)
+        for part, array in zip(names, parts, strict=False)
+    }
+    return arrays, np.array(exact)
+
+
+def nvfp4(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
+    """ModelOpt's arrays, with a factor of each layer's own."""
+    n, k = weight.codes.shape
+    low, high = weight.codes[:, ::2], weight.codes[:, 1::2]
+    scales = np.repeat(weight.zeros + 0x28, 4, axis=1).astype(np.uint8)
+    factor = np.float32(2.0 ** -(4 + weight.codes.sum() % 3))
+    arrays = {
+        f"{layer}.weight": (low | high << 4).astype(np.uint8),
+        f"{layer}.weight_scale": scales,
+        f"{layer}.weight_scale_2": factor.reshape(1),
+    }
+    assert scales.shape == (n, k // 16)
+    return arrays, E2M1[weight.codes] * np.repeat(E4M3[scales], 16, axis=1) * factor
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+FORMATS: dict[str, tuple[Callable[..., Any], dict, dict]] = {
+    "gptq": (gptq, foreign.gptq_config(4, 2), {}),
+    "act-order": (gptq, foreign.gptq_config(4, 2), {"act_order": True}),
+    "compressed": (
+        packed,
+        foreign.compressed_config(4, symmetric=True),
+        {"symmetric": True},
+    ),
+    "nvfp4": (nvfp4, {"quantization_config": MODELOPT}, {}),
+    "mlx": (
+        partial(of_mlx, group_size=32, bits=8),
+        {"quantization": {"group_size": 32, "bits": 8}},
+        {},
+    ),
+    "mxfp4": (
+        partial(of_mlx, group_size=32, bits=4, mode="mxfp4"),
+        {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
+        {},
+    ),
+}
+
+
+def write(path: Path, name: str, format: str, *, plain: re.Pattern[str] = PLAIN) -> Any:
+    """Writes a model; returns mlx-lm's model of the same numbers in float32."""
+    arrays, settings, options = FORMATS[format]
+    rng = np.random.default_rng(0)
+    model = new_model(name)
+    parameters = {
+        key: rng.normal(size=array.shape) * 0.1 + (array.ndim == 1)
+        for key, array in tree_flatten(model.parameters())
+    }
+    stored: Stored = {}
+    exact: dict[str, mx.array] = {}
+    for key, value in on_the_hub(name, parameters).items():
+        # MLX computes experts of float16, or with factors of their own, on GPUs alone.
+        is_gpus = format == "nvfp4" and ".experts." in key
+        if value.ndim == 2 and plain.search(key) is None and not is_gpus:
+            draws = np.random.default_rng(7) if "act_order" in options else rng
+            weight = foreign.drawn_weight(draws, *value.shape, 64, 4, **options)
+            weight.scales = (weight.scales / 16).astype(np.float16)
+            own, value = arrays(key.removesuffix(".weight"), weight)
+            stored |= own
+        else:
+            value = value.astype(np.float32 if is_gpus else np.float16)
+            stored[key] = value
+        exact[key] = mx.array(value.astype(np.float32))
+    foreign.Folder(settings | config_of(name), stored).write(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    if name == "llama4":  # of which mlx-lm knows fused experts alone
+        for layer in {key.split(".experts.")[0] for key in exact if ".experts." in key}:
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                names = [f"{layer}.experts.{e}.{part}.weight" for e in range(EXPERTS)]
+                own = [exact.pop(each) for each in names]
+                exact[f"{layer}.experts.{part}.weight"] = mx.stack(own)
+    model.load_weights([*model.sanitize(exact).items()])
+    model.eval()
+    return model
+
+
+def assert_same(model: Any, exact: Any, most: float = 1e-2) -> None:
+    expected = np.array(exact(TOKENS), np.float64)
+    assert oracles.error(model(TOKENS).astype(mx.float32), expected) < most
+
+
+@sampled(10)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("unfused")
+def test_a_model_computes_with_the_decoded_weights(
+    tmp_path: Path, name: str, format: str
+) -> None:
+    exact = write(tmp_path / "source", name, format)
+    assert_same(load_model(open_source(tmp_path / "source")), exact)
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+    assert_same(load_model(open_source(tmp_path / "result")), exact)
+
+
+def test_activations_keep_the_dtype_of_the_model(tmp_path: Path) -> None:
+    write(tmp_path, "deepseek_v3", "gptq")
+    source = open_source(tmp_path)
+    model: Any = load_model(source)
+    attention = model.model.layers[0].self_attn
+    assert attention.embed_q.weight.dtype == model(TOKENS).dtype == mx.float16
+    layers = range(LATENT["num_hidden_layers"])
+    name = "model.layers.{}.self_attn.embed_q.weight"
+    assert {*source.computed} == {name.format(layer) for layer in layers}
+    assert all(0 < error < 2**-11 for error in source.computed.values())
+
+
+@sampled(2)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("format", ["gptq", "compressed", "mlx"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "kimi_k25"])
+@pytest.mark.usefixtures("unfused")
+def test_models_with_layers_of_heads_are_saved_and_loaded(
+    tmp_path: Path, name: str, format: str, layout: str
+) -> None:
+    exact = write(tmp_path / "source", name, format)
+    [*convert(open_source(tmp_path / "source"), tmp_path / "mlx", layout="mlx")]
+    model, _ = utils.load_model(tmp_path / "mlx")
+    mlx_marlin.optimize(model, layout=layout, measure=False)
+    mlx_marlin.save(tmp_path / "saved", model, Tokenizer())
+    assert_same(load_model(open_source(tmp_path / "saved")), exact)
+
+
+@sampled(2)
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "mistral4"])
+@pytest.mark.usefixtures("unfused")
+def test_layers_of_heads_are_quantized_on_the_way(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    exact = write(tmp_path / "source", name, "gptq", plain=re.compile(""))
+    how = Quantization(bits=8, group_size=64)
+    options: dict[str, Any] = {"layout": layout, "quantization": how}
+    rows = [*convert(open_source(tmp_path / "source"), tmp_path / "result", **options)]
+    heads = [row for row in rows if "embed_q" in row.name or "unembed" in row.name]
+    assert {row.target for row in heads} == {"affine 8-bit, group 64, mlx layout"}
+    assert_same(load_model(open_source(tmp_path / "result")), exact, 0.1)
+
+
+def test_a_layer_that_mlx_lm_would_read_wrongly_is_not_written(tmp_path: Path) -> None:
+    write(tmp_path / "source", "bailing_moe", "gptq", plain=re.compile(""))
+    options: dict[str, Any] = {"quantization": Quantization(), "layout": "mlx"}
+    said = r"result: what was written cannot be loaded: tensors \['lm_head.weight'\]"
+    with pytest.raises(ValueError, match=said):
+        [*convert(open_source(tmp_path / "source"), tmp_path / "result", **options)]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("written_by", ["convert", "save"])
+@pytest.mark.parametrize("damage", ["name", "shape"])
+def test_a_folder_that_cannot_be_loaded_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, written_by: str
+) -> None:
+    write(tmp_path / "source", "granitemoehybrid", "gptq")
+    source = open_source(tmp_path / "source")
+    model = load_model(open_source(tmp_path / "source"))
+    add = Shards.add
+
+    def damaged(shards: Shards, name: str, array: mx.array) -> None:
+        is_wanted = name.endswith("1.mlp.up_proj.words")
+        if is_wanted and damage == "shape":
+            array = array[:-1]
+        add(shards, f"{name}x" if is_wanted and damage == "name" else name, array)
+
+    monkeypatch.setattr(Shards, "add", damaged)
+    result = tmp_path / "result"
+    write_again: dict[str, Callable[[], object]] = {
+        "convert": lambda: [*convert(source, result)],
+        "save": lambda: mlx_marlin.save(result, model, Tokenizer()),
+    }
+    said = r"result: what was written cannot be loaded: .*1\.mlp\.up_proj"
+    with pytest.raises(ValueError, match=said):
+        write_again[written_by]()
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+DRAFTS = {
+    "eh_proj": {},
+    "self_attn.o_proj": {"num_nextn_predict_layers": 1},
+}
+
+
+@pytest.mark.parametrize("part", DRAFTS)
+@pytest.mark.parametrize("name", ["deepseek_v3", "granitemoehybrid"])
+def test_layers_that_draft_tokens_are_left_out_at_any_depth(
+    tmp_path: Path, name: str, part: str
+) -> None:
+    write(tmp_path, name, "gptq")
+    folder = Folder(tmp_path)
+    arrays = {key: np.array(folder.read(key)) for key in folder.arrays}
+    before = [each for each, _ in open_source(tmp_path).parameters()]
+    weight = foreign.drawn_weight(np.random.default_rng(0), 128, 128, 64, 4)
+    arrays |= foreign.gptq_arrays(f"model.layers.2.{part}", weight, 2)
+    arrays |= foreign.gptq_arrays("model.layers.2.self_attn.kv_b_proj", weight, 2)
+    arrays["model.layers.2.enorm.weight"] = np.ones(128, np.float16)
+    arrays["mtp.norm.weight"] = np.ones(128, np.float16)
+    config = folder.config | DRAFTS[part]
+    foreign.Folder(config, arrays).write(tmp_path)
+    assert [each for each, _ in open_source(tmp_path).parameters()] == before
+
+
+def tags(rows: int, number: int = 0) -> mx.array:
+    return renaming._tag(mx.arange(rows), mx.full(rows, number))
+
+
+MOVES: dict[str, Callable[[mx.array], mx.array]] = {
+    "split": lambda t: t[3:9],
+    "turned twice": lambda t: mx.contiguous(t.T).T,
+    "interleaved": lambda t: t.reshape(4, 3, -1).swapaxes(0, 1).reshape(12, -1),
+    "joined": lambda t: mx.concatenate([t[6:], tags(5, 9), t[:1]]),
+    "heads": lambda t: mx.stack([t[:4], t[4:8]]),
+}
+CHANGES: dict[str, Callable[[mx.array], mx.array]] = {
+    "turned": lambda t: t[:4].T,
+    "columns": lambda t: t[:, mx.array([1, 0, 2, 3])],
+    "halves": lambda t: t[:, :2],
+    "scaled": lambda t: t * 2.0,
+    "scaled rows": lambda t: t * mx.arange(12)[:, None],
+    "shifted": lambda t: t + 1.0,
+    "scaled and shifted": lambda t: t * 3.0 + 1.0,
+    "mean of rows": lambda t: (t[0::2] + t[2::2][:1]) / 2,
+    "sum of rows": lambda t: t[1:3] + t[2:4] - t[3:5],
+    "normed": lambda t: t / mx.linalg.norm(mx.real(t), axis=0, keepdims=True),
+    "rounded": lambda t: t.astype(mx.float16).astype(mx.complex64),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moves_of_rows_are_found(move: str) -> None:
+    array = MOVES[move](tags(12))
+    found = renaming._rows_of(array)
+    assert found is not None
+    assert found.shape == array.shape[:-1]
+    np.testing.assert_array_equal(found.rows, np.array(array[..., 0]).real.ravel())
+    np.testing.assert_array_equal(found.numbers, np.array(array[..., 0]).imag.ravel())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_rows_are_found(change: str) -> None:
+    assert renaming._rows_of(CHANGES[change](tags(12))) is None
+
+
+def stored(weight: foreign.IntegerWeight, mode: str) -> StoredWeight:
+    biases = {
+        "symmetric": None,
+        "zero_point": mx.array(weight.zeros.astype(np.float16)),
+        "affine": mx.array((-weight.scales * weight.zeros).astype(np.float16)),
+    }[mode]
+    return StoredWeight(
+        codes=mx.array(foreign.bit_stream(weight.codes, weight.bits).view(np.uint32)),
+        scales=mx.array(weight.scales),
+        biases=biases,
+        group_size=weight.codes.shape[1] // weight.scales.shape[1],
+        bits=weight.bits,
+        mode=mode,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "united"),
+    [
+        (("symmetric", 4, 64), ("symmetric", 4, 64), ("symmetric", 4, 64)),
+        (("symmetric", 4, 64), ("symmetric", 4, 32), ("symmetric", 4, 32)),
+        (("symmetric", 4, 64), ("symmetric", 8, 64), ("zero_point", 8, 64)),
+        (("symmetric", 3, 64), ("zero_point", 3, 128), ("zero_point", 3, 64)),
+        (("zero_point", 5, 32), ("zero_point", 2, 128), ("zero_point", 5, 32)),
+        (("affine", 4, 64), ("affine", 6, 32), ("affine", 6, 32)),
+        (("affine", 4, 64), ("symmetric", 4, 64), None),
+    ],
+)
+def test_rows_of_two_formats_get_the_finest_exactly(
+    first: tuple, second: tuple, united: tuple | None
+) -> None:
+    rng = np.random.default_rng(0)
+    weights = [
+        stored(
+            foreign.drawn_weight(
+                rng, 8, 256, size, bits, symmetric=mode == "symmetric"
+            ),
+            mode,
+        )
+        for mode, bits, size in (first, second)
+    ]
+    pick = rng.permutation(16)
+    rows = Rows((2, 8), pick // 8, pick % 8)
+    found = moved(rows, dict(enumerate(weights)))
+    if united is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.mode, found.bits, found.group_size) == united
+    both = np.concatenate([np.array(weight.decoded()) for weight in weights])
+    np.testing.assert_array_equal(found.decoded(), both[pick].reshape(2, 8, 256))
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_rows_are_gathered_in_slices_or_one_by_one(step: int) -> None:
+    arrays = {n: mx.arange(700).reshape(7, 50, 2) + 700 * n for n in (4, 2)}
+    flat = np.arange(700) * step % 700
+    numbers = np.where(flat < 350, 4, 2)
+    found = gathered(Rows((7, 100), numbers, flat % 350), arrays)
+    both = np.concatenate([np.array(array).reshape(-1, 2) for array in arrays.values()])
+    np.testing.assert_array_equal(found, both[flat].reshape(7, 100, 2))
+
+
+def test_matrices_keep_their_factors_and_rows_of_one_share_it() -> None:
+    def weight(*factors: float) -> StoredWeight:
+        shape = (len(factors), 4)
+        return StoredWeight(
+            codes=mx.zeros((*shape, 2), mx.uint32),
+            scales=mx.full((*shape, 1), 0x38, mx.uint8),
+            group_size=16,
+            bits=4,
+            mode="nvfp4",
+            global_scale=mx.array(factors),
+        )
+
+    weights = {0: weight(1.0, 2.0), 1: weight(3.0)}
+    numbers = np.repeat([1, 0], 4)
+    halves = moved(Rows((2, 4), numbers, np.r_[0:4, 4:8]), weights)
+    assert halves is not None
+    assert halves.global_scale is not None
+    assert halves.global_scale.tolist() == [3.0, 2.0]
+    assert moved(Rows((2, 4), numbers, np.r_[0:4, 2:6]), weights) is None
