@@ -11,7 +11,7 @@ from mlx_lm.models import llama
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from support import foreign_checkpoints as foreign
-from support.foreign_models import CONFIG
+from support.foreign_models import CONFIG, write
 
 
 def saved(path: Path, config: dict, arrays: dict[str, mx.array]) -> Path:

@@ -296,18 +296,15 @@ def _with_dtype(weight: StoredWeight, dtype: mx.Dtype | None) -> StoredWeight:
 
 def _parts(
     layer: str, weights: dict[str, StoredWeight], arrays: Arrays
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Returns what a layer's weight is, by name; nothing if there is none."""
-    if layer in weights:
-        return {
-            each.name: getattr(weights[layer], each.name)
-            for each in fields(StoredWeight)
-        }
+    if (weight := weights.get(layer)) is not None:
+        return {each.name: getattr(weight, each.name) for each in fields(weight)}
     name = f"{layer}.weight"
     return {"weight": arrays[name]} if name in arrays else {}
 
 
-def _are_equal(own: dict[str, object], other: dict[str, object]) -> bool:
+def _are_equal(own: dict[str, Any], other: dict[str, Any]) -> bool:
     return own.keys() == other.keys() and all(
         bool(mx.array_equal(value, other[name]))
         if isinstance(value, mx.array) and isinstance(other[name], mx.array)
