@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -27,8 +28,15 @@ _replacement: Path | None = None
 
 
 def root() -> Path:
-    """Returns the distribution's folder in the user's cache; it may not exist."""
-    return Path(platformdirs.user_cache_dir(APPLICATION))
+    """Returns the distribution's folder in the user's cache; it may not exist.
+
+    A user without a home, as in some containers, has a private temporary folder.
+    """
+    with suppress(RuntimeError):  # of platformdirs 4.14; before, `~` stays a name
+        path = Path(platformdirs.user_cache_dir(APPLICATION))
+        if path.is_absolute():
+            return path
+    return _replacement or _replace("the user has no home folder for the cache")
 
 
 def folder() -> Path:
@@ -135,15 +143,8 @@ def store(file_name: str, content: bytes) -> Path:
     try:
         return write(folder(), file_name, content)
     except OSError as error:
-        replacement = _replace()
-        path = write(replacement, file_name, content)
-        warnings.warn(
-            f"metal_emulator: the cache {folder()} cannot be used: {error}; "
-            f"{replacement} replaces it until this process ends",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return path
+        replacement = _replace(f"the cache {folder()} cannot be used: {error}")
+        return write(replacement, file_name, content)
 
 
 def temporary_prefix() -> str:
@@ -151,11 +152,16 @@ def temporary_prefix() -> str:
     return f"{TEMPORARY_PREFIX}{os.getpid()}-"
 
 
-def _replace() -> Path:
-    """Creates the temporary folder that replaces the cache."""
+def _replace(reason: str) -> Path:
+    """Creates the temporary folder that replaces the cache, and says so."""
     global _replacement
     _replacement = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
     atexit.register(_remove, _replacement, os.getpid())
+    warnings.warn(
+        f"metal_emulator: {reason}; {_replacement} replaces it until this process ends",
+        RuntimeWarning,
+        stacklevel=3,
+    )
     return _replacement
 
 

@@ -119,6 +119,23 @@ class MetalKernel:
             print(recorded.dispatch.text)
         return recorded.run(arrays, output_shapes, output_dtypes, init_value)
 
+    def compile(
+        self,
+        *,
+        inputs: Sequence[Any],
+        init_value: float | None = None,
+        verbose: bool = False,
+        **call: Any,
+    ) -> None:
+        """Compiles the kernel for a call with these arguments, and does not run it.
+
+        Raises:
+            EmulatorError: As for a call.
+            CompileError: As for a call.
+        """
+        call = {"template": None, "stream": None, **call}
+        self._recorded(evaluated(self._name, inputs), call)
+
     def _recorded(self, arrays: list[Any], call: dict[str, Any]) -> Recorded:
         def make() -> Recorded:
             dispatch = record(

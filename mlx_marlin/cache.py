@@ -7,19 +7,39 @@ because a first product imports this one. The emulator has a cache of its own.
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mlx_marlin import regular_files
 
+LONGEST_WAIT = 5.0
+"""Seconds that a process waits in vain for locks of other processes, in all."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+_has_waited = False
+"""Whether this process has waited for a lock as long as it may."""
+
+
+class LockedError(OSError):
+    """Another process holds a lock, and does not release it."""
 
 
 def root() -> Path:
-    """Returns the package's folder in the user's cache; it may not exist."""
+    """Returns the package's folder in the user's cache; it may not exist.
+
+    A user without a home, as in some containers, has a private temporary folder.
+    """
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("mlx_marlin"))
+    with suppress(RuntimeError):
+        path = Path(platformdirs.user_cache_dir("mlx_marlin"))
+        if path.is_absolute():
+            return path
+    from metal_emulator import cache  # a folder for both packages, told once
+
+    return cache.root()
 
 
 def folder(name: str) -> Path:
@@ -88,10 +108,61 @@ def open_to_write(file: Path) -> BinaryIO:
     """Opens a file to read, change or lock it; creates it if it is missing.
 
     Raises:
-        OSError: If it cannot be opened, or is a link.
-        ValueError: If it is not a regular file.
+        OSError: If it cannot be opened, or is a link or no regular file.
     """
-    return regular_files.open_file(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    try:
+        return regular_files.open_file(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    except ValueError as error:
+        raise OSError(str(error)) from None
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[BinaryIO]:
+    """Opens a file as `open_to_write` does, and locks it against other processes.
+
+    Where the file system has no locks, the file is open without one.
+
+    Raises:
+        LockedError: If another process holds the lock for `LONGEST_WAIT`.
+        OSError: If the file cannot be opened.
+    """
+    with open_to_write(file) as opened:
+        _lock(opened, file)
+        yield opened
+
+
+def _lock(opened: BinaryIO, file: Path) -> None:
+    import fcntl
+    import time
+
+    global _has_waited
+    end = time.monotonic() + (0 if _has_waited else LONGEST_WAIT)
+    while True:
+        try:
+            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                _has_waited = True
+                raise LockedError(f"{file} is locked by another process") from None
+            time.sleep(0.02)
+        except OSError:
+            return None
+
+
+def read_json(file: Path) -> Any:
+    """Returns the content of a JSON file of the cache.
+
+    Raises:
+        OSError: If it cannot be read, or other users may have written it.
+        ValueError: If it is no JSON, or not a regular file.
+    """
+    import json
+
+    if reason := why_untrusted(file):
+        raise PermissionError(reason)
+    content = regular_files.read(file)
+    with regular_files.decoding():
+        return json.loads(content)
 
 
 def write(folder: Path, file_name: str, content: bytes) -> Path:

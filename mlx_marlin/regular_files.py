@@ -16,6 +16,8 @@ from typing import BinaryIO
 
 LARGEST_JSON = 100_000_000
 """Bytes of a JSON file that is read; vocabularies are the largest ones."""
+MOST_QUOTED = 200
+"""Characters of a message about a file's content."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -96,6 +98,21 @@ def read_text(path: str | Path) -> str:
         raise ValueError(
             f"{path}: byte {error.start} is not UTF-8, expected a text in UTF-8"
         ) from None
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Raises any error in decoding a file's content as a ValueError of one line.
+
+    Content that others may have written can lead to an error of any type: a list where
+    a mapping is expected has no `items`, and an integer can be too large to divide.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        (line, *_) = f"{kind}{error}".splitlines() or [""]
+        raise ValueError(line[:MOST_QUOTED]) from error
 
 
 def check(path: str | Path, most_bytes: int | None = None) -> None:

@@ -3,12 +3,15 @@
 import os
 import resource
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 
+from metal_emulator import cache as of_emulator
 from mlx_marlin import cache
 
 
@@ -36,6 +39,32 @@ def test_a_stored_file_is_found_and_for_its_user_alone(root: Path) -> None:
     assert mode(path) == 0o600
     assert {mode(path.parent), mode(root)} == {0o700}
     assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("home", ["raises", "is a name"])
+def test_a_user_without_a_home_has_a_private_cache_that_is_told_once(
+    home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As versions of platformdirs answer where there is neither HOME nor a user."""
+
+    def user_cache_dir(name: str) -> str:
+        if home == "raises":
+            raise RuntimeError("could not determine the home directory")
+        return f"~/.cache/{name}"
+
+    monkeypatch.setattr(platformdirs, "user_cache_dir", user_cache_dir)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(of_emulator, "_replacement", None)
+    monkeypatch.setattr("metal_emulator.cache.atexit.register", lambda *_: None)
+
+    with pytest.warns(RuntimeWarning, match="no home folder"):
+        path = cache.write(cache.folder("tuned"), "file", b"text")
+    kept = of_emulator.store("library", b"text")  # without a second warning
+
+    assert cache.find("tuned", "file") == path
+    assert cache.root() in kept.parents
+    assert cache.root().parent == tmp_path
+    assert mode(cache.root()) == 0o700
 
 
 def test_what_is_not_there_is_not_found(root: Path) -> None:

@@ -1,7 +1,7 @@
 """Makes kernels: the only module that asks MLX, or the emulator, for one."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -20,7 +20,11 @@ Compilations = dict[str, Callable[[], None]]
 Prepare = Callable[[Launch], Prepared]
 """Prepares the kernel of a launch."""
 
+Watch = Callable[[], AbstractContextManager[None]]
+"""Returns a context around each evaluation of kernels."""
+
 _deferred: ContextVar[Compilations | None] = ContextVar("deferred", default=None)
+_watch: ContextVar[Watch] = ContextVar("watch", default=nullcontext)
 
 
 @contextmanager
@@ -40,6 +44,25 @@ def deferred() -> Iterator[Compilations]:
 def are_deferred() -> bool:
     """Returns whether calls are made only to collect their kernels."""
     return _deferred.get() is not None
+
+
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Has `evaluation` enter a context of `watch`."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def evaluation() -> AbstractContextManager[None]:
+    """Returns the context in which kernels are evaluated.
+
+    What a back end compiles when a graph is built, it compiles outside of the context.
+    Metal compiles a kernel when MLX evaluates it.
+    """
+    return _watch.get()()
 
 
 def lazily(launch: Launch, prepare: Prepare) -> KernelCall:
@@ -72,8 +95,25 @@ def kernel(text: Source) -> KernelCall:
             compile_options={"math_mode": "safe"},  # exp(-inf) is 0
         ),
     )
+    if selection.backend() == "emulator":
+        return _eager(built)
     reason = selection.missing()
     return built if reason is None else _without_device(text.name, built, reason)
+
+
+def _eager(built: KernelCall) -> KernelCall:
+    """Returns a kernel of the emulator, whose calls compile and evaluate it."""
+    compile = getattr(built, "compile", None)
+
+    def call(**arguments: Any) -> list[mx.array]:
+        if _watch.get() is nullcontext:
+            return built(**arguments)
+        if compile is not None:
+            compile(**arguments)
+        with evaluation():
+            return built(**arguments)
+
+    return call
 
 
 def _without_device(name: str, built: KernelCall, reason: str) -> KernelCall:

@@ -39,6 +39,7 @@ command also removes temporary folders of killed processes that are older than a
 examples:
   mlx-marlin cache --limit 500MB
   mlx-marlin cache --clear emulator
+  mlx-marlin cache --forget marlin_gemv
 """
 
 
@@ -58,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="remove the folder NAME, or all folders",
     )
+    action.add_argument(
+        "--forget",
+        metavar="KERNEL",
+        help="remove the verdicts on KERNEL, so that it is checked again",
+    )
     json_output.add_option(parser)
 
 
@@ -74,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     }
     json_output.write(args, facts)
     if removed is not None:
-        print(f"files removed: {removed}")
+        print(f"{'files' if args.forget is None else 'verdicts'} removed: {removed}")
     if leftovers:
         print(f"leftover temporary folders removed: {leftovers}")
     print(listing(folders))
@@ -96,12 +102,12 @@ def _above(limit: int, folders: Iterable[CacheFolder]) -> str | None:
 
 
 def _remove_files(args: argparse.Namespace) -> int | None:
-    """Applies `--clear` or `--limit`; returns the removed files, None without both."""
+    """Applies the option that removes files; returns their number, None without one."""
     if args.clear is not None:
         return clear(args.clear)
     if args.limit is not None:
         return shrink(size(args.limit))
-    return None
+    return None if args.forget is None else forget(args.forget)
 
 
 def size(text: str) -> int:
@@ -161,6 +167,21 @@ def _check_owner(path: Path) -> None:
     if not path.is_symlink():
         with removal.opened(path):
             pass
+
+
+def forget(kernel: str) -> int:
+    """Removes the verdicts on a kernel, and returns their number.
+
+    Raises:
+        OSError: If one cannot be removed.
+        ValueError: If there is none.
+    """
+    from mlx_marlin.guard import verdicts
+
+    try:
+        return verdicts.forget(kernel)
+    except ValueError as error:
+        raise ValueError(f"--forget {error}") from None
 
 
 def shrink(limit: int) -> int:

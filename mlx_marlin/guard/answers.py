@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_marlin.backends import kernels
+
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 """Relative error of rounding to nearest: half a unit in the last place. Truncation has
 up to twice that."""
@@ -42,6 +44,17 @@ def running() -> Iterator[None]:
         yield
     except Exception as error:  # of a compiler, a driver or MLX
         raise KernelError from error
+
+
+def evaluate(*arrays: mx.array) -> None:
+    """Evaluates results of kernels, and nothing else: what was begun before has ended.
+
+    Raises:
+        KernelError: If that raises an error.
+    """
+    mx.synchronize()
+    with running(), kernels.evaluation():
+        mx.eval(*arrays)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ from mlx_marlin.guard.answers import (
     OF_FUNCTIONS,
     Answer,
     EpilogueArrays,
+    evaluate,
     norm_factor,
     rounding,
     running,
@@ -83,7 +84,7 @@ def fault_of_add_norm(plan: AddNormPlan) -> str | None:
         mx.eval(x, y, weight)
     with running():
         total, normed = launcher.call(replace(plan, rows=ROWS))(x, y, weight)
-        mx.eval(total, normed)
+    evaluate(total, normed)
     with mx.stream(mx.cpu):
         values, name = wide(x) + wide(y), plan.dtype
         answer = Answer(values, rounding(values, name))

@@ -46,17 +46,15 @@ def verdict(
 ) -> Verdict:
     """Returns the verdict on the kernels of launches; checks them if there is none yet.
 
-    Args:
-        launches: The launches whose kernels are checked together.
-        example: A description of a plan or format that uses them.
-        check: Runs the kernels; returns what is wrong, or None.
+    `example` describes a plan or format that uses them; `check` runs the kernels and
+    returns what is wrong, or None.
     """
     key = digest(launches)
     if key not in _verdicts:
         new = partial(_new_verdict, launches, example)
         file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
         known = verdicts.checked(
-            file, new("started", ""), lambda: new(*_state_and_fault(check))
+            file, new("started", ""), lambda: new(*_state_and_fault(check)), _suspect
         )
         if known.shaders != source.digest_of_shaders():
             # Written by another version of this package with the same kernels.
@@ -68,16 +66,12 @@ def verdict(
 
 
 def known(launches: tuple[Launch, ...]) -> Verdict | None:
-    """Returns the verdict on the kernels of launches; None if there is none yet.
-
-    Args:
-        launches: The launches whose kernels are checked together.
-    """
+    """Returns the verdict on the kernels of launches; None if there is none yet."""
     key = digest(launches)
     if key in _verdicts:
         return _verdicts[key]
     stored = verdicts.read(verdicts.machine_folder(selection.backend()) / f"{key}.json")
-    # "started" may be a check in progress in another process.
+    # "started" may be a check in progress in another process, and is no verdict.
     return stored if stored is not None and stored.state != "started" else None
 
 
@@ -116,13 +110,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def record_failure(launches: tuple[Launch, ...], example: str, fault: str) -> None:
-    """Stores a failed verdict on the kernels of launches, and warns.
-
-    Args:
-        launches: The launches whose kernels gave a wrong result.
-        example: A description of a plan or format that uses them.
-        fault: What was wrong.
-    """
+    """Stores a failed verdict on the kernels of launches, and warns."""
     key = digest(launches)
     failed = _new_verdict(launches, example, "failed", fault)
     _verdicts[key] = failed
@@ -141,6 +129,7 @@ def _new_verdict(
         example=example,
         date=date.today().isoformat(),
         shaders=source.digest_of_shaders(),
+        version=verdicts.version(),
     )
 
 
@@ -164,11 +153,22 @@ def _warn(verdict: Verdict) -> None:
     advice = (
         "The next process checks it again"
         if verdict.state == "undecided"
-        else "Please report this line with the output of `mlx-marlin doctor --json`"
+        else f"`mlx-marlin cache --forget {verdict.names[0]}` has it checked again. "
+        "Please report this line with the output of `mlx-marlin doctor --json`"
     )
     warnings.warn(
         f"mlx_marlin: {reason(verdict)}. Stock MLX or another kernel serves in its "
         f"place, with right results. {advice} (docs/troubleshooting.md)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _suspect(verdict: Verdict) -> None:
+    warnings.warn(
+        f"mlx_marlin: {verdicts.SUSPECTED} of the kernel {verdict.kernels}, which may "
+        f"have caused it. The kernel is checked again now, alone. If this process ends "
+        f"too, it is not used any more (docs/troubleshooting.md)",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -10,7 +10,7 @@ from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.shared_launches import IN_CONSTANT
 from mlx_marlin.guard import blocks, experts, operands, reference, routing
-from mlx_marlin.guard.answers import running
+from mlx_marlin.guard.answers import evaluate, running
 from mlx_marlin.guard.heads import FAR
 from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.guard.reference import Answer, EpilogueArrays
@@ -70,7 +70,9 @@ def output_of_probe(probe: Probe) -> list[float]:
     """Returns the elements of a probe's output."""
     with running():
         run = launcher.run_alone(selection.active(), probe.launch)
-        return cast(list[float], run(mx.zeros((IN_CONSTANT,))).tolist())
+        output = run(mx.zeros((IN_CONSTANT,)))
+    evaluate(output)
+    return cast(list[float], output.tolist())
 
 
 @fault_of.register(RepackPlan)
@@ -88,7 +90,7 @@ def _fault_of_repack(plan: RepackPlan) -> str | None:
     small = RepackPlan(to=plan.to, batch=(2,), n=n, k=k, **form)
     with running():
         moved = launcher.call(small)(given)
-        mx.eval(moved)
+    evaluate(moved)
     if mx.array_equal(moved, expected).item():
         return None
     return "it moved codes to wrong positions"
@@ -132,7 +134,7 @@ def _fault_of_nan(y: mx.array, x: mx.array, result: launcher.Product) -> str | N
         mx.eval(with_nan)
     with running():
         again = result(with_nan)
-        mx.eval(again)
+    evaluate(again)
     with mx.stream(mx.cpu):
         before, after = (array.reshape(len(rows), -1) for array in (y, again))
         if not mx.isnan(after[-1]).all().item():

@@ -20,9 +20,9 @@ from mlx_marlin.guard.answers import (
     STEEPEST,
     Answer,
     EpilogueArrays,
+    evaluate,
     norm_factor,
     rounding,
-    running,
     wide,
 )
 from mlx_marlin.guard.heads import rotated
@@ -96,10 +96,7 @@ def difference(y: mx.array, answer: Answer) -> str | None:
         y: The result, which is evaluated on its own device.
         answer: The known answer.
     """
-    with running():  # errors of y are raised by whatever is evaluated next
-        mx.async_eval(y)  # while the answer is computed on the CPU
-        mx.eval(answer.values, answer.bound)
-        mx.eval(y)
+    evaluate(y)
     with mx.stream(mx.cpu):
         if y.shape != answer.values.shape:
             return f"the result has shape {y.shape}, not {answer.values.shape}"

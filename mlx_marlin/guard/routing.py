@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin.backends import launcher
 from mlx_marlin.guard import reference
-from mlx_marlin.guard.answers import running
+from mlx_marlin.guard.answers import evaluate, running
 from mlx_marlin.guard.reference import Answer
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.weights import dtypes
@@ -26,7 +26,7 @@ def fault_of_route(plan: RoutePlan) -> str | None:
         mx.eval(logits)
     with running():
         chosen, scores = launcher.call(replace(plan, rows=ROWS))(logits)
-        mx.eval(chosen, scores)
+    evaluate(chosen, scores)
     with mx.stream(mx.cpu):
         index = mx.arange(experts)
         order = drawn * experts + (index if plan.last else experts - 1 - index)

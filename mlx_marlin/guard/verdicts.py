@@ -2,52 +2,57 @@
 
 The folder of a file depends on the machine (chip, OS build, MLX version) and its name
 on the digest of the kernels, so a verdict is never used for another machine or kernel.
-The file contains "started" while the kernels run. If the process ends during a check,
-the next process finds "started" and treats the check as failed. A file lock, which is
-released when its process ends, distinguishes that from a check in progress.
+The file contains "started" while a kernel is evaluated (`marks`), and its lock is held
+during the whole check. A process that finds "started" in a file that nobody has locked
+checks the kernels again. If that ends the process too, they have failed, until this
+package has another version.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import platform
 import re
+import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from mlx_marlin import cache, regular_files
-from mlx_marlin.backends import registry
+from mlx_marlin import cache, regular_files, state, versions
+from mlx_marlin.backends import kernels, registry
+from mlx_marlin.guard import marks
+from mlx_marlin.planning import measurement_json
 
+FORMAT = 2
+"""Changes with the fields of a verdict, so that older files are not read."""
 STATES = ("started", "passed", "failed", "undecided")
-DIED = "the process ended during the check"
+MOST_UNFINISHED = 2
+"""Checks that end their process, after which the kernels count as failed."""
+DIED = "the process ended during the check, twice"
+SUSPECTED = "a process ended during the check"
+BUSY = "another process is evaluating it, or ended when it did"
+
+_told: set[Path] = state.register(set())
+"""Files about which this process has warned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-        kernels: Names of the kernels that were checked together.
-        state: One of `STATES`. "started" counts as failed. "undecided" means that the
-            check failed for a reason other than the kernel; it holds for one process
-            and is not written.
-        fault: What was wrong; empty if nothing was.
-        example: Description of a plan or format that uses these variants.
-        date: Date of the check, ISO 8601.
-        shaders: `source.digest_of_shaders` of the version that used it last.
-    """
-
-    kernels: str
+    kernels: str  # names of the kernels that were checked together, with " and "
+    # "started" is no result: a check is in progress or has ended its process.
+    # "undecided" means that the check failed for a reason other than the kernel; it
+    # holds for one process and is not written.
     state: str
-    fault: str
-    example: str
-    date: str
-    shaders: str
+    fault: str  # what was wrong; empty if nothing was
+    example: str  # description of a plan or format that uses these variants
+    date: str  # of the check, ISO 8601
+    shaders: str  # `source.digest_of_shaders` of the version that used it last
+    version: str  # of this package
+    unfinished: int = 0  # checks that have ended their process, this one included
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -58,7 +63,18 @@ class Verdict:
         """Why the kernels must not be used; None if they passed."""
         if self.state == "passed":
             return None
-        return DIED if self.state == "started" else self.fault
+        return SUSPECTED if self.state == "started" else self.fault
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the kernels."""
+        return self.kernels.split(" and ")
+
+
+@lru_cache(1)
+def version() -> str:
+    """Returns the version of this package, or ""."""
+    return versions.installed("mlx-marlin") or ""
 
 
 def folder() -> Path:
@@ -75,51 +91,65 @@ def machine_folder(backend: str) -> Path:
     return folder() / _machine(backend)
 
 
-def checked(file: Path, started: Verdict, check: Callable[[], Verdict]) -> Verdict:
+def checked(
+    file: Path,
+    started: Verdict,
+    check: Callable[[], Verdict],
+    suspected: Callable[[Verdict], None],
+) -> Verdict:
     """Returns the verdict of a file; if there is none, runs the check and writes it.
 
     A verdict that is undecided or cannot be written is returned without writing.
 
     Args:
         file: File of the kernels on this machine.
-        started: Verdict to write before the kernels run.
+        started: Verdict to write while the kernels run.
         check: Runs the kernels and returns the verdict.
+        suspected: Is called before kernels are checked that have ended a process.
     """
     known = read(file)
     if known is not None and known.state != "started":
         return known
-    try:
-        cache.make(file.parent)
-        opened = cache.open_to_write(file)
-    except (OSError, ValueError):
-        return check()
-    with opened:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process is checking the same kernels
-            return check()
+            cache.make(file.parent)
+            opened = stack.enter_context(cache.locked(file))
+        except cache.LockedError as error:
+            _warn_once(folder(), f"a verdict is not kept: {error}")
+            return _without_lock(read(file), started, check)
         except OSError:
-            # A file system without locks: "started" still marks an ended process, but
-            # a check in progress in another process is mistaken for one.
-            pass
+            return check()
         # Another process may have written its verdict in the meantime.
         known = read(file)
-        if known is not None:
+        if known is None:
+            return _check_and_write(opened, b"", replace(started, unfinished=1), check)
+        if known.state != "started":
             return known
-        return _check_and_write(file, started, check)
+        if known.unfinished >= MOST_UNFINISHED:
+            return _write(opened, replace(known, state="failed", fault=DIED))
+        suspected(known)
+        started = replace(started, unfinished=known.unfinished + 1)
+        return _check_and_write(opened, _text(known), started, check)
 
 
 def read(file: Path) -> Verdict | None:
     """Returns the verdict of a file.
 
-    None if there is none, it is invalid, or other users may have written it.
+    None if there is none, it is invalid, other users may have written it, or the
+    kernels failed in another version of this package.
     """
     try:
-        if cache.why_untrusted(file) is not None:
-            return None
-        return _parsed(regular_files.read(file))
-    except (OSError, ValueError):
+        if not file.stat().st_size:
+            return None  # no check has come to an end
+        data = cache.read_json(file)
+        with regular_files.decoding():
+            found: Verdict = measurement_json.decoded(Verdict, data)
+    except OSError:
         return None
+    except ValueError as error:
+        _warn_once(file, f"the verdict in {file} is ignored: {error}")
+        return None
+    return found if found.state == "passed" or found.version == version() else None
 
 
 def write(file: Path, verdict: Verdict) -> None:
@@ -127,12 +157,8 @@ def write(file: Path, verdict: Verdict) -> None:
     try:
         cache.make(file.parent)
         with cache.open_to_write(file) as opened:
-            # In place, because the lock belongs to the file and not to its name.
-            opened.truncate()
-            opened.write((json.dumps(asdict(verdict), indent=1) + "\n").encode())
-            opened.flush()
-            os.fsync(opened.fileno())
-    except (OSError, ValueError):
+            _write(opened, verdict)
+    except OSError:
         return
 
 
@@ -143,34 +169,62 @@ def stored(machine: Path) -> dict[str, Verdict]:
     return {digest: verdict for digest, verdict in found.items() if verdict is not None}
 
 
-def _check_and_write(
-    file: Path, started: Verdict, check: Callable[[], Verdict]
+def forget(kernel: str) -> int:
+    """Removes the verdicts on a kernel on all machines, and returns their number.
+
+    Raises:
+        ValueError: If there is none.
+        OSError: If one cannot be removed.
+    """
+    found = {file: read(file) for file in folder().glob("*/*.json")}
+    known = {name for each in found.values() if each for name in each.names}
+    if kernel not in known:
+        some = ", ".join(sorted(known)) or "none has one"
+        raise ValueError(f"{kernel!r:.200}, expected a kernel with a verdict: {some}")
+    chosen = [file for file, each in found.items() if each and kernel in each.names]
+    for file in chosen:
+        with cache.open_to_write(file) as opened:  # others may wait for its lock
+            marks.rewrite(opened, b"")
+    return len(chosen)
+
+
+def _without_lock(
+    known: Verdict | None, started: Verdict, check: Callable[[], Verdict]
 ) -> Verdict:
-    write(file, started)
-    try:
+    """Checks kernels that another process has been checking for long.
+
+    One that is being evaluated, or has ended a process, is left to that process.
+    """
+    if known is None:
+        return check()
+    if known.state == "started":
+        return replace(started, state="undecided", fault=BUSY)
+    return known
+
+
+def _check_and_write(
+    opened: BinaryIO, before: bytes, started: Verdict, check: Callable[[], Verdict]
+) -> Verdict:
+    with kernels.watched(marks.Mark(opened, _text(started), before).present):
         verdict = check()
-    except BaseException:  # interrupted without a verdict
-        _empty(file)
-        raise
-    if verdict.state == "undecided":
-        _empty(file)
-    else:
-        write(file, verdict)
+    return verdict if verdict.state == "undecided" else _write(opened, verdict)
+
+
+def _write(opened: BinaryIO, verdict: Verdict) -> Verdict:
+    """Replaces a verdict in place: the lock belongs to the file, not to its name."""
+    with suppress(OSError):  # a full device
+        marks.rewrite(opened, _text(verdict))
     return verdict
 
 
-def _empty(file: Path) -> None:
-    """Removes a verdict. The file stays, because others may wait for its lock."""
-    with suppress(OSError):
-        os.truncate(file, 0)
+def _warn_once(path: Path, message: str) -> None:
+    if path not in _told:
+        _told.add(path)
+        warnings.warn(f"mlx_marlin: {message}", RuntimeWarning, stacklevel=2)
 
 
-def _parsed(text: bytes) -> Verdict | None:
-    try:
-        data: Any = json.loads(text)
-        return Verdict(**{name: str(data[name]) for name in Verdict.__slots__})
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
+def _text(verdict: Verdict) -> bytes:
+    return (json.dumps(asdict(verdict), indent=1) + "\n").encode()
 
 
 @lru_cache(8)
@@ -187,7 +241,7 @@ def _machine(backend: str) -> str:
     architecture = str(info.get("architecture", platform.machine()))
     version = str(mx.__version__)  # type: ignore[attr-defined]
     build = registry.named(backend).system_build()
-    machine = chip, architecture, platform.system(), build, version
+    machine = FORMAT, chip, architecture, platform.system(), build, version
     digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
     name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
     return f"{name}-{digest}"

@@ -1,6 +1,7 @@
 """Removes what identifies a person or a machine from texts of a result file."""
 
 import getpass
+import os
 import platform
 import re
 from pathlib import Path
@@ -27,7 +28,8 @@ def redacted(text: str) -> str:
     Args:
         text: Any text, such as the message of an error.
     """
-    at_home = text.replace(str(Path.home()), "/home")  # it may have a space
+    home = _home()
+    at_home = text.replace(home, "/home") if home else text  # it may have a space
     kept = PATH.sub("PATH", " ".join(at_home.split()))
     for name, replacement in _names().items():
         kept = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", replacement, kept, flags=re.I)
@@ -38,10 +40,16 @@ def _names() -> dict[str, str]:
     """Returns names of the user and the host, the longest first."""
     host = platform.node()
     names = {host: "HOST", host.split(".")[0]: "HOST"}
-    for user in (_user(), Path.home().name):
+    for user in (_user(), Path(_home()).name):
         names[user] = "USER"
     known = {name: names[name] for name in names if len(name) >= SHORTEST_NAME}
     return dict(sorted(known.items(), key=lambda item: -len(item[0])))
+
+
+def _home() -> str:
+    """Returns the user's home folder, or "", as in some containers."""
+    home = os.path.expanduser("~")
+    return home if os.path.isabs(home) else ""
 
 
 def _user() -> str:

@@ -3,6 +3,7 @@
 import getpass
 import json
 import platform
+import pwd
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
@@ -304,6 +305,13 @@ def test_a_home_folder_with_a_space_is_removed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("HOME", "/Users/Sally Smith")
 
     assert privacy.redacted("no /Users/Sally Smith/a.json here") == "no PATH here"
+
+
+def test_text_of_a_user_without_a_home_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+
+    assert privacy.redacted("about ~300 GB/s") == "about ~300 GB/s"
 
 
 def test_a_long_message_is_cut() -> None:

@@ -13,6 +13,7 @@ import pytest
 from cli.conftest import Run
 from mlx_marlin import cache
 from mlx_marlin.cli.main import main
+from mlx_marlin.guard import verdicts
 
 HOURS = 3600
 DEAD = 2**22 + 1
@@ -158,6 +159,35 @@ def test_clearing_what_is_not_there_names_what_is(root: Path, refused: Run) -> N
     said = "--clear '../tuned', expected a folder of the cache: tuned"
     assert said in refused("cache --clear ../tuned")
     assert path.exists()
+
+
+def test_forgetting_a_kernel_removes_its_verdicts_on_all_machines(
+    root: Path, printed: Run, refused: Run
+) -> None:
+    both, other = (
+        verdicts.Verdict(
+            **{name: name for name in ("fault", "example", "date", "shaders")},
+            kernels=names,
+            state=state,
+            version=verdicts.version(),
+        )
+        for names, state in (
+            ("marlin_gemm and marlin_reduce", "failed"),
+            ("marlin_reduce_atomic", "started"),
+        )
+    )
+    files = [verdicts.folder() / machine / "key.json" for machine in ("m3", "m4", "m5")]
+    for file, verdict in zip(files, (both, both, other), strict=True):
+        verdicts.write(file, verdict)
+
+    said = "--forget 'marlin', expected a kernel with a verdict: marlin_gemm, "
+    assert said + "marlin_reduce, marlin_reduce_atomic" in refused(
+        "cache --forget marlin"
+    )
+    printed_lines = printed("cache --forget marlin_reduce").splitlines()
+
+    assert printed_lines[0] == "verdicts removed: 2"
+    assert [*map(verdicts.read, files)] == [None, None, other]
 
 
 @pytest.fixture

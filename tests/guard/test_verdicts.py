@@ -1,13 +1,15 @@
 """Verdicts of the guard: kept between processes, made anew where they do not hold."""
 
+import fcntl
+import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,19 @@ import mlx_marlin
 from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
-from mlx_marlin.guard import checks, known_answers, verdicts
+from mlx_marlin.guard import checks, known_answers, marks, verdicts
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.guard_faults import Fault
 from support.guarded_calls import DEVICE, K, N, collected, new_process, operands
 from support.marks import needs_emulator
+from support.processes import run_python
 
 pytestmark = needs_emulator
 
 DYING = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 import mlx.core as mx
 import mlx_marlin
@@ -37,21 +40,238 @@ from mlx_marlin.backends import kernels
 from mlx_marlin.guard import verdicts
 
 verdicts.folder = lambda: Path(sys.argv[1])
-kernels._factory = lambda: lambda **_: lambda **_: os._exit(7)
+
+def ends(**_):
+    os.kill(os.getpid(), int(sys.argv[3]))
+
+class Kernel:
+    compile, __call__ = staticmethod(lambda **_: None), staticmethod(lambda **_: None)
+
+setattr(Kernel, sys.argv[2], staticmethod(ends))
+kernels._factory = lambda: lambda **_: Kernel()
 w = mx.quantize(mx.ones((70, 256)))
 mlx_marlin.quantized_matmul(mx.ones((1, 256)), *w)
 """
 
 
-def test_a_process_that_dies_in_the_check_counts_as_failed(guarded: Path) -> None:
-    died = subprocess.run([sys.executable, "-c", DYING, str(guarded)], check=False)
-    assert died.returncode == 7
-    x = mx.ones((1, K))
-    w = mx.quantize(mx.ones((N, K)))
+def let_a_process_die(guarded: Path, phase: str, number: int) -> None:
+    """Checks a kernel in a process that a signal ends while it compiles or runs it."""
+    program = [sys.executable, "-c", DYING, str(guarded), phase, str(number)]
+    assert subprocess.run(program, check=False).returncode == -number
+
+
+def product() -> tuple[list[str], str | None]:
+    """Computes a product; returns the warnings, and why our kernel does not serve."""
+    x, w = mx.ones((1, K)), mx.quantize(mx.ones((N, K)))
     y, messages = collected(lambda: mlx_marlin.quantized_matmul(x, *w))
     assert mx.array_equal(y, mx.quantized_matmul(x, *w))
-    assert len(messages) == 1
-    assert verdicts.DIED in messages[0]
+    return messages, mlx_marlin.why_not(x, *w)
+
+
+def died_once_more(guarded: Path) -> None:
+    """Does to a verdict what a process does that dies in the check of its kernel."""
+    (file,) = guarded.glob("*/*.json")
+    verdict = verdicts.read(file)
+    assert verdict is not None
+    count = verdict.unfinished + 1
+    verdicts.write(file, replace(verdict, state="started", unfinished=count))
+    new_process()
+
+
+def test_a_kernel_is_banned_after_two_processes_that_died_in_its_check(
+    guarded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_a_process_die(guarded, "__call__", signal.SIGKILL)
+    (suspect,) = guard.verdicts_so_far()
+    assert (suspect.state, suspect.unfinished) == ("started", 1)
+    died_once_more(guarded)
+
+    (message,), reason = product()
+    assert verdicts.DIED in str(reason)
+    assert f"{reason}. Stock MLX or another kernel serves" in message
+    assert "`mlx-marlin cache --forget marlin_gemv` has it checked again" in message
+
+    for _ in range(2):  # the ban is kept
+        new_process()
+        assert product()[1] == reason
+    monkeypatch.setattr(verdicts, "version", lambda: "a newer one")
+    new_process()
+    assert product() == ([], None)
+
+
+def test_a_kernel_that_is_suspected_is_checked_again_and_told(guarded: Path) -> None:
+    passed = product()
+    assert passed == ([], None)
+    died_once_more(guarded)
+    (suspect,) = guard.verdicts_so_far()
+    plan = planner.choose(problem_of(1, N, K, dtype="float32"), DEVICE)
+    assert guard.known_fault(plan) is None  # no verdict
+
+    (message,), reason = product()
+
+    assert reason is None
+    assert f"{verdicts.SUSPECTED} of the kernel marlin_gemv, which may" in message
+    assert (suspect.state, guard.verdicts_so_far()[0].unfinished) == ("started", 0)
+    new_process()
+    assert product() == passed
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("compile", signal.SIGKILL),
+        pytest.param("__call__", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("__call__", signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_is_ended_bans_no_kernel(
+    guarded: Path, phase: str, number: int
+) -> None:
+    let_a_process_die(guarded, phase, number)
+    assert guard.verdicts_so_far() == []
+
+
+MOMENTS = """
+import os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+from mlx_marlin.backends import kernels
+from mlx_marlin.guard import marks, verdicts
+
+FILES = {module.__file__ for module in (marks, verdicts)}
+file = Path(sys.argv[1]) / "place" / "key.json"
+started = verdicts.Verdict(
+    kernels="k", state="started", fault="", example="e", date="d", shaders="s",
+    version=verdicts.version(),
+)
+
+def check():
+    for _ in range(2):
+        with kernels.evaluation():
+            assert b"started" in file.read_bytes()
+    return replace(started, state="passed")
+
+def lines(signals):
+    "Runs a check, sends signals at new lines, and returns how many there are."
+    seen = set()
+    def trace(frame, event, _):
+        line = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and line[0] in FILES and line not in seen:
+            seen.add(line)
+            if len(seen) in signals:
+                os.kill(os.getpid(), signals[len(seen)])
+        return trace
+    sys.settrace(trace)
+    try:
+        verdicts.checked(file, started, check, lambda _: None)
+    finally:
+        sys.settrace(None)
+    return len(seen)
+
+def end_of_a_process(signals):
+    child = os.fork()
+    if child:
+        status = os.waitpid(child, 0)[1]
+        return os.waitstatus_to_exitcode(status)
+    try:
+        lines(signals)
+    except KeyboardInterrupt:
+        os._exit(1)
+    os._exit(0)
+
+lines({})
+assert verdicts.read(file).state == "passed"
+file.write_bytes(b"")
+total = lines({})
+for nth in range(20):
+    before = b"" if nth % 2 else verdicts._text(replace(started, unfinished=1))
+    at = 1 + nth * (total - 2) // 19
+    for signals, end in (
+        ({at: signal.SIGTERM}, -signal.SIGTERM),
+        ({at + 1: signal.SIGHUP}, -signal.SIGHUP),
+        ({min(at + 2, total): signal.SIGUSR1}, -signal.SIGUSR1),
+        ({at: signal.SIGINT, at + 1 + nth: signal.SIGINT}, 1),
+    ):
+        file.write_bytes(before)
+        assert end_of_a_process(signals) == end, (at, signals)
+        left = file.read_bytes()
+        assert left in (b"", before) or b"passed" in left, (at, signals, left)
+        print(at, left == before or b"passed" in left)
+"""
+
+
+def test_signals_leave_no_mark_at_any_of_twenty_moments(tmp_path: Path) -> None:
+    """Moments are lines of a check, from before the mark until after the verdict."""
+    program = [sys.executable, "-c", MOMENTS, str(tmp_path)]
+    answer = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    moments = [line.split() for line in answer.stdout.splitlines()]
+    assert len({at for at, _ in moments}) == 20
+    # What an earlier process has left is lost only while a verdict replaces it.
+    assert sum(kept == "False" for _, kept in moments) <= 3
+
+
+def test_a_thread_that_ends_with_the_interpreter_leaves_no_mark(
+    tmp_path: Path,
+) -> None:
+    program = f"""
+import threading
+from mlx_marlin.guard import marks
+file = open({str(tmp_path / "key")!r}, "w+b")
+entered = threading.Event()
+def evaluates():
+    with marks.Mark(file, b"started", b"").present():
+        entered.set()
+        threading.Event().wait()
+threading.Thread(target=evaluates, daemon=True).start()
+entered.wait()
+assert open(file.name).read() == "started"
+"""
+    assert run_python(program).returncode == 0
+    assert (tmp_path / "key").read_bytes() == b""
+
+
+def test_a_check_changes_no_handler_and_calls_those_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[bytes] = []
+    path = tmp_path / "key"
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(path.read_bytes()))
+    try:
+        known = [signal.getsignal(each) for each in marks.ENDING]
+        with path.open("w+b") as file, marks.Mark(file, b"started", b"").present():
+            signal.raise_signal(signal.SIGTERM)
+            assert (called, path.read_bytes()) == ([b""], b"started")
+        assert [signal.getsignal(each) for each in marks.ENDING] == known
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("state", ["", "started"])
+def test_a_check_that_another_process_makes_for_long_is_not_waited_for(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being evaluated, or has ended a process, is left to that process."""
+    monkeypatch.setattr(cache, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(cache, "_has_waited", False)
+    new_process()
+    file = tmp_path / "key.json"
+    started = verdict(state="started")
+    if state:
+        verdicts.write(file, started)
+    passed = replace(started, state="passed")
+    with cache.locked(file):
+        found, messages = collected(
+            lambda: [
+                verdicts.checked(file, started, lambda: passed, lambda _: None)
+                for _ in range(2)
+            ]
+        )
+    assert {each.state for each in found} == {"undecided" if state else "passed"}
+    (message,) = messages
+    assert f"{file} is locked by another process" in message
+    assert verdicts.read(file) == (started if state else None)
 
 
 def test_an_interrupted_check_is_made_again(
@@ -148,7 +368,9 @@ def test_a_damaged_verdict_is_made_anew(text: str, guarded: Path) -> None:
     (file,) = guarded.glob("*/*.json")
     file.write_text(text)
     new_process()
-    assert mlx_marlin.why_not(x, *w) is None
+    reason, messages = collected(lambda: mlx_marlin.why_not(x, *w))
+    assert reason is None
+    assert [f"{file} is ignored" in each for each in messages] == [True] * bool(text)
     (verdict,) = guard.verdicts_so_far()
     assert verdict.state == "passed"
 
@@ -179,6 +401,14 @@ LAUNCH = Launch(
 )
 
 
+def verdict(**changed: Any) -> verdicts.Verdict:
+    fields = ("kernels", "fault", "example", "date", "shaders")
+    version = verdicts.version()
+    return verdicts.Verdict(
+        **{**dict.fromkeys(fields, "k"), "version": version, **changed}
+    )
+
+
 def with_dtypes(*dtypes: str) -> Launch:
     inputs = (Operand(name=f"x{i}", dtype=each) for i, each in enumerate(dtypes))
     return replace(LAUNCH, inputs=tuple(inputs))
@@ -192,7 +422,7 @@ def test_another_text_or_instance_of_a_kernel_has_no_verdict_yet() -> None:
     values = [((name, value),) for name in "AB" for value in (1, True, "1", 2)]
     others = [replace(LAUNCH, source=replace(TEXT, **each)) for each in texts]
     others += [replace(LAUNCH, template=each) for each in ((), *values)]
-    others += [with_dtypes(*each) for each in product(DTYPE_BYTES, repeat=2)]
+    others += [with_dtypes(*each) for each in itertools.product(DTYPE_BYTES, repeat=2)]
     digests = {digest((each,)) for each in others}
     assert len(digests) == len(others) - 1  # the variant itself is there twice
     assert digest((LAUNCH,)) in digests
@@ -309,7 +539,7 @@ def test_without_locks_verdicts_are_kept_all_the_same(
     def flock(*_: Any) -> None:
         raise OSError("no locks available")
 
-    monkeypatch.setattr(verdicts.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     x, w = operands(m=1)
     mlx_marlin.quantized_matmul(x, *w)
     assert [each.state for each in guard.verdicts_so_far()] == ["passed"]
@@ -317,17 +547,14 @@ def test_without_locks_verdicts_are_kept_all_the_same(
 
 def test_an_undecided_check_leaves_the_file_that_others_lock(tmp_path: Path) -> None:
     file = tmp_path / "place" / "key.json"
-    verdict = partial(
-        verdicts.Verdict, kernels="k", fault="", example="e", date="d", shaders="s"
+    started, undecided, passed = (
+        verdict(state=each) for each in ("started", "undecided", "passed")
     )
-    undecided = verdict(state="undecided")
-    found = verdicts.checked(file, verdict(state="started"), lambda: undecided)
-    assert found == undecided
-    assert file.exists()
-    assert verdicts.read(file) is None
-    passed = verdict(state="passed")
-    assert verdicts.checked(file, verdict(state="started"), lambda: passed) == passed
-    assert verdicts.read(file) == passed
+    for made, kept in ((undecided, None), (passed, passed)):
+        check = partial(replace, made)
+        assert verdicts.checked(file, started, check, print) == made
+        assert file.exists()
+        assert verdicts.read(file) == kept
 
 
 def test_what_is_known_of_a_kernel_is_found_without_running_it(

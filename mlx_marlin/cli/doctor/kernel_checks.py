@@ -86,6 +86,6 @@ def when_unchecked(setting: str | None) -> str:
 
 def failure(kernel: dict[str, Any]) -> str:
     """Returns how and why the check of a kernel failed."""
-    if kernel["state"] == "undecided":
+    if kernel["state"] in ("started", "undecided"):
         return f"could not be checked: {kernel['reason']}"
     return f"failed its check: {kernel['reason']}"
