@@ -51,6 +51,9 @@ FOREIGN_PARTS = {
 """Suffixes that no plain array has."""
 INTEGERS = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 """Dtypes that no plain weight has."""
+FP8_SCALE = "_scale_inv"
+"""End of the name of an array whose beginning names a weight of fp8."""
+ACTIVATION_SCALES = ("activation_scale", "input_scale")
 CACHE_PARTS = ("k_scale", "v_scale", "q_scale")
 """Scales of a quantized cache, which some tools store beside attention."""
 SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -58,6 +61,7 @@ SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "awq": awq.schemes,
     "compressed-tensors": compressed_tensors.schemes,
     "modelopt": floating.check_modelopt,
+    "fp8": floating.check_fp8,
 }
 """What checks the values of settings, by method."""
 READERS: dict[str, Reader] = {
@@ -154,6 +158,8 @@ def folder_tensors(
     plain = [name for name in folder.arrays if name not in parts]
     if method in ("compressed-tensors", "modelopt"):
         plain = [name for name in plain if name.rpartition(".")[2] not in CACHE_PARTS]
+    if method == "fp8":
+        plain = [name for name in plain if not _is_scale_of_fp8(folder, name)]
     for name in plain:
         _check_plain(folder, name, method)
     if for_model and method == "mlx":
@@ -169,8 +175,14 @@ def folder_tensors(
             _quantized(folder, layer, method, settings, check_values and not for_model)
             for layer in layers
         ),
-        *(_plain(folder, name) for name in plain),
+        *(_plain(folder, name, method, settings) for name in plain),
     ]
+
+
+def _is_scale_of_fp8(folder: Folder, name: str) -> bool:
+    of_weight = folder.arrays.get(name.removesuffix(FP8_SCALE))
+    is_scale = name.endswith(FP8_SCALE) and of_weight is not None
+    return is_scale or name.rpartition(".")[2] in ACTIVATION_SCALES
 
 
 def _check_names(folder: Folder, layers: list[str], plain: list[str]) -> None:
@@ -209,7 +221,7 @@ def _check_plain(folder: Folder, name: str, method: str) -> None:
 
 
 def _quantized_layers(folder: Folder, method: str) -> list[str]:
-    if not method:
+    if method not in PARTS:
         return []
     codes = PARTS[method][0]
     mark = MARKS.get(method, codes)
@@ -260,16 +272,21 @@ def _read(
         return weight.checked() if check else weight
 
 
-def _plain(folder: Folder, name: str) -> Tensor:
-    stored = folder.arrays[name]
+def _plain(folder: Folder, name: str, method: str, settings: dict[str, Any]) -> Tensor:
+    stored, scale = folder.arrays[name], f"{name}{FP8_SCALE}"
+    is_fp8 = stored.dtype in ("F8_E4M3", "F8_E8M0")  # which MLX reads as uint8
+    is_known = method == "fp8" and stored.dtype == "F8_E4M3" and scale in folder.arrays
 
     def read() -> mx.array:
-        if stored.dtype == "F8_E4M3":  # which MLX reads as uint8
+        if not is_fp8:
+            return folder.read(name)
+        if not is_known:
             raise ValueError(
-                f"{stored.file}: tensor {name!r} is F8_E4M3, expected another dtype: "
-                f"weights of fp8 with scales of their own are not supported"
+                f"{stored.file}: tensor {name!r} is {stored.dtype}, expected another "
+                f"dtype, or {scale!r} beside it and a config with quant_method 'fp8'"
             )
-        return folder.read(name)
+        with naming(folder.path, name):
+            return floating.fp8(folder.read(name), folder.read(scale), settings)
 
     return Tensor(
         name=name,

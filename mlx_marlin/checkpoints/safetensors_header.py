@@ -28,6 +28,7 @@ DTYPE_BYTES = {
     "U8": 1,
     "I8": 1,
     "F8_E4M3": 1,
+    "F8_E8M0": 1,
     "U16": 2,
     "I16": 2,
     "F16": 2,
@@ -38,7 +39,7 @@ DTYPE_BYTES = {
     "U64": 8,
     "I64": 8,
 }
-"""Bytes of an element, for the dtypes that MLX reads; F8_E4M3 becomes uint8."""
+"""Bytes of an element, for the dtypes that MLX reads; those of 8 bits become uint8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,6 +172,15 @@ KEYS = {
             "producer quantized_layers"
         ),
     ),
+    "fp8": Keys(
+        used=_words("quant_method weight_block_size"),
+        neutral={
+            "fmt": (None, "e4m3", "float8_e4m3fn"),
+            "scale_fmt": (None, "float", "ue8m0"),
+        },
+        # Activations keep their dtype here.
+        irrelevant=PLACES | _words("activation_scheme dequantize ignored_layers"),
+    ),
     "mlx": Keys(
         used=_words("bits group_size mode"),
         neutral={"quantize_input": ABSENT},

@@ -7,7 +7,7 @@ from mlx_marlin.checkpoints.folder import Folder, read_json
 from mlx_marlin.checkpoints.setting_keys import CALIBRATION, KEYS, PLACES
 from mlx_marlin.regular_files import quoted, short
 
-METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "mlx")
+METHODS = ("gptq", "awq", "compressed-tensors", "modelopt", "fp8", "mlx")
 SEPARATE_FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",

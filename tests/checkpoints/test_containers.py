@@ -1,7 +1,7 @@
 """Weights of AutoRound, and of 4-bit floats in every container, are read exactly."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm import utils
 from mlx_lm.models import gpt_oss
 
+from mlx_marlin.checkpoints.folder import new_model
 from mlx_marlin.checkpoints.reading import tensors
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model, needs_import
 from support import foreign_checkpoints as foreign
 from support import one_layer, oracles
+from support.foreign_models import CONFIG
 from support.format_cases import E2M1, E4M3, E8M0
 from support.one_layer import LAYER, modelopt, mxfp4, nvfp4
 
@@ -239,3 +242,154 @@ def test_other_packings_of_autoround_are_refused(
     said = r"config\.json: .*packing_format=.*expected 'auto_round:auto_gptq'"
     with pytest.raises(ValueError, match=said):
         read(folder.write(tmp_path))
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def fp8(
+    shape: tuple[int, ...],
+    *scale_shape: int,
+    octets: bool = False,
+    block: Sequence[int] = (128, 128),
+) -> Any:
+    """Returns bytes of E4M3, their scales, and the exact weights in float32.
+
+    Scales have few digits, so that all products are exact.
+    """
+    rng = np.random.default_rng(0)
+    codes = drawn(0, *shape) & 0xF7  # no NaN
+    scales = 2.0 ** rng.integers(-9, -5, scale_shape)
+    if not octets:
+        scales = scales * rng.integers(1, 16, scale_shape)
+    spread = scales
+    for axis in (-1, -2) if len(scale_shape) > 1 else ():
+        size, parts = shape[axis], scale_shape[axis]
+        repeats = block[axis] if 1 < parts < size else 1
+        spread = np.repeat(spread, repeats, axis)
+        spread = spread if parts == 1 else spread.take(range(size), axis)
+    stored = scales.astype(np.float32)
+    if octets:
+        stored = (np.log2(scales) + 127).astype(np.uint8)
+    return codes, stored, (E4M3[codes] * spread).astype(np.float32)
+
+
+def fp8_folder(path: Path, config: dict, arrays: dict, codes: list[str]) -> Path:
+    settings = FP8 | {"weight_block_size": [128, 128]}
+    foreign.Folder({"quantization_config": settings} | config, arrays).write(path)
+    for name in codes:
+        with_dtype(path / "model.safetensors", name, "F8_E4M3")
+    return path
+
+
+BLOCKS = [
+    ((200, 300), (2, 3), False),
+    ((200, 300), (4, 3), False),
+    ((200, 300), (2, 3), True),
+    ((3, 200, 300), (3, 2, 3), False),
+    ((200, 300), (), False),
+    ((200, 300), (1,), False),
+    ((200, 300), (200, 1), False),
+    ((3, 64, 96), (3, 1, 1), False),
+]
+
+
+@pytest.mark.parametrize(("shape", "scale_shape", "octets"), BLOCKS)
+def test_originals_of_fp8_are_rounded_once(
+    tmp_path: Path, shape: tuple[int, ...], scale_shape: tuple[int, ...], octets: bool
+) -> None:
+    block = [64, 128] if scale_shape == (4, 3) else [128, 128]
+    codes, scales, exact = fp8(shape, *scale_shape, octets=octets, block=block)
+    arrays = {
+        f"{LAYER}.weight": codes,
+        f"{LAYER}.weight_scale_inv": scales,
+        f"{LAYER}.activation_scale": np.ones(1, np.float32),
+    }
+    said = {"quantization_config": FP8 | {"weight_block_size": block}}
+    path = fp8_folder(tmp_path, said, arrays, [f"{LAYER}.weight"])
+    if octets:
+        with_dtype(path / "model.safetensors", f"{LAYER}.weight_scale_inv", "F8_E8M0")
+    (tensor,) = tensors(path)
+    assert mx.array_equal(tensor.read(), mx.array(exact).astype(mx.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_block_size": [64, 128]}, r"up_proj.*expected one number or \(4, 3\)"),
+        ({"weight_block_size": None}, r"up_proj.*expected one number or \(1, 1\)"),
+        (
+            {"weight_block_size": [0, 128]},
+            r"weight_block_size=\[0, 128\], expected two",
+        ),
+        ({"weight_block_size": 128}, "weight_block_size=128, expected two"),
+        ({"fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"quant_method": None}, r"weight_scale_inv' beside it and a config with"),
+    ],
+)
+def test_originals_of_fp8_that_contradict_their_config_are_refused(
+    tmp_path: Path, change: dict, message: str
+) -> None:
+    codes, scales, _ = fp8((200, 300), 2, 3)
+    arrays = {f"{LAYER}.weight": codes, f"{LAYER}.weight_scale_inv": scales}
+    path = fp8_folder(tmp_path, {}, arrays, [f"{LAYER}.weight"])
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= change
+    if change == {"quant_method": None}:
+        config = {}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        read(path)
+
+
+MINIMAX = CONFIG | {
+    "model_type": "minimax",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "shared_intermediate_size": 0,
+    "scoring_func": "sigmoid",
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "attn_type_list": [1, 1],
+    "use_qk_norm": True,
+}
+
+
+@pytest.mark.parametrize("config", [MINIMAX, CONFIG], ids=["minimax", "llama"])
+def test_models_of_fp8_are_those_of_mlx_lm(tmp_path: Path, config: dict) -> None:
+    """Of llama, which mlx-lm does not decode, the exact weights are compared."""
+    model = new_model(config)
+    arrays, exact, codes = {}, {}, []
+    for name, array in tree_flatten(model.parameters()):
+        names = [name]
+        if ".switch_mlp." in name:
+            part = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+            start, _, own = name.removesuffix(".weight").partition("switch_mlp.")
+            names = [f"{start}experts.{e}.{part[own]}.weight" for e in range(2)]
+        if name.endswith("_proj.weight"):
+            shape = array.shape[-2:]
+            blocks = (-(-size // 128) for size in shape)
+            stored, scales, values = fp8(shape, *blocks)
+            arrays |= dict.fromkeys(names, stored)
+            arrays |= dict.fromkeys((f"{each}_scale_inv" for each in names), scales)
+            codes += names
+        else:
+            values = np.random.default_rng(1).normal(size=array.shape)
+            arrays[name] = values.astype(np.float16)
+        exact[name] = mx.array(values.astype(np.float32)).astype(mx.bfloat16)
+    path = fp8_folder(tmp_path / "source", config, arrays, codes)
+    if config is MINIMAX:
+        stock, _ = utils.load_model(path)
+        exact = dict(tree_flatten(stock.parameters()))
+    [*convert(open_source(path), tmp_path / "result")]
+    for folder in (path, tmp_path / "result"):
+        found = dict(tree_flatten(load_model(open_source(folder)).parameters()))
+        assert found.keys() == exact.keys()
+        for name, array in found.items():
+            if name.endswith("_proj.weight"):
+                assert array.dtype == mx.bfloat16
+                assert mx.array_equal(array, exact[name])
+    assert needs_import(path)
+    assert not needs_import(tmp_path / "result")

@@ -1,9 +1,14 @@
-"""Weights of E2M1 numbers, 4 bits each, in the containers that tools write.
+"""Weights of small floats in the containers that tools write.
 
-Codes are uint8 [n, k / 2], the even column in the low nibble. Of nvfp4, scales are E4M3
-[n, k / 16], with a float32 for the whole weight: compressed-tensors divides by it
-(`weight_global_scale`), NVIDIA's ModelOpt multiplies (`weight_scale_2`), and MLX
-multiplies by it and divides by 2688. Of mxfp4, scales are E8M0 [n, k / 32].
+Codes of E2M1 numbers, 4 bits each, are uint8 [n, k / 2], the even column in the low
+nibble. Of nvfp4, scales are E4M3 [n, k / 16], with a float32 for the whole weight:
+compressed-tensors divides by it (`weight_global_scale`), NVIDIA's ModelOpt multiplies
+(`weight_scale_2`), and MLX multiplies by it and divides by 2688. Of mxfp4, scales are
+E8M0 [n, k / 32].
+
+Originals of fp8 have E4M3 numbers [..., n, k] and NAME_scale_inv, which multiplies:
+floats or E8M0, one for each block of the config's `weight_block_size`, or of a shape
+that is broadcast, such as one number for the weight.
 """
 
 from typing import Any
@@ -37,6 +42,11 @@ def read_modelopt(folder: Folder, layer: str, settings: dict[str, Any]) -> Store
         folder.read(f"{layer}.{part}") for part in ("weight", "weight_scale")
     )
     return nvfp4(codes, scales, LARGEST_NVFP4 * scale)
+
+
+def check_fp8(settings: dict[str, Any]) -> None:
+    """Raises a ValueError if the settings of an original of fp8 are malformed."""
+    _block_of(settings)
 
 
 def check_modelopt(settings: dict[str, Any]) -> None:
@@ -117,3 +127,47 @@ def _weight(
         mode=mode,
         global_scale=global_scale,
     )
+
+
+def fp8(codes: mx.array, scales: mx.array, settings: dict[str, Any]) -> mx.array:
+    """Returns a weight of an original of fp8 in bfloat16, rounded once, as mlx-lm does.
+
+    Raises:
+        ValueError: If the arrays do not fit each other or the config.
+    """
+    factors = scales.astype(mx.float32)
+    if scales.dtype == mx.uint8:
+        factors = mx.power(2.0, factors - 127)
+    *batch, n, k = codes.shape if codes.ndim > 1 else (1, codes.size)
+    shape = (1,) * (codes.ndim - scales.ndim) + scales.shape
+    pairs = zip(shape, codes.shape, strict=False)
+    if len(shape) == codes.ndim and all(own in (1, size) for own, size in pairs):
+        values = mx.from_fp8(codes, mx.bfloat16) * factors
+        return values.astype(mx.bfloat16)
+    height, width = _block_of(settings) or (n, k)
+    rows, columns = -(-n // height), -(-k // width)
+    if scales.shape != (*batch, rows, columns):
+        raise ValueError(
+            f"scale_inv {scales.shape} for codes {codes.shape}, expected one number or "
+            f"{(*batch, rows, columns)}: the config says weight_block_size="
+            f"{quoted(settings.get('weight_block_size'))}"
+        )
+    ends = [(0, rows * height - n), (0, columns * width - k)]
+    padded = mx.pad(codes, [(0, 0)] * len(batch) + ends)
+    blocks = mx.from_fp8(padded, mx.bfloat16)
+    blocks = blocks.reshape(*batch, rows, height, columns, width)
+    values = (blocks * factors[..., :, None, :, None]).astype(mx.bfloat16)
+    return values.reshape(*batch, rows * height, columns * width)[..., :n, :k]
+
+
+def _block_of(settings: dict[str, Any]) -> tuple[int, int] | None:
+    """Returns rows and columns that share a scale; None if nothing is said."""
+    match settings.get("weight_block_size"):
+        case None:
+            return None
+        case [int(rows), int(columns)] if min(rows, columns) > 0:
+            return rows, columns
+        case said:
+            raise ValueError(
+                f"weight_block_size={quoted(said)}, expected two integers from 1"
+            )

@@ -36,7 +36,7 @@ WEIGHT_FILES = (
     *("*.msgpack", "*.onnx", "*.onnx_data", "*.tflite"),
 )
 """Files of a folder that a conversion replaces, and weights in other containers."""
-FLOATS = ("F16", "BF16", "F32")
+FLOATS = ("F16", "BF16", "F32", "F8_E4M3")
 LAYER = re.compile(r"(.*?\blayers\.(\d+))\.")
 """A tensor of a numbered layer."""
 DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules", "num_mtp_layers")

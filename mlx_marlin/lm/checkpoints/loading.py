@@ -15,8 +15,12 @@ from mlx_marlin.checkpoints.folder import check_sizes, naming, new_model, read_j
 from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.gguf import quantization_of
 from mlx_marlin.checkpoints.location import check_files, gguf_file
-from mlx_marlin.checkpoints.reading import READERS
-from mlx_marlin.checkpoints.settings import AUTO_ROUND, SEPARATE_FILES, in_config
+from mlx_marlin.checkpoints.settings import (
+    AUTO_ROUND,
+    METHODS,
+    SEPARATE_FILES,
+    in_config,
+)
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.checkpoints.targets import mlx_target
 from mlx_marlin.layers.linear import MarlinLinear
@@ -98,7 +102,7 @@ def needs_import(path: Path) -> bool:
         _check_groups(path, config, shapes)
         return settings.get("mode") == "nvfp4"  # perhaps with global scales
     method = settings.get("quant_method", settings.get("method"))
-    return isinstance(method, str) and method.lower() in (*READERS, *AUTO_ROUND)
+    return isinstance(method, str) and method.lower() in (*METHODS, *AUTO_ROUND)
 
 
 def _check_groups(
