@@ -102,7 +102,7 @@ def write_twice(
     stored, exact, changed = [], [], set()
     for tensor in tensors:
         values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
-        is_small = any(part in tensor.name for part in ("norm", "conv", "inp"))
+        is_small = any(part in tensor.name for part in ("norm", "conv", "inp", "bias"))
         own, plain = tensor, tensor
         if not is_small and values.ndim > 1 and values.shape[-1] % SIZES[kind][0] == 0:
             octets = blocks(values)

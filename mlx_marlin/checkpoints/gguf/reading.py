@@ -173,6 +173,7 @@ class _Source:
             check_decoder(name, self.requantize)
         vector = len(self.parameter_shape) < 2 or self.has_norm_offset
         vector = vector or _CONVOLUTION.search(self.info.name) is not None
+        vector = vector or self.info.name.endswith(".bias")  # those of experts too
         if name not in PLAIN and vector:
             raise ValueError(f"{name} {shape} is for matrices, but this is a vector")
 

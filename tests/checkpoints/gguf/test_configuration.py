@@ -163,6 +163,7 @@ def test_unknown_architectures_are_refused(tmp_path: Path) -> None:
         # Norms are not quantized, and blocks of Q8_K are not read.
         ("gemma2", random_tensor("blk.0.attn_norm.weight", "Q8_0", (1, 64), RANDOM)),
         ("llama", random_tensor("output_norm.weight", "Q8_0", (32,), RANDOM)),
+        ("gpt-oss", random_tensor("blk.0.ffn_up_exps.bias", "Q8_0", (4, 32), RANDOM)),
         ("llama", Written("blk.0.attn_v.weight", "Q8_K", (1, 256), bytes(292))),
         ("llama", numbers("blk.0.attn_rot_embd.weight", [1.0])),
         ("llama", numbers("blk.00.attn_v.weight", [[1.0]])),
