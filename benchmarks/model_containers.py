@@ -8,6 +8,7 @@ mlx-lm's model with the decoded weights. Exits 1 if any is wrong.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -63,12 +64,13 @@ def table(found: Found) -> str:
 
 
 def messages(found: Found) -> str:
-    """Returns each message once, with some of those that it is about."""
+    """Returns each message once, without tensors' names, and some whom it is about."""
     about: dict[str, list[str]] = defaultdict(list)
     for (name, container), own in found.items():
         for step, outcome in zip(STEPS, own, strict=True):
             if outcome:
-                about[outcome[:LONGEST]].append(f"{name} {container} {step}")
+                kind = re.sub(r"'[\w.]+\.(weight|bias)'", "...", outcome)
+                about[kind[:LONGEST]].append(f"{name} {container} {step}")
     return "\n".join(
         f"{message}\n    {len(pairs)}: {', '.join(pairs[:3])}"
         for message, pairs in sorted(about.items(), key=lambda item: -len(item[1]))
