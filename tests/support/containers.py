@@ -61,7 +61,7 @@ def _nvfp4(rng: np.random.Generator, layer: str, shape: tuple[int, int]) -> Weig
     n, k = shape
     codes = rng.integers(0, 256, (n, k // 2), np.uint8)
     scales = rng.integers(0x08, 0x18, (n, k // 16), np.uint8)
-    factor = np.array(1.5, np.float32)
+    factor = np.array(rng.uniform(1, 2), np.float32)
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(n, k)
     values = E2M1[nibbles] * np.repeat(E4M3[scales], 16, axis=1) * factor
     arrays = {"weight": codes, "weight_scale": scales, "weight_scale_2": factor}
