@@ -1,6 +1,5 @@
 """Experts that are stored one by one are stacked, in every model and format."""
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support import foreign_models, oracles
+from support.configurations import PROJECTIONS, W1_TO_W3, new_model
 from support.models import Tokenizer
 from support.profiles import sampled
 
@@ -165,10 +165,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of small models, by the module of mlx-lm; the usual ones are `COMMON`."""
-W1_TO_W3 = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-NAMES = dict.fromkeys(("mixtral", "minimax", "lfm2_moe", "kimi_linear"), W1_TO_W3)
-NAMES["nemotron_h"] = {"fc1": "up_proj", "fc2": "down_proj"}
-"""Names of projections on the Hugging Face Hub, if they are others than mlx-lm's."""
 FORMATS = {name: foreign_models.FORMATS[name] for name in ("gptq", "awq", "compressed")}
 MIXED = foreign.gptq_config(4, 2, dynamic={"down_proj": {"bits": 8}})
 FORMATS["mixed"] = FORMATS["gptq"]._replace(settings=MIXED)
@@ -183,11 +179,6 @@ FORMATS["apart"] = FORMATS["gptq"]._replace(settings=SETTINGS)
 
 def settings_of(name: str) -> dict[str, Any]:
     return {**COMMON, **MODELS[name], "model_type": name}
-
-
-def new_model(config: dict[str, Any]) -> Any:
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    return module.Model(module.ModelArgs.from_dict(config))
 
 
 def write(path: Path, name: str, format: str, **options: Any) -> Any:
@@ -232,7 +223,7 @@ def write(path: Path, name: str, format: str, **options: Any) -> Any:
             base = base.rpartition(".")[0].removesuffix(".experts")
             if name == "kimi_linear":
                 base = base.replace(".mlp", ".block_sparse_moe")
-            own = NAMES.get(name, {}).get(projection, projection)
+            own = PROJECTIONS.get(name, {}).get(projection, projection)
             names = [f"{base}.experts.{e}.{own}" for e in range(EXPERTS)]
             exact[key] = np.stack([quantized(each, *shape[1:]) for each in names])
         elif (
@@ -240,7 +231,7 @@ def write(path: Path, name: str, format: str, **options: Any) -> Any:
         ):
             own = layer
             if name == "lfm2_moe" and "feed_forward" in layer:
-                for ours, theirs in NAMES[name].items():
+                for ours, theirs in PROJECTIONS[name].items():
                     own = own.replace(ours, theirs)
             exact[key] = quantized(own, *shape)
         else:
