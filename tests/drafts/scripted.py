@@ -40,8 +40,6 @@ class ScriptedDrafter(Drafter):
         wrong: From the number of a draft to the position of its wrong token.
     """
 
-    always = False
-
     def __init__(
         self, text: Sequence[int], length: int, wrong: Callable[[int], int]
     ) -> None:
@@ -49,6 +47,9 @@ class ScriptedDrafter(Drafter):
         self.text, self.length, self.wrong = [*text], length, wrong
         self.known: list[int] = []
         self.lengths: list[tuple[int, int]] = []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self.known = [*prompt]
 
     def add(self, token: int) -> None:
         self.known.append(token)
@@ -66,12 +67,6 @@ class ScriptedDrafter(Drafter):
 
     def observe(self, length: int, accepted: int) -> None:
         self.lengths.append((length, accepted))
-
-    def decline(self) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
 
 
 def plain(

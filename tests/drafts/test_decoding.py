@@ -21,11 +21,12 @@ from drafts.scripted import (
     plain,
     text_of,
 )
-from mlx_marlin.lm.drafts.decoder import Decoder, Picker
+from mlx_marlin.lm.drafts import decoder as decoder_module
+from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Positions, Token
 from mlx_marlin.lm.drafts.draft_length import best_length
 from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
-from mlx_marlin.lm.drafts.passes import Passes, can_trim
+from mlx_marlin.lm.drafts.passes import Passes
 from support.architectures import ARCHITECTURES, WINDOW
 from support.decoder_models import tiny
 from support.models import tiny_llama
@@ -63,20 +64,11 @@ def test_lookup_and_a_draft_model_leave_the_text_as_it_is(name: str) -> None:
             assert decoding.accepted > 0.8 * decoding.drafted > 0
 
 
-def test_a_full_window_and_a_recurrent_state_cannot_be_trimmed() -> None:
-    window = RotatingKVCache(WINDOW)
-    keys = mx.zeros((1, 1, 4, 8))
-    window.update_and_fetch(keys, keys)
-
-    assert can_trim([window], WINDOW - 5)
-    assert not can_trim([window], WINDOW - 4)
-    assert not can_trim(make_prompt_cache(text_of("mamba2").model), 1)
-    assert can_trim(make_prompt_cache(text_of("llama").model), 1000)
+def test_mlx_lm_leaves_rejected_tokens_in_a_full_window() -> None:
+    """And raises nothing, as docs/speculation.md says."""
     full = RotatingKVCache(4)
-    full.update_and_fetch(keys, keys)
-    assert (
-        trim_prompt_cache([full], 2) == 0
-    )  # and no error, as docs/speculation.md says
+    full.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
+    assert trim_prompt_cache([full], 2) == 0
     assert full.offset == 4
 
 
@@ -100,20 +92,20 @@ def test_a_window_that_keeps_its_first_tokens(size: int, keep: int) -> None:
 @pytest.mark.parametrize("start", [0, 14])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_caches(bits: int, start: int) -> None:
-    """A pass in which quantizing begins has rows that read exact keys."""
+    """No row after the token with which quantizing begins reads exact keys."""
     model = tiny("qwen3")
     options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
     text, logprobs = plain(model, PROMPT, COUNT, **options)
     drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: nth % 5)
     quantize = partial(maybe_quantize_kv_cache, **options)
-    passes = Passes(model, make_prompt_cache(model), quantize)
+    cache = make_prompt_cache(model)
+    passes = Passes(model, cache, quantize, quantized_from=start)
     decoding = decoder(model, drafter, passes=passes)
 
     found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
 
-    assert len(found) == COUNT
-    if start == 0:
-        assert_same_text(found, text, logprobs)
+    assert {accepted for _, accepted in drafter.lengths} == {0, 1, 2, 3, 4}
+    assert_same_text(found, text, logprobs)
 
 
 def test_logits_processors_see_the_text_before_each_position() -> None:
@@ -137,7 +129,9 @@ def test_logits_processors_see_the_text_before_each_position() -> None:
     assert {tuple(each) for each in expected[:COUNT]} <= asked
 
 
-def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read() -> None:
+def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny_llama(quantized=False)
     events: list[str] = []
 
@@ -146,10 +140,10 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read() -> N
             events.append("pass")
             return super().run(tokens, positions)
 
-    class Watching(Decoder):
-        def _read(self, token: mx.array) -> int:
+    class Watching(Positions):
+        def read(self) -> Token:
             events.append("read")
-            return super()._read(token)
+            return super().read()
 
     class Nothing(LookupDrafter):
         def probabilities(self, most: int) -> list[float]:
@@ -158,7 +152,8 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read() -> N
     passes = Watched(model, make_prompt_cache(model))
     cost = PassCost({1: 1.0, 16: 2.0}, "test")
     picker = Picker(sampler=None, processors=())
-    decoding = Watching(passes, Nothing(), cost, picker, generation_stream)
+    decoding = Decoder(passes, Nothing(), cost, picker, generation_stream)
+    monkeypatch.setattr(decoder_module, "Positions", Watching)
 
     assert len([*decoding.tokens([1], 10)]) == 10
     steps = ["pass", *["pass", "read"] * 9, "read"]
@@ -168,6 +163,7 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read() -> N
 def lookup_text(text: Sequence[int], cost: dict[int, float]) -> tuple[int, int]:
     """Returns the drafts of a lookup drafter that is told a text token by token."""
     drafter, passes = LookupDrafter(), PassCost(cost, "test")
+    drafter.begin(())
     drafted = wrong = 0
     for position, token in enumerate(text):
         drafter.add(token)
@@ -176,13 +172,11 @@ def lookup_text(text: Sequence[int], cost: dict[int, float]) -> tuple[int, int]:
             continue
         length = best_length(probabilities, passes).length
         if not length:
-            drafter.decline()
             continue
         draft = drafter.draft(length)
         following = text[position + 1 : position + 1 + length]
         pairs = zip(draft, following, strict=False)
         accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), length)
-        drafter.observe(length, accepted)
         drafted, wrong = drafted + length, wrong + length - accepted
     return drafted, wrong
 

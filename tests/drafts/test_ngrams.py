@@ -22,7 +22,7 @@ def test_the_match_is_the_longest_and_latest(text: list[int], count: int) -> Non
     index = NgramIndex(text)
     n, end = longest(text)
 
-    assert index.match() == n
+    assert index.length == n
     whole = [*text]
     for _ in range(count):
         whole.append(whole[end + len(whole) - len(text)] if n else 0)

@@ -14,6 +14,8 @@ from mlx_marlin.lm.drafts.passes import Passes
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
+SMOOTHING = 0.1
+"""Weight of the latest pass in the time that it takes to begin one."""
 CLEARED = 256
 """Tokens after which MLX's cache of free memory is cleared, as mlx-lm does."""
 
@@ -35,50 +37,99 @@ class Token:
     rows: int
 
 
-@dataclass(kw_only=True)
 class Picker:
-    """Chooses tokens from logits, each position as without drafts.
+    """Chooses tokens from logits, each as without drafts.
 
-    Attributes:
-        sampler: From log probabilities [1, vocabulary] to tokens [1].
-        processors: Change the logits [1, vocabulary] of a position, given all tokens
-            before it.
+    Sampler and processors may have a state: they are called once for each token of the
+    text and in its order. So a drafted token's position has its turn when the token
+    is accepted.
     """
 
-    sampler: Sampler | None
-    processors: Sequence[Processor]
+    def __init__(
+        self, sampler: Sampler | None, processors: Sequence[Processor]
+    ) -> None:
+        """Keeps what chooses.
 
-    def pick(
-        self, logits: mx.array, text: mx.array | None, draft: Sequence[int] = ()
-    ) -> tuple[mx.array, mx.array]:
-        """Returns a token and log probabilities for each position.
+        Args:
+            sampler: From log probabilities [1, vocabulary] to tokens [1].
+            processors: Change the logits [1, vocabulary] of a position, given all
+                tokens before it.
+        """
+        self._sampler, self._processors = sampler, processors
+        self._text: mx.array | None = None
+        self.is_greedy = sampler is None and not processors
+
+    def add(self, tokens: mx.array | Sequence[int]) -> None:
+        """Adds tokens to the text that processors are given."""
+        if self._processors:
+            new = mx.array(tokens, mx.uint32)
+            text = self._text
+            self._text = new if text is None else mx.concatenate([text, new])
+
+    def pick(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Begins to choose, and returns tokens and log probabilities.
+
+        Args:
+            logits: Logits [1, vocabulary] of the position after the text; of any
+                number of positions if `is_greedy`.
+        """
+        for processor in self._processors:
+            logits = processor(self._text, logits)  # type: ignore[arg-type]
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        sampler = self._sampler
+        tokens = mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs)
+        mx.async_eval(tokens, logprobs)
+        return tokens, logprobs
+
+
+class Positions:
+    """The positions of a pass, whose tokens are chosen one after the other.
+
+    Attributes:
+        draft: The tokens between the positions.
+        index: Number of drafted tokens that were accepted.
+        tokens: The token [1] of the next position, or of all, which need not be
+            evaluated.
+    """
+
+    def __init__(
+        self, logits: mx.array, picker: Picker, draft: Sequence[int] = (), rows: int = 1
+    ) -> None:
+        """Begins to choose the first token.
 
         Args:
             logits: Logits [positions, vocabulary].
-            text: All tokens before the first position; None without processors.
+            picker: Chooses tokens.
             draft: The tokens between the positions.
+            rows: Rows of the pass.
         """
-        if text is not None:
-            logits = mx.concatenate(
-                [
-                    self._processed(logits[index : index + 1], text, draft[:index])
-                    for index in range(len(draft) + 1)
-                ]
-            )
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        if self.sampler is None:
-            return mx.argmax(logprobs, axis=-1), logprobs
-        rows = [self.sampler(logprobs[i : i + 1]) for i in range(len(draft) + 1)]
-        return mx.concatenate(rows), logprobs
+        self.draft, self.index = [*draft], 0
+        self._logits, self._picker, self._rows = logits, picker, rows
+        self._begin(logits if picker.is_greedy else logits[:1])
 
-    def _processed(
-        self, logits: mx.array, text: mx.array, draft: Sequence[int]
-    ) -> mx.array:
-        if draft:
-            text = mx.concatenate([text, mx.array([*draft], text.dtype)])
-        for processor in self.processors:
-            logits = processor(text, logits)
-        return logits
+    def _begin(self, logits: mx.array) -> None:
+        self.tokens, self._logprobs = self._picker.pick(logits)
+        self._found: list[int] = []
+
+    def read(self) -> Token:
+        """Waits for the token of the next position."""
+        if not self._found:
+            self._found = self.tokens.tolist()  # type: ignore[assignment]
+        index = self.index
+        at = index if self._picker.is_greedy else 0
+        return Token(
+            token=self._found[at],
+            logprobs=self._logprobs[at],
+            from_draft=self.draft[index : index + 1] == [self._found[at]],
+            rows=self._rows,
+        )
+
+    def accept(self) -> None:
+        """Goes on to the position after the next drafted token."""
+        self._picker.add(self.draft[self.index : self.index + 1])
+        self.index += 1
+        if not self._picker.is_greedy:
+            self._begin(self._logits[self.index : self.index + 1])
 
 
 class Decoder:
@@ -109,7 +160,8 @@ class Decoder:
         self._passes, self._drafter, self._cost = passes, drafter, cost
         self._picker, self._stream = picker, stream
         self._text: list[int] = []
-        self._known: mx.array | None = None
+        self._yielded = 0  # tokens of the text that the caller knows
+        self._to_begin = 0.0  # seconds until a pass of one row is begun
         self.drafted = self.accepted = 0
 
     def tokens(
@@ -118,51 +170,96 @@ class Decoder:
         most: int,
         told: Callable[[int], None] = lambda _: None,
     ) -> Generator[Token, None, None]:
-        """Yields tokens; the caches have all that were yielded when it ends or fails.
+        """Yields tokens; at each of them, the caches have all that were yielded.
+
+        They have these and no others when it ends, is closed or fails, too.
 
         Args:
             prompt: At least one token.
             most: Most tokens to yield; -1 for no limit.
             told: Called with the tokens of the prompt that have been fed.
         """
-        for token in prompt:
-            self._append(token)
+        self._text, self._yielded = [*prompt], len(prompt)
+        self._drafter.begin(prompt)
+        self._picker.add(prompt[:-1])
         with mx.stream(self._stream):
             self._passes.feed(prompt[:-1], told)
-        end = len(prompt) + most if most >= 0 else -1
         try:
-            yield from self._decoded(end)
+            yield from self._decoded(len(prompt) + most if most >= 0 else -1)
         finally:
             self._settle()
 
     def _decoded(self, end: int) -> Iterator[Token]:
-        ahead: tuple[mx.array, mx.array] | None = None
-        may_draft = self._drafter.always
+        current = self._launch(end)
         last: float | None = None
-        while len(self._text) != end:
-            left = end - len(self._text) - 1 if end >= 0 else self._cost.most_rows
-            if ahead is None:
-                draft = self._draft(left)
-                if draft:
-                    last, may_draft = None, True
-                    yield from self._verified(draft)
-                    continue
-                ahead = self._step(mx.array(self._text[self._passes.fed :], mx.uint32))
-                may_draft = self._drafter.always
-            (token, logprobs), ahead = ahead, None
-            if not may_draft and left:
-                ahead = self._step(token)  # while the host reads the token
-            number = self._read(token)
+        while current is not None:
+            ahead = self._ahead(current, end)
+            token = current.read()
             now = perf_counter()
-            if last is not None and ahead is not None:
+            if last is not None:
                 self._cost.observe(now - last)
-            last = now
-            self._append(number)
-            yield Token(token=number, logprobs=logprobs[0], from_draft=False, rows=1)
+            last = None if ahead is None else now
+            self._text.append(token.token)
+            self._drafter.add(token.token)
+            current = ahead or self._following(current, token, end)
+            self._show()
+            yield token
+            self._resume()
             if len(self._text) % CLEARED == 0:
                 mx.clear_cache()
-            if ahead is not None:
-                may_draft = self._length(left) > 0
+
+    def _left(self, end: int) -> int:
+        """Returns how many tokens are to come, or as many as a draft can have."""
+        return end - len(self._text) if end >= 0 else self._cost.most_rows + 1
+
+    def _ahead(self, current: Positions, end: int) -> Positions | None:
+        """Begins the next pass while the host waits for its token, unless a draft pays.
+
+        A draft needs that token.
+        """
+        left = self._left(end) - 1
+        if current.draft or left <= 0 or self._length(left):
+            return None
+        started = perf_counter()
+        with mx.stream(self._stream):
+            self._picker.add(current.tokens)
+            ahead = Positions(self._passes.run(current.tokens), self._picker)
+        seconds = perf_counter() - started
+        before = self._to_begin or seconds
+        self._to_begin = (1 - SMOOTHING) * before + SMOOTHING * seconds
+        return ahead
+
+    def _following(
+        self, current: Positions, token: Token, end: int
+    ) -> Positions | None:
+        """Begins to choose the token after one that was read, if there is to be one."""
+        if not current.index:
+            self.drafted += len(current.draft)
+        if token.from_draft:
+            self.accepted += 1
+            if not self._left(end):
+                return None
+            with mx.stream(self._stream):
+                current.accept()
+            return current
+        if current.draft:
+            self._drafter.observe(len(current.draft), current.index)
+        with mx.stream(self._stream):
+            self._passes.keep(len(self._text) - 1)
+        return self._launch(end)
+
+    def _launch(self, end: int) -> Positions | None:
+        """Begins a pass with a draft, if one pays; None if no token is to come."""
+        left = self._left(end)
+        if not left:
+            return None
+        with mx.stream(self._stream):
+            length = self._length(left - 1)
+            draft = self._drafter.draft(length) if length else ()
+            tokens = mx.array([*self._text[self._passes.fed :], *draft], mx.uint32)
+            self._picker.add(self._text[-1:])
+            logits = self._passes.run(tokens, len(draft) + 1)
+            return Positions(logits, self._picker, draft, tokens.size)
 
     def _length(self, left: int) -> int:
         """Returns how many tokens to draft now, at most `left`."""
@@ -176,77 +273,29 @@ class Decoder:
             probabilities[:room],
             self._cost,
             waiting=waiting,
+            seconds_of_draft=self._to_begin,
             seconds_of_token=self._drafter.seconds_of_token,
         ).length
         if not length:
             self._drafter.decline()
         return length
 
-    def _draft(self, left: int) -> Sequence[int]:
-        length = self._length(left)
-        if not length:
-            return []
-        with mx.stream(self._stream):
-            return self._drafter.draft(length)
+    def _show(self) -> None:
+        """Makes the caches have the text, until `_resume`."""
+        if self._passes.is_seen:
+            with mx.stream(self._stream):
+                self._passes.show(self._text)
+                self._drafter.show()
+        self._yielded = len(self._text)
 
-    def _verified(self, draft: Sequence[int]) -> Iterator[Token]:
-        """Yields the tokens of a draft that are right, and the one after them."""
-        passes = self._passes
-        waiting = self._text[passes.fed :]
-        tokens = mx.array([*waiting, *draft], mx.uint32)
-        with mx.stream(self._stream):
-            passes.begin(tokens.size)
-            logits = passes.run(tokens, len(draft) + 1)
-            picked, logprobs = self._picker.pick(logits, self._known, draft)
-            mx.eval(picked, logprobs)
-        found: list[int] = picked.tolist()  # type: ignore[assignment]
-        pairs = zip(found, draft, strict=False)
-        accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), len(draft))
-        self.drafted += len(draft)
-        self._drafter.observe(len(draft), accepted)
-        for index in range(accepted + 1):
-            if index == accepted:  # in its place, the cache has a rejected token
-                passes.reject(len(draft) - accepted)
-            self._append(found[index])
-            self.accepted += index < accepted
-            yield Token(
-                token=found[index],
-                logprobs=logprobs[index],
-                from_draft=index < accepted,
-                rows=tokens.size,
-            )
-
-    def _step(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Starts a pass without a draft, and returns its token and log probabilities.
-
-        Args:
-            tokens: Tokens to feed, which need not be evaluated.
-        """
-        with mx.stream(self._stream):
-            logits = self._passes.run(tokens)
-            text = self._known
-            if text is not None and self._passes.fed > len(self._text):
-                text = mx.concatenate([text, tokens.astype(text.dtype)])
-            picked = self._picker.pick(logits, text)
-            mx.async_eval(picked)
-        return picked
-
-    def _read(self, token: mx.array) -> int:
-        number: int = token.item()  # type: ignore[assignment]
-        return number
-
-    def _append(self, token: int) -> None:
-        self._text.append(token)
-        self._drafter.add(token)
-        if self._picker.processors:
-            new = mx.array([token], mx.uint32)
-            known = self._known
-            self._known = new if known is None else mx.concatenate([known, new])
+    def _resume(self) -> None:
+        if self._passes.is_seen:
+            self._passes.resume()
+            self._drafter.resume()
 
     def _settle(self) -> None:
         """Makes the caches have all tokens that were yielded, and no others."""
-        passes, text = self._passes, self._text
-        with mx.stream(self._stream):
-            passes.reject(passes.fed - len(text))
-            passes.feed(text[passes.fed :])
-            self._drafter.settle()
+        if self._passes.is_seen:
+            with mx.stream(self._stream):
+                self._passes.settle(self._text[: self._yielded])
+                self._drafter.settle(self._yielded)

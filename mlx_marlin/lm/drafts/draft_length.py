@@ -68,6 +68,7 @@ def best_length(
     cost: PassCost,
     *,
     waiting: int = 1,
+    seconds_of_draft: float = 0.0,
     seconds_of_token: float = 0.0,
 ) -> Choice:
     """Returns the length with the most expected tokens a second.
@@ -81,6 +82,8 @@ def best_length(
         cost: The seconds of a pass.
         waiting: Tokens that the pass feeds before the draft: the last one, and those
             that are fed again.
+        seconds_of_draft: Seconds that a pass with a draft takes longer than one that
+            was begun while the host waited for the token before.
         seconds_of_token: Seconds that one drafted token takes to make.
     """
     best = Choice(length=0, rate=1 / cost.seconds(waiting))
@@ -90,7 +93,8 @@ def best_length(
             break
         product *= probability
         expected += product
-        seconds = cost.seconds(waiting + length) + length * seconds_of_token
+        seconds = cost.seconds(waiting + length)
+        seconds += seconds_of_draft + length * seconds_of_token
         if expected / seconds > best.rate:
             best = Choice(length=length, rate=expected / seconds)
     return best

@@ -7,7 +7,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from mlx_marlin.lm.drafts.draft_length import Acceptance
-from mlx_marlin.lm.drafts.ngrams import NgramIndex
+from mlx_marlin.lm.drafts.ngrams import LONGEST, NgramIndex
 from mlx_marlin.lm.drafts.passes import Passes
 
 SMOOTHING = 0.2
@@ -18,15 +18,17 @@ class Drafter(ABC):
     """Drafts tokens, and learns how many of them are accepted.
 
     Attributes:
-        always: Whether there is a draft after every token.
         seconds_of_token: Seconds that one drafted token takes.
     """
 
-    always: bool
     seconds_of_token = 0.0
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
+
+    @abstractmethod
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Takes the text's first tokens."""
 
     @abstractmethod
     def add(self, token: int) -> None:
@@ -43,58 +45,56 @@ class Drafter(ABC):
     def draft(self, count: int) -> Sequence[int]:
         """Returns a draft of the next tokens."""
 
-    @abstractmethod
-    def observe(self, length: int, accepted: int) -> None:
+    def observe(self, length: int, accepted: int) -> None:  # noqa: B027
         """Takes note of how many tokens of the last draft were accepted."""
 
-    @abstractmethod
-    def decline(self) -> None:
+    def decline(self) -> None:  # noqa: B027
         """Takes note that a draft that was possible was not made."""
 
-    @abstractmethod
-    def settle(self) -> None:
-        """Makes the drafter's cache, if it has one, have the text and nothing else."""
+    def show(self) -> None:  # noqa: B027
+        """Makes a cache have the text and nothing else, until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Puts back what `show` took out of a cache."""
+
+    def settle(self, count: int) -> None:  # noqa: B027
+        """Makes a cache have the first `count` tokens of the text, for good."""
 
 
 class LookupDrafter(Drafter):
-    """Drafts what followed the longest n-gram at the end of the text before."""
+    """Drafts what followed the longest n-gram at the end of the text before.
 
-    always = False
+    It learns from each token of the text after a match, whether a draft was made of it
+    or not.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._index = NgramIndex()
-        self._kind = 0
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Takes the text's first tokens."""
+        self._index = NgramIndex(prompt)
 
     def add(self, token: int) -> None:
-        """Adds a token to the text."""
-        self._index.add(token)
+        """Adds a token to the text, and counts whether a match foretold it."""
+        index = self._index
+        if index.length:
+            was_right = index.tokens[index.end] == token
+            self.acceptance.observe(index.length, int(was_right), 1)
+        index.add(token)
 
     def probabilities(self, most: int) -> list[float]:
-        """Returns the same probability for all positions, by the match's length."""
-        self._kind = self._index.match()
-        return [self.acceptance.probability(self._kind)] * most if self._kind else []
+        """Returns the probabilities of matches that grow by each accepted token."""
+        length = self._index.length
+        if not length:
+            return []
+        kinds = range(length, length + most)
+        return [self.acceptance.probability(min(kind, LONGEST)) for kind in kinds]
 
     def draft(self, count: int) -> Sequence[int]:
         """Returns the continuation of the match."""
         return self._index.continuation(count)
 
-    def observe(self, length: int, accepted: int) -> None:
-        """Counts for the match's length: the first wrong token was tried too."""
-        self.acceptance.observe(self._kind, accepted, min(accepted + 1, length))
-
-    def decline(self) -> None:
-        """Moves the estimate for the match's length towards the assumption."""
-        self.acceptance.forget(self._kind)
-
-    def settle(self) -> None:
-        """Does nothing, since there is no cache."""
-
 
 class ModelDrafter(Drafter):
     """Drafts the most likely tokens of another model with the same tokenizer."""
-
-    always = True
 
     def __init__(self, passes: Passes) -> None:
         """Keeps a draft model.
@@ -105,7 +105,12 @@ class ModelDrafter(Drafter):
         super().__init__()
         self._passes = passes
         self._text: list[int] = []
-        self._drafted: Sequence[int] = ()
+        self._fed: list[int] = []  # for the last draft, after `_start` tokens
+        self._start = 0
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Takes the text's first tokens."""
+        self._text = [*prompt]
 
     def add(self, token: int) -> None:
         """Adds a token to the text."""
@@ -121,7 +126,7 @@ class ModelDrafter(Drafter):
         self._take_back()
         passes.feed(self._text[passes.fed : -1])
         tokens = mx.array(self._text[-1:], mx.uint32)
-        passes.begin(count)
+        passes.begin(count, passes=count)
         drafted = []
         for _ in range(count):
             tokens = mx.argmax(passes.run(tokens), axis=-1).astype(mx.uint32)
@@ -131,7 +136,7 @@ class ModelDrafter(Drafter):
         seconds = (perf_counter() - started) / count
         before = self.seconds_of_token or seconds
         self.seconds_of_token = (1 - SMOOTHING) * before + SMOOTHING * seconds
-        self._drafted = found
+        self._start, self._fed = len(self._text) - 1, [self._text[-1], *found[:-1]]
         return found
 
     def observe(self, length: int, accepted: int) -> None:
@@ -143,19 +148,25 @@ class ModelDrafter(Drafter):
         """Moves the estimate for the first position towards the assumption."""
         self.acceptance.forget(0)
 
-    def settle(self) -> None:
-        """Takes back a draft, and feeds what is missing."""
+    def show(self) -> None:
+        """Makes the model's cache have the text and nothing else, until `resume`."""
         self._take_back()
-        self._passes.feed(self._text[self._passes.fed :])
+        self._passes.show(self._text)
+
+    def resume(self) -> None:
+        """Puts back the draft."""
+        self._passes.resume()
+
+    def settle(self, count: int) -> None:
+        """Makes the model's cache have the first `count` tokens, for good."""
+        del self._text[count:]
+        self._take_back()
+        self._passes.settle(self._text)
 
     def _take_back(self) -> None:
-        """Takes back what was fed and is not the text."""
-        passes = self._passes
-        common = min(passes.fed, len(self._text))
-        start = passes.fed - max(len(self._drafted) - 1, 0)
-        for index, token in enumerate(self._drafted[: passes.fed - start]):
-            if start + index >= len(self._text) or self._text[start + index] != token:
-                common = start + index
-                break
-        passes.reject(passes.fed - common)
-        self._drafted = ()
+        """Takes back the tokens of the last draft from the first wrong one on."""
+        pairs = zip(self._fed, self._text[self._start :], strict=False)
+        wrong = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if wrong is not None:
+            self._passes.keep(self._start + wrong)
+            self._fed = []

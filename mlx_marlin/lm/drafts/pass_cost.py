@@ -41,13 +41,14 @@ class PassCost:
     def seconds(self, rows: int) -> float:
         """Returns the seconds of a pass, between known rows on a straight line.
 
-        What a pass of one row takes longer than it was measured to, because of a long
-        context or the host, is added for any number of rows.
+        What a pass of one row takes longer than was known, because of a long context
+        or the host, is added for any number of rows. If it takes a part of that, so do
+        all.
         """
-        extra = 0.0
-        if self._observed is not None:
-            extra = max(self._observed - self._seconds[0], 0.0)
-        return self._known(rows) + extra
+        known, first, observed = self._known(rows), self._seconds[0], self._observed
+        if observed is None:
+            return known
+        return known + observed - first if observed > first else known * observed / first
 
     def observe(self, seconds: float) -> None:
         """Takes note of the seconds that one token took with plain decoding."""

@@ -1,31 +1,38 @@
-"""Forward passes with a cache whose last rows can be rejected, whatever its kind.
+"""Forward passes with a cache whose last rows can be taken back, whatever its kind.
 
-A sliding window that is full, and a recurrent state, cannot be trimmed: mlx-lm's
-`trim_prompt_cache` leaves such a cache unchanged, and raises nothing. Here the state
-before the pass is kept and put back, and the rows that were right are fed again.
+mlx-lm's `trim_prompt_cache` leaves a sliding window that is full, and a recurrent
+state, unchanged, and raises nothing. Here a window is cut to the rows that stay: a pass
+of several rows appends them. For a recurrent state, the one before the pass is kept and
+put back, and the rows that were right are fed again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import (
     CacheList,
+    ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
 )
 
 Caches = list[Any]
-Restore = Callable[[], None]
+Variables = list[dict[str, Any]]
+APPENDED = (KVCache, QuantizedKVCache, ChunkedKVCache)
+"""Caches of which `trim` takes back any rows of the last passes."""
 
 
 class Passes:
     """A model, its cache, and how many tokens of a text are in it.
 
     Attributes:
-        fed: Number of tokens in the cache since it was given.
+        fed: Number of tokens in the cache since it was given, between `show` and
+            `resume` too.
+        is_seen: Whether somebody else may look at the cache.
     """
 
     def __init__(
@@ -34,37 +41,73 @@ class Passes:
         cache: Caches,
         quantize: Callable[[Caches], None] = lambda _: None,
         step: int = 2048,
+        *,
+        quantized_from: int | None = None,
+        is_seen: bool = True,
     ) -> None:
         """Keeps what passes need.
 
         Args:
             model: An mlx-lm model.
             cache: Its cache, which passes change.
-            quantize: Quantizes the cache after a pass, if it is time to.
+            quantize: Quantizes the cache, if it is time to.
             step: Most tokens that `feed` feeds at a time.
+            quantized_from: Number of tokens from which on `quantize` does; None for
+                never.
+            is_seen: Whether somebody else may look at the cache.
         """
         self._model, self._cache, self._quantize = model, cache, quantize
-        self._step = step
-        self._restore: Restore | None = None
-        self._begun = 0
-        self.fed = 0
+        self._step, self._quantized_from = step, quantized_from
+        self.fed, self.is_seen = 0, is_seen
+        # Since the last `begin`: passes to come, tokens before them, each leaf's
+        # offset, and the variables of those leaves that no rows can be taken from.
+        self._open = self._begun = 0
+        self._layers: Caches = []
+        self._leaves: Caches = []
+        self._offsets: list[int] = []
+        self._before: dict[int, dict[str, Any]] = {}
+        self._hidden: Variables | None = None  # of each leaf, while another is shown
+        self._shown = 0
 
     def room(self, rows: int) -> int:
         """Returns how many of some rows a pass can have, each as if it were alone.
 
         mlx-lm masks the first tokens of a window that keeps them, for the later rows of
-        a pass with which the window is full.
+        a pass with which the window is full. Rows after the token with which quantizing
+        begins would read exact keys.
         """
-        return min((_room(layer, rows) for layer in self._cache), default=rows)
+        return min((self._room(leaf, rows) for leaf in leaves(self._cache)), default=rows)
 
-    def begin(self, rows: int) -> None:
-        """Prepares for passes whose tokens `reject` may take back.
+    def _room(self, leaf: Any, rows: int) -> int:
+        if type(leaf) is RotatingKVCache and leaf.keep:
+            return min(rows, max(leaf.max_size - leaf.offset - 1, 0))
+        start = self._quantized_from
+        if start is not None and type(leaf) is KVCache and leaf.offset < start:
+            return min(rows, start - leaf.offset)
+        return rows
+
+    def begin(self, rows: int, passes: int = 1) -> None:
+        """Prepares for passes that `keep` may take back.
 
         Args:
             rows: Tokens of these passes together.
+            passes: Their number.
         """
-        self._begun = self.fed
-        self._restore = None if can_trim(self._cache, rows) else snapshot(self._cache)
+        if self.fed:  # mlx-lm quantizes after a pass
+            self._quantize(self._cache)
+        if self._layers != self._cache:  # quantizing replaces them
+            self._layers, self._leaves = [*self._cache], [*leaves(self._cache)]
+        self._begun, self._open = self.fed, passes
+        self._offsets = [getattr(leaf, "offset", 0) for leaf in self._leaves]
+        self._before = {
+            index: _copied(vars(leaf))
+            for index, leaf in enumerate(self._leaves)
+            if not (
+                type(leaf) in APPENDED
+                or (type(leaf) is RotatingKVCache)
+                and (passes == 1 or leaf.offset + rows < leaf.max_size)
+            )
+        }
 
     def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
         """Feeds tokens [m], and returns the logits [positions, vocabulary] of the last.
@@ -73,28 +116,69 @@ class Passes:
             tokens: The tokens.
             positions: Number of positions whose logits are returned.
         """
-        logits: mx.array = self._model(tokens[None], cache=self._cache)
-        self._quantize(self._cache)
+        if not self._open:
+            self.begin(tokens.size)
+        self._open -= 1
+        try:
+            logits: mx.array = self._model(tokens[None], cache=self._cache)
+        except BaseException:  # some layers may have the tokens
+            self._go(self._begun)
+            self.fed = self._begun
+            raise
         self.fed += tokens.size
         return logits[0, -positions:]
 
-    def reject(self, count: int) -> None:
-        """Takes back the last tokens that were fed; `fed` says what is left.
+    def keep(self, count: int) -> None:
+        """Takes back what was fed after the first `count` tokens; `fed` is what is left.
 
-        Args:
-            count: Number of tokens since `begin`; none if it is negative. If the cache
-                cannot be trimmed, all tokens since then are taken back; none if that
-                was done before, or `begin` was not called for them.
+        A cache that cannot be cut has no token of the last passes then.
         """
-        restore, self._restore = self._restore, None
-        if count <= 0 or self.fed == self._begun:
+        self._open = 0
+        if count < self.fed:
+            self.fed = self._begun if self._before else count
+            self._go(self.fed)
+
+    def show(self, text: Sequence[int]) -> None:
+        """Makes the cache have a text, until `resume`; what is missing is fed.
+
+        A cache that cannot be cut gets a graph that computes its state; nothing is
+        evaluated unless somebody reads it.
+        """
+        count = len(text)
+        if count > self.fed:
+            logits = self.run(mx.array([*text[self.fed :]], mx.uint32))
+            mx.async_eval(logits)
+        if count == self.fed:
+            self._quantize(self._cache)
             return
-        if restore is not None:
-            restore()
-            self.fed = self._begun
-        elif can_trim(self._cache, 0):
-            _trim(self._cache, count)
-            self.fed -= count
+        self._hidden = [dict(vars(leaf)) for leaf in self._leaves]
+        self._shown = count
+        if not self._before or count == self._begun:
+            self._go(count)
+            return
+        for leaf in self._leaves:  # an assignment to a slice changes the variable
+            vars(leaf).update(_copied(vars(leaf)))
+        self._go(self._begun)
+        missing = mx.array([*text[self._begun :]], mx.uint32)
+        self._model(missing[None], cache=self._cache)
+
+    def resume(self) -> None:
+        """Makes the cache have again what it had before `show`."""
+        if self._hidden is not None:
+            for leaf, variables in zip(self._leaves, self._hidden, strict=True):
+                vars(leaf).update(variables)
+            self._hidden = None
+
+    def settle(self, text: Sequence[int]) -> None:
+        """Makes the cache have a text and no other tokens, for good."""
+        if self._hidden is not None and self._shown == len(text):
+            self._hidden, self.fed = None, len(text)
+            mx.eval([layer.state for layer in self._cache])
+            return
+        self.resume()
+        self.keep(len(text))
+        self.feed(text[self.fed :])
+        self._quantize(self._cache)
 
     def feed(
         self, tokens: Sequence[int], told: Callable[[int], None] = lambda _: None
@@ -108,93 +192,63 @@ class Passes:
         for start in range(0, len(tokens), self._step):
             part = [*tokens[start : start + self._step]]
             self.run(mx.array(part, mx.uint32))
+            self._quantize(self._cache)
             mx.eval([layer.state for layer in self._cache])
             mx.clear_cache()
             told(start + len(part))
 
-
-def _room(layer: Any, rows: int) -> int:
-    if type(layer) is CacheList:
-        return min(_room(each, rows) for each in layer.caches)
-    if type(layer) is RotatingKVCache and layer.keep:
-        free: int = layer.max_size - layer.offset - 1
-        return min(rows, max(free, 0))
-    return rows
-
-
-def can_trim(cache: Sequence[Any], rows: int) -> bool:
-    """Returns whether rows that are added to caches now can be trimmed again.
-
-    Args:
-        cache: The caches of layers.
-        rows: Number of rows.
-    """
-    return all(_can_trim(layer, rows) for layer in cache)
+    def _go(self, count: int) -> None:
+        """Cuts each leaf to `count` tokens, or puts back what it had at `begin`."""
+        for index, leaf in enumerate(self._leaves):
+            if index in self._before:
+                vars(leaf).clear()
+                vars(leaf).update(_copied(self._before[index]))
+            else:
+                offset = self._offsets[index] + count - self._begun
+                _cut(leaf, leaf.offset - offset)
 
 
-def _can_trim(layer: Any, rows: int) -> bool:
-    if type(layer) is CacheList:
-        return can_trim(layer.caches, rows)
-    if type(layer) is RotatingKVCache:
-        return bool(layer.offset + rows < layer.max_size)
-    return type(layer) in (KVCache, QuantizedKVCache)
-
-
-def _trim(cache: Sequence[Any], count: int) -> None:
+def leaves(cache: Sequence[Any]) -> Iterator[Any]:
+    """Yields the caches of layers, and those in lists of caches instead of the lists."""
     for layer in cache:
-        layer.trim(count)
+        if type(layer) is CacheList:
+            yield from leaves(layer.caches)
+        else:
+            yield layer
 
 
-def snapshot(cache: Caches) -> Restore:
-    """Returns a function that puts back the state that caches have now.
-
-    Arrays are shared, not copied: MLX's are immutable, and an assignment to a slice
-    gives the variable another one. So a variable of its own is kept for each.
-
-    Args:
-        cache: The caches of layers.
-    """
-    layers = [*cache]
-    restores = [_of_layer(layer) for layer in layers]
-
-    def restore() -> None:
-        cache[:] = layers  # quantizing replaces them
-        for each in restores:
-            each()
-
-    return restore
+def _cut(leaf: Any, count: int) -> None:
+    """Takes the last tokens of a pass out of a cache, one of a pass of one row."""
+    if not count or leaf.keys is None:
+        return
+    if type(leaf) is not RotatingKVCache:
+        leaf.trim(count)
+        return
+    leaf.offset -= count
+    leaf._idx -= count
+    if leaf._idx + count < leaf.keys.shape[2]:
+        return  # of a window that is full, one slot is to be written anew
+    for name in ("keys", "values"):
+        vars(leaf)[name] = _slots(leaf, vars(leaf)[name])
+    leaf._idx = leaf.keys.shape[2]
 
 
-def _of_layer(layer: Any) -> Restore:
-    if type(layer) is CacheList:
-        of_parts = [_of_layer(each) for each in layer.caches]
-
-        def restore_parts() -> None:
-            for each in of_parts:
-                each()
-
-        return restore_parts
-    if type(layer) in (KVCache, QuantizedKVCache):
-        # With another variable for its arrays, each assignment would copy all of them.
-        offset = layer.offset
-
-        def trim() -> None:
-            layer.trim(layer.offset - offset)
-
-        return trim
-    state = _copied(vars(layer))
-
-    def restore() -> None:
-        vars(layer).clear()
-        vars(layer).update(state)
-
-    return restore
+def _slots(window: RotatingKVCache, held: mx.array) -> mx.array:
+    """Returns the first slots, and another to be overwritten if one is missing."""
+    kept, keep = held[..., : window._idx, :], window.keep
+    if window._idx >= min(window.offset, window.max_size):
+        return kept
+    return mx.concatenate([held[..., : keep + 1, :], kept[..., keep:, :]], axis=2)
 
 
 def _copied(value: Any) -> Any:
-    """Returns a value with containers and variables of arrays of its own."""
+    """Returns a value with containers and variables of arrays of its own.
+
+    Arrays are shared, not copied: MLX's are immutable, and an assignment to a slice
+    gives the variable another one.
+    """
     if isinstance(value, mx.array):
-        return mx.stop_gradient(value)
+        return copy(value)
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -149,7 +149,13 @@ class _Decoding:
             if prompt_cache is not None and draft_model is not None:
                 prompt_cache[:] = own + others  # quantizing replaces caches in a list
 
-        passes = partial(Passes, quantize=quantize, step=prefill_step_size)
+        passes = partial(
+            Passes,
+            quantize=quantize,
+            step=prefill_step_size,
+            quantized_from=None if kv_bits is None else quantized_kv_start,
+            is_seen=prompt_cache is not None,
+        )
         drafter: Drafter = (
             LookupDrafter()
             if draft_model is None

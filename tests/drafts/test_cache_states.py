@@ -1,0 +1,226 @@
+"""At each token the caches are plain decoding's, and go on as they do."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import (
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+from drafts.scripted import PROMPT, ScriptedDrafter, decoder, text_of
+from mlx_marlin.lm.drafts.drafters import ModelDrafter
+from mlx_marlin.lm.drafts.passes import Passes
+from support.architectures import SIZES
+from support.decoder_models import tiny
+from support.profiles import sampled
+
+COUNT = 16
+pytestmark = pytest.mark.usefixtures("unfused")
+
+
+class Step(NamedTuple):
+    """A token of plain decoding, and what its cache says to tokens after it."""
+
+    token: int
+    following: mx.array
+    types: list[str]
+
+
+def following(model: nn.Module, cache: list[Any]) -> mx.array:
+    """Returns logits of one more token and of three, with a copy of a cache."""
+    copied = deepcopy(cache)
+    rows = [model(mx.array([each]), cache=copied)[0] for each in ([3], [4, 5, 6])]
+    found = mx.concatenate(rows)
+    mx.eval(found)
+    return found
+
+
+def types(cache: list[Any]) -> list[str]:
+    return [f"{type(each).__name__} {getattr(each, 'offset', '')}" for each in cache]
+
+
+def plain_steps(
+    model: nn.Module,
+    cache: list[Any],
+    quantize: Callable[[list[Any]], None] = lambda _: None,
+) -> list[Step]:
+    """Decodes token by token; a token is fed before it is told, as mlx-lm does."""
+    model(mx.array([PROMPT[:-1]]), cache=cache)
+    quantize(cache)
+    token, steps = PROMPT[-1], []
+    for nth in range(COUNT + 1):
+        logits = model(mx.array([[token]]), cache=cache)
+        quantize(cache)
+        if nth:
+            steps.append(Step(token, following(model, cache), types(cache)))
+        token = int(mx.argmax(logits[0, -1]).item())
+    return steps
+
+
+def assert_state(model: nn.Module, cache: list[Any], step: Step) -> None:
+    assert types(cache) == step.types
+    found = following(model, cache)
+    assert mx.allclose(found, step.following, rtol=1e-3, atol=1e-3).item()
+
+
+def assert_states(
+    model: nn.Module,
+    steps: list[Step],
+    cache: list[Any],
+    passes: Passes | None = None,
+    length: int = 4,
+) -> ScriptedDrafter:
+    """Decodes with drafts that are wrong at each position, and compares each state."""
+    text = [*PROMPT, *(step.token for step in steps)]
+    drafter = ScriptedDrafter(text, length, lambda nth: (nth + 2) % (length + 1))
+    decoding = decoder(model, drafter, cache=cache, passes=passes)
+    for token, step in zip(decoding.tokens(PROMPT, COUNT), steps, strict=True):
+        assert token.token == step.token
+        assert_state(model, cache, step)
+    assert_state(model, cache, steps[-1])
+    return drafter
+
+
+@lru_cache
+def chunked() -> nn.Module:
+    """Returns a model whose attention forgets at the borders of chunks."""
+    module = import_module("mlx_lm.models.llama4")
+    own = {"attention_chunk_size": 6, "interleave_moe_layer_step": 2}
+    routed = {"num_local_experts": 2, "num_experts_per_tok": 1, "use_qk_norm": True}
+    given = SIZES | own | routed | {"intermediate_size_mlp": 64}
+    given |= {"num_hidden_layers": 4, "model_type": "llama4"}
+    return seeded(module.Model(module.ModelArgs(given, "llama4")))
+
+
+@lru_cache
+def mixed() -> nn.Module:
+    """Returns a model with windows and recurrent states in lists of caches."""
+    module = import_module("mlx_lm.models.baichuan_m1")
+    own = {"sliding_window_layers": [1], "conv_window": 2}
+    return seeded(module.Model(module.ModelArgs.from_dict(SIZES | own)))
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    mx.random.seed(5)
+    for path, array in nn.utils.tree_flatten(model.parameters()):
+        spread = 0.3 * mx.random.normal(array.shape)
+        model.load_weights([(path, array + spread)], strict=False)
+    mx.eval(model.parameters())
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    name: partial(lambda name: text_of(name).model, name)
+    for name in ("llama", "gpt_oss", "mamba2", "qwen3_next")
+} | {"llama4": chunked, "baichuan_m1": mixed}
+
+
+@lru_cache
+def steps_of(name: str) -> list[Step]:
+    model = MODELS[name]()
+    return plain_steps(model, make_prompt_cache(model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_is_plain_decodings_at_each_token(name: str) -> None:
+    model = MODELS[name]()
+
+    drafter = assert_states(model, steps_of(name), make_prompt_cache(model))
+
+    assert len({accepted for _, accepted in drafter.lengths}) > 2
+
+
+@sampled(14)
+@pytest.mark.parametrize("keep", [0, 4])
+@pytest.mark.parametrize("size", range(1, len(PROMPT) + COUNT + 2))
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_windows_of_every_size(size: int, keep: int, length: int) -> None:
+    """Full before, in and after the prompt, and in each row of a pass."""
+    model = text_of("llama").model
+
+    def windows() -> list[Any]:
+        return [RotatingKVCache(size, min(keep, size - 1)) for _ in model.layers]
+
+    steps = plain_steps(model, windows())
+    drafter = assert_states(model, steps, windows(), length=length)
+    assert drafter.lengths or (keep and size <= len(PROMPT) + 1)
+
+
+@pytest.mark.parametrize("start", range(len(PROMPT) - 2, len(PROMPT) + 8))
+def test_a_cache_is_quantized_when_plain_decodings_is(start: int) -> None:
+    """Whatever a pass with that token is accepted of."""
+    model = tiny("qwen3")
+    quantize = partial(
+        maybe_quantize_kv_cache, quantized_kv_start=start, kv_group_size=32, kv_bits=4
+    )
+    steps = plain_steps(model, make_prompt_cache(model), quantize)
+    assert "QuantizedKVCache" in steps[-1].types[0]
+    cache = make_prompt_cache(model)
+    passes = Passes(model, cache, quantize, quantized_from=start)
+
+    assert_states(model, steps, cache, passes)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba2"])
+def test_a_draft_models_cache_has_the_text_at_each_token(name: str) -> None:
+    model = MODELS[name]()
+    cache, own = make_prompt_cache(model), make_prompt_cache(model)
+    drafter = ModelDrafter(Passes(model, own))
+    decoding = decoder(model, drafter, cache=cache)
+    for token, step in zip(decoding.tokens(PROMPT, COUNT), steps_of(name), strict=True):
+        assert token.token == step.token
+        assert_state(model, cache, step)
+        assert_state(model, own, step)
+    assert decoding.accepted > COUNT // 2
+
+
+def test_a_wrong_draft_models_cache_has_the_text_at_each_token() -> None:
+    model, other = MODELS["llama"](), tiny("qwen3")
+    steps = steps_of("llama")
+    expected = plain_cache_states(other, steps)
+    own = make_prompt_cache(other)
+    decoding = decoder(model, ModelDrafter(Passes(other, own)))
+    for token, step, state in zip(
+        decoding.tokens(PROMPT, COUNT), steps, expected, strict=True
+    ):
+        assert token.token == step.token
+        assert_state(other, own, state)
+    assert decoding.drafted
+
+
+def plain_cache_states(model: nn.Module, steps: list[Step]) -> list[Step]:
+    """Returns the states of another model's cache that is fed the same text."""
+    cache, found = make_prompt_cache(model), []
+    model(mx.array([PROMPT]), cache=cache)
+    for step in steps:
+        model(mx.array([[step.token]]), cache=cache)
+        found.append(Step(step.token, following(model, cache), types(cache)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "qwen3_next"])
+def test_a_cache_that_is_saved_at_a_drafted_token_goes_on(
+    name: str, tmp_path: Path
+) -> None:
+    model, steps = MODELS[name](), steps_of(name)
+    text = [*PROMPT, *(step.token for step in steps)]
+    cache = make_prompt_cache(model)
+    decoding = decoder(model, ScriptedDrafter(text, 4, lambda nth: 4), cache=cache)
+    for token, step in zip(decoding.tokens(PROMPT, COUNT), steps, strict=True):
+        if token.from_draft:
+            break
+    file = str(tmp_path / "cache.safetensors")
+    save_prompt_cache(file, cache)
+
+    assert_state(model, load_prompt_cache(file), step)
