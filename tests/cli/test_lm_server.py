@@ -90,6 +90,14 @@ def leave(port: int) -> None:
     answer.close()
 
 
+def leave_at_once(port: int) -> None:
+    """Asks for a long answer that is not streamed, and closes the connection."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG_SECONDS)
+    fields = {"prompt": "def leave():", "max_tokens": 1_000_000, "temperature": 0}
+    connection.request("POST", "/v1/completions", json.dumps(fields))
+    connection.close()
+
+
 def texts(port: int) -> list[str]:
     """Returns the texts of all prompts at once, while another client leaves."""
     with ThreadPoolExecutor(len(PROMPTS) + 1) as pool:
@@ -117,6 +125,7 @@ def test_streams_have_the_text_of_mlx_lms_server(tmp_path: Path) -> None:
             answer = post(port, "{")
             assert answer.status == refused == 400
             assert "Invalid JSON" in json.load(answer)["error"]
+            leave_at_once(port)
             assert text(port, PROMPTS[0]) == expected[0]
         served = ours.read_text()
         assert served.count("mlx-marlin: quantized: ") == 1

@@ -1,16 +1,19 @@
 """`stream_generate` has mlx-lm's arguments and responses."""
 
 import inspect
+import socket
 import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from mlx_lm import server
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlx_marlin
@@ -175,19 +178,48 @@ def test_mlx_lms_own_functions_look_up(
     assert stream.without_drafts.__module__ == "mlx_lm.generate"
 
 
-def test_the_server_answers_one_request_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("missing", ["ResponseGenerator", "APIHandler"])
+def test_a_server_of_mlx_lm_with_other_parts_batches_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    from mlx_lm import server
-
-    own = server.ResponseGenerator._is_batchable
-    monkeypatch.setattr(server.ResponseGenerator, "_is_batchable", own)
-    install.serve_one_at_a_time()
-    assert not server.ResponseGenerator._is_batchable(None, None)
-
-    monkeypatch.delattr(server, "ResponseGenerator")
+    own = server.ResponseGenerator, server.ResponseGenerator._is_batchable
+    monkeypatch.delattr(server, missing)
     with pytest.warns(RuntimeWarning, match="decodes without drafts"):
         install.serve_one_at_a_time()
+    assert own[0]._is_batchable is own[1]
+
+
+def test_the_server_decodes_one_request_at_a_time_while_its_client_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request that is not streamed writes nothing by which it would notice."""
+    ours, client = socket.socketpair()
+    decoded: list[int] = []
+
+    def responses() -> Iterator[int]:
+        for number in range(100):
+            if number == 5:
+                client.close()
+            decoded.append(number)
+            yield number
+
+    def answer(handler: Any, request: str) -> None:
+        _, found = handler.response_generator.generate(request)
+        assert handler.response_generator.is_healthy
+        assert [*found] == []  # it is never told all
+
+    own = SimpleNamespace(generate=lambda _: (None, responses()), is_healthy=True)
+    handler = SimpleNamespace(response_generator=own, connection=ours)
+    batchable = server.ResponseGenerator._is_batchable
+    monkeypatch.setattr(server.ResponseGenerator, "_is_batchable", batchable)
+    monkeypatch.setattr(server.APIHandler, "handle_completion", answer)
+    install.serve_one_at_a_time()
+
+    assert not server.ResponseGenerator._is_batchable(None, None)
+    with ours, pytest.raises(BrokenPipeError, match="the client has left"):
+        server.APIHandler.handle_completion(handler, "a request")
+    assert decoded == [*range(6)]
+    assert handler.response_generator is own
 
 
 def test_a_flag_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Makes mlx-lm's own commands draft tokens: generate, chat and server."""
 
+import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from functools import wraps
 from typing import Any
 
 from mlx_marlin.lm.drafts.stream import stream_generate, without_drafts
@@ -27,20 +29,72 @@ def serve_one_at_a_time() -> None:
     from mlx_lm import server
 
     answerer: Any = getattr(server, "ResponseGenerator", None)
-    if not hasattr(answerer, "_is_batchable"):
-        warn_once(
-            "no lookup in the server",
-            "mlx-lm's server decodes without drafts, because it has no "
-            "ResponseGenerator._is_batchable",
-        )
-        return
+    handler: Any = getattr(server, "APIHandler", None)
+    for owner, name in (answerer, "_is_batchable"), (handler, "handle_completion"):
+        if not hasattr(owner, name):
+            warn_once(
+                "no lookup in the server",
+                f"mlx-lm's server decodes without drafts, because it has no {name}",
+            )
+            return
     answerer._is_batchable = _never
+    handler.handle_completion = _ending_with_the_client(handler.handle_completion)
     if sys.stderr is not None:
         print(f"mlx_marlin: {ONE_AT_A_TIME}", file=sys.stderr, flush=True)
 
 
 def _never(*_: Any) -> bool:
     return False
+
+
+def _ending_with_the_client(answer: Callable[..., None]) -> Callable[..., None]:
+    """Wraps the method that answers a request: it fails if the client has left.
+
+    mlx-lm's notices that when it writes, which it does at the end if nothing is
+    streamed. Its decoding stops when the method fails.
+    """
+
+    @wraps(answer)
+    def answer_while_there(handler: Any, *given: Any, **options: Any) -> None:
+        generator = handler.response_generator
+        handler.response_generator = _Watching(generator, handler.connection)
+        try:
+            answer(handler, *given, **options)
+        finally:
+            handler.response_generator = generator
+
+    return answer_while_there
+
+
+class _Watching:
+    """mlx-lm's `ResponseGenerator`, which looks for the client at each token."""
+
+    def __init__(self, generator: Any, client: socket.socket) -> None:
+        self._generator, self._client = generator, client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def generate(self, *given: Any, **options: Any) -> tuple[Any, Iterator[Any]]:
+        """Returns what mlx-lm's does: a context, and responses token by token."""
+        context, responses = self._generator.generate(*given, **options)
+        return context, self._while_there(responses)
+
+    def _while_there(self, responses: Iterator[Any]) -> Iterator[Any]:
+        for response in responses:
+            if _has_left(self._client):
+                raise BrokenPipeError("the client has left before its answer was ready")
+            yield response
+
+
+def _has_left(client: socket.socket) -> bool:
+    """Returns whether a connection was closed by the other side."""
+    try:
+        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:  # it is there and says nothing
+        return False
+    except OSError:
+        return True
 
 
 def _looking_up(*given: Any, **options: Any) -> Generator[Any, None, None]:

@@ -37,6 +37,7 @@ class PassCost:
         self._observed: float | None = None
         self.source = source
         self.most_rows = self._rows[-1]
+        self._table = [self._known(m) for m in range(self.most_rows + 1)]
 
     def seconds(self, rows: int) -> float:
         """Returns the seconds of a pass, between known rows on a straight line.
@@ -45,7 +46,8 @@ class PassCost:
         or the host, is added for any number of rows. If it takes a part of that, so do
         all.
         """
-        known, first, observed = self._known(rows), self._seconds[0], self._observed
+        known = self._table[rows] if rows <= self.most_rows else self._known(rows)
+        first, observed = self._seconds[0], self._observed
         if observed is None:
             return known
         return known + observed - first if observed > first else known * observed / first

@@ -62,12 +62,11 @@ class Passes:
         # Since the last `begin`: passes to come, tokens before them, each leaf's
         # offset, and the variables of those leaves that no rows can be taken from.
         self._open = self._begun = 0
-        self._layers: Caches = []
-        self._leaves: Caches = []
         self._offsets: list[int] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._hidden: Variables | None = None  # of each leaf, while another is shown
         self._shown = 0
+        self._find_leaves()
 
     def room(self, rows: int) -> int:
         """Returns how many of some rows a pass can have, each as if it were alone.
@@ -76,15 +75,27 @@ class Passes:
         a pass with which the window is full. Rows after the token with which quantizing
         begins would read exact keys.
         """
-        return min((self._room(leaf, rows) for leaf in leaves(self._cache)), default=rows)
+        return min([rows, *(self._room(leaf, rows) for leaf in self._bounded)])
 
     def _room(self, leaf: Any, rows: int) -> int:
-        if type(leaf) is RotatingKVCache and leaf.keep:
+        if type(leaf) is RotatingKVCache:
             return min(rows, max(leaf.max_size - leaf.offset - 1, 0))
-        start = self._quantized_from
-        if start is not None and type(leaf) is KVCache and leaf.offset < start:
-            return min(rows, start - leaf.offset)
-        return rows
+        start: int = self._quantized_from  # type: ignore[assignment]
+        return min(rows, start - leaf.offset) if leaf.offset < start else rows
+
+    def _find_leaves(self) -> None:
+        self._layers, self._leaves = [*self._cache], [*leaves(self._cache)]
+        self._whole = {  # those that no rows can be taken from
+            index: leaf
+            for index, leaf in enumerate(self._leaves)
+            if type(leaf) not in (*APPENDED, RotatingKVCache)
+        }
+        self._bounded = [
+            leaf
+            for leaf in self._leaves
+            if (type(leaf) is RotatingKVCache and leaf.keep)
+            or (type(leaf) is KVCache and self._quantized_from is not None)
+        ]
 
     def begin(self, rows: int, passes: int = 1) -> None:
         """Prepares for passes that `keep` may take back.
@@ -96,18 +107,19 @@ class Passes:
         if self.fed:  # mlx-lm quantizes after a pass
             self._quantize(self._cache)
         if self._layers != self._cache:  # quantizing replaces them
-            self._layers, self._leaves = [*self._cache], [*leaves(self._cache)]
+            self._find_leaves()
         self._begun, self._open = self.fed, passes
         self._offsets = [getattr(leaf, "offset", 0) for leaf in self._leaves]
-        self._before = {
-            index: _copied(vars(leaf))
-            for index, leaf in enumerate(self._leaves)
-            if not (
-                type(leaf) in APPENDED
-                or (type(leaf) is RotatingKVCache)
-                and (passes == 1 or leaf.offset + rows < leaf.max_size)
-            )
-        }
+        whole = self._whole
+        if passes > 1:  # each overwrites a slot of a window that is full
+            full = {
+                index: leaf
+                for index, leaf in enumerate(self._leaves)
+                if type(leaf) is RotatingKVCache
+                and leaf.offset + rows >= leaf.max_size
+            }
+            whole = whole | full
+        self._before = {index: _copied(vars(leaf)) for index, leaf in whole.items()}
 
     def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
         """Feeds tokens [m], and returns the logits [positions, vocabulary] of the last.
