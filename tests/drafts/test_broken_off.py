@@ -1,7 +1,6 @@
 """Decoding that ends early: by an end token, an error, or a caller who stops."""
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -18,46 +17,80 @@ from drafts.scripted import (
     same_state,
     text_of,
 )
+from drafts.test_cache_states import MODELS, assert_state, steps_of
 from drafts.test_stream import TEXT, loaded
+from mlx_marlin.lm.drafts.decoder import Positions
 from mlx_marlin.lm.drafts.drafters import ModelDrafter
 from mlx_marlin.lm.drafts.passes import Passes
+from support.profiles import sampled
 
 __all__ = ["loaded"]
+pytestmark = pytest.mark.usefixtures("unfused")
 
 
 NAMES = ["llama", "gpt_oss", "mamba2", "qwen3_next"]
 
 
-def failing_at(turn: int) -> Callable[[mx.array], mx.array]:
-    """Returns a sampler that fails when it is asked so many times."""
-    asked = count(1)
+class Failing:
+    """A function that is asked so many times and then fails, when it has worked."""
 
-    def sampler(logprobs: mx.array) -> mx.array:
-        if next(asked) == turn:
-            raise RuntimeError("the sampler")
-        return mx.argmax(logprobs, axis=-1)
+    def __init__(self, works: Callable[..., Any], turn: int) -> None:
+        self.works, self.turns = works, turn
 
-    return sampler
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        self.turns -= 1
+        result = self.works(*given, **options)
+        if not self.turns:
+            raise RuntimeError("as asked")
+        return result
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 9])
-@pytest.mark.usefixtures("unfused")
-def test_a_cache_has_what_was_yielded_after_an_error(name: str, fails_at: int) -> None:
-    model, text, _ = text_of(name)
+def greedy(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+def unchanged(_: mx.array, logits: mx.array) -> mx.array:
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("what", ["sampler", "processor", "model", "read"])
+@sampled(24)
+def test_a_cache_has_what_was_yielded_after_an_error(
+    name: str, fails_at: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, steps = MODELS[name](), steps_of(name)
+    text = [*PROMPT, *(step.token for step in steps)]
     cache = make_prompt_cache(model)
-    drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: 4 - nth % 3)
-    decoding = decoder(model, drafter, cache=cache, sampler=failing_at(fails_at))
+    drafter = ScriptedDrafter(text, 4, lambda nth: (2, 9, 0, 4)[nth % 4])
+    options: dict[str, Any] = {}
+    called: Any = model
+    if what == "sampler":
+        options["sampler"] = Failing(greedy, fails_at)
+    elif what == "processor":
+        options["processors"] = [Failing(unchanged, fails_at)]
+    elif what == "model":
+        called = Failing(model, fails_at + 1)  # not the prompt's pass
+    else:
+        monkeypatch.setattr(
+            Positions, "read", read := Failing(Positions.read, fails_at)
+        )
+        monkeypatch.setattr(Positions, "read", lambda each: read(each))
+    decoding = decoder(model, drafter, passes=Passes(called, cache), **options)
     found: list[int] = []
-    with pytest.raises(RuntimeError, match="the sampler"):
-        found.extend(each.token for each in decoding.tokens(PROMPT, COUNT))
+    with pytest.raises(RuntimeError, match="as asked"):
+        found.extend(each.token for each in decoding.tokens(PROMPT, len(steps)))
 
-    assert same_state(model, cache, PROMPT + found)
+    assert found == [step.token for step in steps[: len(found)]]
+    if found:
+        assert_state(model, cache, steps[len(found) - 1])
+    else:
+        assert same_state(model, cache, PROMPT)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("stop", [1, 2, 3, 5, 8, 9, 12, 13])
-@pytest.mark.usefixtures("unfused")
 def test_a_cache_has_what_was_yielded_when_decoding_is_closed(
     name: str, stop: int
 ) -> None:
@@ -73,24 +106,26 @@ def test_a_cache_has_what_was_yielded_when_decoding_is_closed(
     assert same_state(model, cache, PROMPT + found)
 
 
-def test_an_error_of_a_plain_step_after_drafts() -> None:
-    """A step is begun before the last token is read; nothing was kept before it."""
-    model, text, _ = text_of("llama")
-    cache: list[Any] = make_prompt_cache(model)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("fails_at", [2, 5])
+def test_a_cache_has_what_was_yielded_after_an_error_of_a_plain_step(
+    name: str, fails_at: int
+) -> None:
+    """It is begun before the token that it feeds is read."""
+    model, steps = MODELS[name](), steps_of(name)
+    cache, sampler = make_prompt_cache(model), Failing(greedy, fails_at)
+    decoding = decoder(
+        model, ScriptedDrafter(PROMPT, 0, int), cache=cache, sampler=sampler
+    )
     found: list[int] = []
+    with pytest.raises(RuntimeError, match="as asked"):
+        found.extend(each.token for each in decoding.tokens(PROMPT, len(steps)))
 
-    class Once(ScriptedDrafter):
-        def probabilities(self, most: int) -> list[float]:
-            return [] if len(self.lengths) == 2 else super().probabilities(most)
-
-    drafter = Once(PROMPT + text, 4, lambda nth: 4)
-    # Two drafts of four tokens, two steps, and two begun ones.
-    decoding = decoder(model, drafter, cache=cache, sampler=failing_at(14))
-    with pytest.raises(RuntimeError, match="the sampler"):
-        found.extend(each.token for each in decoding.tokens(PROMPT, COUNT))
-
-    assert len(drafter.lengths) == 2
-    assert same_state(model, cache, PROMPT + found)
+    assert len(found) == fails_at - 2
+    if found:
+        assert_state(model, cache, steps[len(found) - 1])
+    else:
+        assert same_state(model, cache, PROMPT)
 
 
 @pytest.mark.parametrize("name", NAMES)

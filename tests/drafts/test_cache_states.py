@@ -217,10 +217,10 @@ def test_a_cache_that_is_saved_at_a_drafted_token_goes_on(
     text = [*PROMPT, *(step.token for step in steps)]
     cache = make_prompt_cache(model)
     decoding = decoder(model, ScriptedDrafter(text, 4, lambda nth: 4), cache=cache)
-    for token, step in zip(decoding.tokens(PROMPT, COUNT), steps, strict=True):
-        if token.from_draft:
-            break
+    tokens = decoding.tokens(PROMPT, COUNT)
+    nth = next(nth for nth, token in enumerate(tokens) if token.from_draft)
     file = str(tmp_path / "cache.safetensors")
     save_prompt_cache(file, cache)
 
-    assert_state(model, load_prompt_cache(file), step)
+    assert_state(model, load_prompt_cache(file), steps[nth])
+    assert next(tokens).token == steps[nth + 1].token

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -11,6 +12,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
+from mlx_lm.sample_utils import make_sampler
 
 from drafts.scripted import (
     COUNT,
@@ -27,7 +29,7 @@ from mlx_marlin.lm.drafts.draft_length import best_length
 from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
-from support.architectures import ARCHITECTURES, WINDOW
+from support.architectures import ARCHITECTURES
 from support.decoder_models import tiny
 from support.models import tiny_llama
 from support.profiles import sampled
@@ -108,25 +110,104 @@ def test_quantized_caches(bits: int, start: int) -> None:
     assert_same_text(found, text, logprobs)
 
 
-def test_logits_processors_see_the_text_before_each_position() -> None:
+class Grammar:
+    """A processor with a state, which fails where a text is not the one that it allows.
+
+    It is told of each token once, and cannot be copied.
+    """
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text, self.seen = [*text], 0
+
+    def __deepcopy__(self, _: object) -> "Grammar":
+        raise TypeError("a grammar of another language")
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        length = len(PROMPT) + self.seen
+        assert tokens.tolist() == self.text[:length]
+        self.seen += 1
+        allowed = mx.arange(logits.shape[-1]) == self.text[length]
+        return mx.where(allowed, logits, -1e9)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba2"])
+def test_a_grammar_sees_each_token_of_the_text_once_and_in_order(
+    name: str, wrong: int
+) -> None:
+    model, own, _ = text_of(name)
+    text = [*PROMPT, *((token + 1) % 50 for token in own), 0]
+    drafter = ScriptedDrafter(text, 4, lambda nth: wrong if nth % 2 else 4)
+    grammar = Grammar(text)
+    decoding = decoder(model, drafter, processors=[grammar])
+
+    for nth, token in enumerate(decoding.tokens(PROMPT, COUNT), 1):
+        assert token.token == text[len(PROMPT) + nth - 1]
+        # As with mlx-lm, the next token is being chosen, unless there is none.
+        assert grammar.seen == min(nth + 1, COUNT)
+    assert decoding.accepted > 10
+
+
+def test_a_processor_changes_the_logits_that_it_does_without_drafts() -> None:
     model = text_of("llama").model
-    seen: list[list[int]] = []
 
     def penalty(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(tokens.tolist())  # type: ignore[arg-type]
         return logits.at[:, tokens].add(-3.0)
 
     text, logprobs = plain(model, PROMPT, COUNT, logits_processors=[penalty])
-    expected = [*seen]
-    seen.clear()
     drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: nth % 5)
-    decoding = decoder(model, drafter, processors=(penalty,))
+
+    found = [*decoder(model, drafter, processors=(penalty,)).tokens(PROMPT, COUNT)]
+
+    assert_same_text([each.token for each in found], text, logprobs)
+    for each, expected in zip(found, logprobs, strict=True):
+        assert mx.allclose(each.logprobs, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("draft", [0, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+@pytest.mark.usefixtures("unfused")
+def test_a_sampled_text_is_that_of_plain_decoding_with_the_same_seed(
+    name: str, draft: int
+) -> None:
+    """A sampler is asked once for each token, whatever is drafted."""
+    model = text_of(name).model
+    sampler = make_sampler(temp=1.5, top_p=0.95)
+    mx.random.seed(7)
+    text, logprobs = plain(model, PROMPT, COUNT, sampler=sampler)
+    assert text != text_of(name).tokens
+    drafter = ScriptedDrafter(PROMPT + text, draft, lambda nth: nth % 5)
+    mx.random.seed(7)
+    decoding = decoder(model, drafter, sampler=sampler)
 
     found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
 
     assert_same_text(found, text, logprobs)
-    asked = {tuple(each) for each in seen}
-    assert {tuple(each) for each in expected[:COUNT]} <= asked
+    assert (decoding.accepted > 0) == (draft > 0)
+
+
+def test_the_text_of_processors_is_joined_once_for_a_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not once for each token of the prompt, which would be quadratic."""
+    joined = 0
+
+    def concatenate(*given: Any, **options: Any) -> mx.array:
+        nonlocal joined
+        joined += 1
+        return own(*given, **options)
+
+    model, own = tiny_llama(quantized=False), mx.concatenate
+    monkeypatch.setattr(mx, "concatenate", concatenate)
+    counts = []
+    for length in (5, 300):
+        joined = 0
+        prompt = [each % 50 for each in range(length)]
+        drafter = ScriptedDrafter([], 0, int)
+        decoding = decoder(model, drafter, processors=[lambda _, logits: logits])
+        [*decoding.tokens(prompt, 4)]
+        counts.append(joined)
+    assert counts[0] == counts[1]
 
 
 def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read(
@@ -192,6 +273,22 @@ def test_drafts_that_are_always_wrong_are_no_longer_offered() -> None:
 
     assert wrong == drafted
     assert drafted < 60  # of 2000 matches
+
+
+def test_a_match_is_judged_by_the_token_after_it_without_a_draft() -> None:
+    """So that no pass waits for tokens that would not be drafted."""
+    drafter = LookupDrafter()
+    drafter.begin([1, 2, 99])
+    for i in range(60):
+        for token in (1, 2, 100 + i):
+            drafter.add(token)
+    for token in (1, 2):
+        drafter.add(token)
+    assert drafter.probabilities(2)[0] < 0.1
+    for token in [*range(200, 220)] * 4:
+        drafter.add(token)
+    assert drafter.probabilities(2) == [drafter.acceptance.probability(8)] * 2
+    assert drafter.probabilities(1)[0] > 0.9
 
 
 def test_a_text_that_repeats_is_drafted() -> None:

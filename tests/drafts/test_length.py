@@ -23,9 +23,14 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
     st.lists(st.floats(0, 1), max_size=20),
     st.integers(1, 4),
     st.floats(0, 0.01),
+    st.floats(0, 0.01),
 )
 def test_no_other_length_is_better(
-    seconds: list[float], probabilities: list[float], waiting: int, each: float
+    seconds: list[float],
+    probabilities: list[float],
+    waiting: int,
+    each: float,
+    begun: float,
 ) -> None:
     cost = PassCost(dict(zip(ROWS, seconds, strict=True)), "test")
 
@@ -34,9 +39,16 @@ def test_no_other_length_is_better(
         for probability in probabilities[:length]:
             product *= probability
             expected += product
-        return expected / (cost.seconds(waiting + length) + length * each)
+        drafting = begun + length * each if length else 0.0
+        return expected / (cost.seconds(waiting + length) + drafting)
 
-    best = best_length(probabilities, cost, waiting=waiting, seconds_of_token=each)
+    best = best_length(
+        probabilities,
+        cost,
+        waiting=waiting,
+        seconds_of_draft=begun,
+        seconds_of_token=each,
+    )
 
     lengths = range(min(len(probabilities), 16 - waiting) + 1)
     assert best.length in lengths
@@ -44,7 +56,7 @@ def test_no_other_length_is_better(
     assert best.rate == pytest.approx(rate(best.length))
 
 
-def test_seconds_are_known_between_and_a_long_context_counts_for_all() -> None:
+def test_seconds_are_known_between_and_what_is_observed_counts_for_all() -> None:
     cost = PassCost({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0}, "test")
     assert [cost.seconds(m) for m in (1, 2, 3, 4, 6, 8)] == [1, 1.5, 1.75, 2, 3, 4]
     assert cost.seconds(16) == 8.0
@@ -52,6 +64,11 @@ def test_seconds_are_known_between_and_a_long_context_counts_for_all() -> None:
         cost.observe(2.0)
     assert cost.seconds(1) == pytest.approx(2.0)
     assert cost.seconds(8) == pytest.approx(5.0)
+    for _ in range(100):
+        cost.observe(0.5)
+    assert cost.seconds(1) == pytest.approx(0.5, rel=1e-3)
+    assert cost.seconds(8) == pytest.approx(2.0, rel=1e-3)
+    assert cost.seconds(16) == pytest.approx(4.0, rel=1e-3)
 
 
 def test_acceptance_is_learned_and_the_assumption_comes_back() -> None:

@@ -62,8 +62,9 @@ class Picker:
     def add(self, tokens: mx.array | Sequence[int]) -> None:
         """Adds tokens to the text that processors are given."""
         if self._processors:
-            new = mx.array(tokens, mx.uint32)
-            text = self._text
+            if not isinstance(tokens, mx.array):
+                tokens = mx.array([*tokens], mx.uint32)
+            new, text = tokens.astype(mx.uint32), self._text
             self._text = new if text is None else mx.concatenate([text, new])
 
     def pick(self, logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -50,7 +50,9 @@ class PassCost:
         first, observed = self._seconds[0], self._observed
         if observed is None:
             return known
-        return known + observed - first if observed > first else known * observed / first
+        return (
+            known + observed - first if observed > first else known * observed / first
+        )
 
     def observe(self, seconds: float) -> None:
         """Takes note of the seconds that one token took with plain decoding."""

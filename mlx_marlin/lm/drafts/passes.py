@@ -79,9 +79,11 @@ class Passes:
 
     def _room(self, leaf: Any, rows: int) -> int:
         if type(leaf) is RotatingKVCache:
-            return min(rows, max(leaf.max_size - leaf.offset - 1, 0))
+            free: int = leaf.max_size - leaf.offset - 1
+            return min(rows, max(free, 0))
         start: int = self._quantized_from  # type: ignore[assignment]
-        return min(rows, start - leaf.offset) if leaf.offset < start else rows
+        offset: int = leaf.offset
+        return min(rows, start - offset) if offset < start else rows
 
     def _find_leaves(self) -> None:
         self._layers, self._leaves = [*self._cache], [*leaves(self._cache)]
@@ -115,8 +117,7 @@ class Passes:
             full = {
                 index: leaf
                 for index, leaf in enumerate(self._leaves)
-                if type(leaf) is RotatingKVCache
-                and leaf.offset + rows >= leaf.max_size
+                if type(leaf) is RotatingKVCache and leaf.offset + rows >= leaf.max_size
             }
             whole = whole | full
         self._before = {index: _copied(vars(leaf)) for index, leaf in whole.items()}
@@ -141,7 +142,7 @@ class Passes:
         return logits[0, -positions:]
 
     def keep(self, count: int) -> None:
-        """Takes back what was fed after the first `count` tokens; `fed` is what is left.
+        """Takes back what was fed after `count` tokens; `fed` is what is left.
 
         A cache that cannot be cut has no token of the last passes then.
         """
@@ -221,7 +222,7 @@ class Passes:
 
 
 def leaves(cache: Sequence[Any]) -> Iterator[Any]:
-    """Yields the caches of layers, and those in lists of caches instead of the lists."""
+    """Yields the caches of layers, those in lists of caches one by one."""
     for layer in cache:
         if type(layer) is CacheList:
             yield from leaves(layer.caches)

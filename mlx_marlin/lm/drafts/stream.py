@@ -65,8 +65,9 @@ def stream_generate(
     """Generates text as `mlx_lm.stream_generate` does, and drafts tokens where it pays.
 
     Greedy text is that of plain decoding, up to ties of the model's logits: products of
-    several rows are rounded otherwise, unless the model is `invariant`. With a sampler,
-    each token is sampled as without drafts, so the distribution is the same.
+    several rows are rounded otherwise, unless the model is `invariant`. A sampler and
+    processors are called once for each token, as without drafts: the text is that of
+    plain decoding with the same seed, and they may have a state.
 
     Args:
         model: An mlx-lm model; after `optimize` on a GPU, the cost of its passes is
@@ -81,7 +82,8 @@ def stream_generate(
             `logits_processors`, `prompt_cache`, `max_kv_size`, `prefill_step_size`,
             `kv_bits`, `kv_group_size`, `quantized_kv_start` and
             `prompt_progress_callback`. `num_draft_tokens` has no effect: the length
-            follows from the cost of a pass and from how many tokens were accepted. With
+            follows from the cost of a pass and from how many tokens were accepted.
+            `prompt_cache` has what was yielded and nothing else at each response. With
             `input_embeddings`, and for a model that is divided among machines, nothing
             is drafted.
 
