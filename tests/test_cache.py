@@ -67,6 +67,26 @@ def test_a_user_without_a_home_has_a_private_cache_that_is_told_once(
     assert mode(cache.root()) == 0o700
 
 
+def test_a_process_waits_for_locks_five_seconds_in_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda each: now.append(now.pop() + each))
+    monkeypatch.setattr(cache, "_has_waited", False)
+    cache.make(root)
+    for name in ("a", "b", "a"):
+        with (
+            cache.locked(root / name),
+            pytest.raises(cache.LockedError, match=f"{root}/{name} is locked by ano"),
+            cache.locked(root / name),
+        ):
+            pass
+    assert 5 <= now[0] < 5.1
+    with cache.locked(root / "a"):  # it is free again
+        assert (root / "a").stat().st_size == 0
+
+
 def test_what_is_not_there_is_not_found(root: Path) -> None:
     assert cache.find("emulator", "file") is None
 

@@ -19,7 +19,6 @@ from mlx_marlin.planning import measurement, measurement_json
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import Forwards, Machine, Result
-from mlx_marlin.planning.measurement_json import DECODE_ERRORS
 
 Results = dict[AnyProblem, Result]
 
@@ -77,7 +76,7 @@ def changes(results_folder: Path, here: Machine) -> str:
     for file in sorted(files, key=_written_at, reverse=True):
         try:
             before = _machine_of(file)
-        except (OSError, RecursionError, *DECODE_ERRORS):
+        except (OSError, ValueError):
             continue
         return measurement.differences(before, here)
     return ""
@@ -111,7 +110,7 @@ def write(
         The file.
 
     Raises:
-        OSError: If the folder cannot be written to, or is not trusted.
+        OSError: As for `locked`.
     """
     with locked(results_folder):
         before = read(results_folder, here)
@@ -143,58 +142,58 @@ def locked(results_folder: Path) -> Iterator[None]:
     """Locks a folder against other writers; creates it if it is missing.
 
     Raises:
-        OSError: If the folder cannot be written to, or is not trusted.
+        OSError: If the folder cannot be written to, is not trusted, or is locked by
+            another process for longer than `cache.LONGEST_WAIT`.
     """
-    import fcntl
-
     cache.make(results_folder)
-    with cache.open_to_write(results_folder / "lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with cache.locked(results_folder / "lock"):
         yield
 
 
-def _data(file: Path) -> dict[str, Any]:
-    import json
-
-    if reason := cache.why_untrusted(file):
-        raise PermissionError(reason)
-    data = json.loads(regular_files.read(file))
-    if not isinstance(data, dict):
-        raise ValueError("expected an object")
-    return data
-
-
 def _machine_of(file: Path) -> Machine:
-    return measurement_json.machine_of(_data(file)["machine"])
+    data = cache.read_json(file)
+    with regular_files.decoding():
+        return measurement_json.machine_of(data["machine"])
 
 
 def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
+    stored = Stored()
     try:
-        data = _data(file)
-        rows, models = [*data["results"]], [*data["forwards"]]
-        if measurement_json.machine_of(data["machine"]) != here:
+        data = cache.read_json(file)
+        with regular_files.decoding():
+            machine = measurement_json.machine_of(data["machine"])
+            rows, models = (_list(data, name) for name in ("results", "forwards"))
+        if machine != here:
             raise ValueError("they belong to another machine")
     except FileNotFoundError:
-        return Stored()
-    except (OSError, RecursionError, *DECODE_ERRORS) as error:
-        complaints.append(f"{type(error).__name__}: {error}")
-        return Stored()
-    stored = Stored()
+        return stored
+    except (OSError, ValueError) as error:
+        complaints.append(str(error))
+        return stored
     for row in rows:
-        try:
+        with _complaining(complaints):
             result = measurement_json.result(row, _plan_type)
-        except DECODE_ERRORS as error:
-            complaints.append(f"{type(error).__name__}: {error}")
-        else:
             stored.results[result.problem] = result
     for row in models:
-        try:
+        with _complaining(complaints):
             model = measurement_json.forwards_of(row)
-        except DECODE_ERRORS as error:
-            complaints.append(f"{type(error).__name__}: {error}")
-        else:
             stored.forwards[model.key] = model
     return stored
+
+
+def _list(data: Any, name: str) -> list[Any]:
+    if not isinstance(found := data[name], list):
+        raise ValueError(f"{name}={found!r:.100}, expected a list")
+    return found
+
+
+@contextmanager
+def _complaining(complaints: list[str]) -> Iterator[None]:
+    try:
+        with regular_files.decoding():
+            yield
+    except ValueError as error:
+        complaints.append(str(error))
 
 
 def _plan_type(backend: str, name: str) -> type:

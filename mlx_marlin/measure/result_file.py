@@ -21,7 +21,6 @@ from mlx_marlin.measure.rows import (
     ProductRow,
 )
 from mlx_marlin.planning.device import PARAVIRTUAL
-from mlx_marlin.planning.measurement_json import DECODE_ERRORS
 
 SCHEMA = "mlx-marlin result"
 VERSION = 1
@@ -129,9 +128,10 @@ def read(path: Path) -> ResultFile:
     """
     content = regular_files.read(path, MOST_BYTES)
     try:
-        data = json.loads(content.decode("utf-8"), parse_constant=refuse)
-        return _result(data)
-    except (RecursionError, *DECODE_ERRORS) as error:
+        with regular_files.decoding():
+            data = json.loads(content.decode("utf-8"), parse_constant=refuse)
+            return _result(data)
+    except ValueError as error:
         reason = redacted(str(error))
         raise ValueError(f"{path.name} is not a result file: {reason}") from error
 

@@ -16,7 +16,7 @@ from mlx_marlin.measure.rows import (
     Timing,
 )
 from mlx_marlin.planning import measurement_json
-from mlx_marlin.planning.measurement_json import DECODE_ERRORS, encoded
+from mlx_marlin.planning.measurement_json import encoded
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 
@@ -104,7 +104,7 @@ def _dataclass(type_: Any, data: Any, where: str) -> Any:
         values = FORMS[type_](data) if type_ in FORMS else data
     except KeyError as error:
         raise ValueError(f"{where} has no {error}") from error
-    except DECODE_ERRORS as error:
+    except Exception as error:  # of a form that does not fit
         raise ValueError(f"{where}: {error}") from error
     types = {field.name: field.type for field in fields(type_)}
     if wrong := values.keys() ^ types.keys():

@@ -1,7 +1,7 @@
 """Measured results of products and models, and the machine they hold for."""
 
+import sys
 from dataclasses import dataclass, fields, replace
-from math import inf
 
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
@@ -10,6 +10,7 @@ from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProble
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.verdict import AnyPlan
+from mlx_marlin.weights.formats import LAYOUTS
 
 STOCK = "stock MLX"
 """Key of stock MLX among the times."""
@@ -77,7 +78,7 @@ class Result:
             if name not in self.medians_us:
                 raise ValueError(f"medians_us has no time for {name!r}")
         for name, time in self.medians_us.items():
-            if type(time) not in (int, float) or not 0 < time < inf:
+            if not is_positive(time):
                 raise ValueError(f"medians_us of {name!r} is {time!r}, expected a time")
         if product_of(self.problem).invariant:
             raise ValueError("invariant=True: bits that are promised are not tuned")
@@ -187,10 +188,12 @@ class Forwards:
     packed_lost: bool = False
 
     def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r:.100}, expected one of {LAYOUTS}")
         for rows, pair in self.seconds.items():
             if type(rows) is not int or rows < 1 or len(pair) != 2:
                 raise ValueError(f"seconds[{rows!r}]={pair!r}, expected two times")
-            if not all(type(each) is float and 0 < each < inf for each in pair):
+            if not all(type(each) is float and is_positive(each) for each in pair):
                 raise ValueError(f"seconds[{rows}]={pair!r}, expected two times")
 
     @property
@@ -208,6 +211,12 @@ class Forwards:
         """Rows -> seconds of a forward pass by whom it is served."""
         stock = self.stock_rows
         return {m: pair[m not in stock] for m, pair in self.seconds.items()}
+
+
+def is_positive(value: object) -> bool:
+    """Returns whether a value is a positive number that a float can be."""
+    # Integers of JSON can be larger than any float.
+    return type(value) in (int, float) and 0 < value <= sys.float_info.max  # type: ignore[operator]
 
 
 def _check_plan(plan: Plan) -> None:

@@ -1,4 +1,8 @@
-"""The JSON form of measured results and of the machine that they hold for."""
+"""The JSON form of measured results and of the machine that they hold for.
+
+What does not encode a value leads to an error of any type: decode in
+`regular_files.decoding`.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
@@ -8,8 +12,6 @@ from typing import Any, get_args, get_origin
 from mlx_marlin.planning.measurement import Forwards, Machine, Result
 
 SERVED_BY = ("ours", "stock")
-DECODE_ERRORS = (ValueError, TypeError, KeyError, ArithmeticError)
-"""Errors that decoding a JSON row may raise."""
 
 
 def row(result: Result) -> dict[str, Any]:
@@ -29,12 +31,7 @@ def row(result: Result) -> dict[str, Any]:
 def result(row: Any, plan_type: Callable[[str, str], type]) -> Result:
     """Returns the result that a row encodes.
 
-    Args:
-        row: A value of `row`, decoded from JSON.
-        plan_type: Returns the plan type of a back end with a name.
-
-    Raises:
-        DECODE_ERRORS: If the row does not encode a result.
+    `plan_type` returns the plan type of a back end with a name.
     """
     type_ = plan_type(str(row["backend"]), str(row["type"]))
     times, served_by = row["medians_us"], row["served_by"]
@@ -56,11 +53,7 @@ def forwards_row(forwards: Forwards) -> dict[str, Any]:
 
 
 def forwards_of(row: Any) -> Forwards:
-    """Returns the times of a model that a row encodes.
-
-    Raises:
-        DECODE_ERRORS: If the row does not encode them.
-    """
+    """Returns the times of a model that a row encodes."""
     seconds = {int(rows): (*pair,) for rows, pair in row["seconds"].items()}
     return Forwards(
         key=decoded(str, row["key"]),
@@ -78,21 +71,13 @@ def machine_row(machine: Machine) -> dict[str, Any]:
 
 
 def machine_of(row: Any) -> Machine:
-    """Returns the machine that a row encodes.
-
-    Raises:
-        DECODE_ERRORS: If the row does not encode a machine.
-    """
+    """Returns the machine that a row encodes."""
     found: Machine = decoded(Machine, row)
     return found
 
 
 def encoded(value: Any) -> Any:
-    """Returns a dataclass as a dict of its init fields, a tuple as a list.
-
-    Args:
-        value: A dataclass, or a value of a field.
-    """
+    """Returns a dataclass as a dict of its init fields, a tuple as a list."""
     if isinstance(value, tuple):
         return [*map(encoded, value)]
     if not is_dataclass(value):
@@ -102,19 +87,11 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(type_: Any, data: Any) -> Any:
-    """Returns the value of a dataclass, or of a field's type, that `data` encodes.
-
-    Args:
-        type_: A dataclass, or the type of a field.
-        data: A value of `encoded`, read from JSON.
-
-    Raises:
-        DECODE_ERRORS: If `data` does not encode such a value.
-    """
+    """Returns the value of a dataclass, or of a field's type, that `data` encodes."""
     if is_dataclass(type_):
         types = {field.name: field.type for field in fields(type_) if field.init}
         if not isinstance(data, dict) or data.keys() != types.keys():
-            raise ValueError(f"{data!r} has not the fields {', '.join(types)}")
+            raise ValueError(f"{data!r:.100} has not the fields {', '.join(types)}")
         build: Any = type_
         return build(**{name: decoded(types[name], data[name]) for name in types})
     if get_origin(type_) is tuple and isinstance(data, list):
@@ -125,5 +102,5 @@ def decoded(type_: Any, data: Any) -> Any:
     # All other types are literal strings, which the dataclass checks.
     expected = type_ if type_ in (int, bool, float) else str
     if type(data) is not expected:
-        raise ValueError(f"{data!r} is not {expected.__name__}")
+        raise ValueError(f"{data!r:.100} is not {expected.__name__}")
     return data

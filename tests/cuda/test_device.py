@@ -204,7 +204,8 @@ def test_a_kept_file_that_is_odd_is_measured_anew(
     monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
     cache.write(cache.folder("gpus"), "kept.json", text.encode())
 
-    assert detection._read("kept.json") is None
+    with pytest.warns(RuntimeWarning, match="kept.json are ignored: .* measured again"):
+        assert detection._read("kept.json") is None
 
 
 def test_figures_that_others_may_have_written_are_not_read(

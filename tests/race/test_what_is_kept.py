@@ -1,12 +1,15 @@
 """What is left of a race: in the file, in the process and on the model."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin import state
+from mlx_marlin import cache, state
 from mlx_marlin.backends import result_files
 from mlx_marlin.lm import optimize as optimizing
 from mlx_marlin.lm.drafts.pass_cost import cost_of
@@ -94,19 +97,50 @@ def test_seconds_of_packed_weights_do_not_count_for_others(mac: SimulatedMac) ->
     assert cost_of(model).seconds(4) == pytest.approx(0.5e-3)
 
 
+@contextmanager
+def no_results_kept(why: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes it impossible to keep results for a reason, as the message tells it."""
+    lock = result_files.folder() / "lock"
+    cache.make(lock.parent)
+    if why == "Is a directory":
+        lock.mkdir()
+    elif why == "expected a regular file":
+        os.mkfifo(lock)
+    elif why == "is locked by another process":
+        monkeypatch.setattr(cache, "_has_waited", True)
+        with cache.locked(lock):
+            yield
+        return
+    else:
+
+        def refused(*_: Any, **__: Any) -> Any:
+            raise OSError(why)
+
+        monkeypatch.setattr(result_files, "write", refused)
+    yield
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "a read-only file system",
+        "Is a directory",
+        "expected a regular file",
+        "is locked by another process",
+    ],
+)
 def test_results_that_cannot_be_kept_serve_this_process(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+    why: str, mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: Any, **__: Any) -> Any:
-        raise OSError("a read-only file system")
-
     forget()
-    monkeypatch.setattr(result_files, "write", refused)
     mac.ours = lambda layout, m: 11.0
-
-    with pytest.warns(RuntimeWarning, match="not kept: a read-only file system"):
+    with (
+        no_results_kept(why, monkeypatch),
+        pytest.warns(RuntimeWarning, match=f"not kept: .*{why}") as caught,
+    ):
         converted = one_layer(mac)
 
+    assert len(caught) == 1
     assert "measured here" in str(served(converted, [8])[8])
     raced = len(mac.raced)
     state.reset()

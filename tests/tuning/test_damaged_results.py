@@ -1,18 +1,29 @@
 """A file of results that cannot be trusted is ignored, row by row where possible."""
 
 import json
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_marlin import cache, state
 from mlx_marlin.backends import planner, result_files
-from mlx_marlin.planning.measurement import Result, label
+from mlx_marlin.backends.cuda import detection
+from mlx_marlin.guard import verdicts
+from mlx_marlin.lm import warn_once
+from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.tuned_models import results as models
+from mlx_marlin.lm.tuned_models.machine import ModelMachine
+from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.tuned_models.settings import ModelSettings
+from mlx_marlin.planning.measurement import Forwards, Measured, Result, label
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import MOST_THREADGROUPS
+from mlx_marlin.weights.formats import LAYOUTS
+from support.guarded_calls import collected
 from support.results import HERE, PROBLEM, by_problem, measured, warned
 
 
@@ -112,32 +123,136 @@ def test_a_row_of_nonsense_is_ignored_and_the_others_hold(
     assert results == by_problem(good)
 
 
-def test_no_value_anywhere_in_a_file_is_fatal(tmp_path: Path) -> None:
+FORWARDS = Forwards(key="k", layout="mlx", seconds={1: (0.1, 0.2)}, date="2026-11-20")
+
+
+def results_file(place: Path) -> Path:
     hybrid = planner.make(Problem(m=1, n=512, k=512), strategy="hybrid")
     result = Result(
         plan=hybrid, stock=False, medians_us={label(hybrid): 1}, clock="", date=""
     )
-    file = result_files.write(tmp_path, HERE, [result])
+    return result_files.write(place, HERE, [result], [FORWARDS])
+
+
+def read_results(file: Path) -> int:
+    """Reads results and times of models, does with them what `optimize` does."""
+    found = result_files.read(file.parent, HERE)
+    result_files.changes(file.parent, replace(HERE, mlx="0.0"))
+    for forwards in found.forwards.values():
+        assert forwards.layout in LAYOUTS
+        assert forwards.served.keys() == forwards.seconds.keys()
+    for result in found.results.values():
+        assert Measured.of(result, result.problem).result == result
+    return len(found.forwards) + len(found.results)
+
+
+def verdict_file(place: Path) -> Path:
+    texts = dict.fromkeys(("kernels", "fault", "example", "date", "shaders"), "k")
+    verdict = verdicts.Verdict(**texts, state="passed", version=verdicts.version())
+    verdicts.write(place / "key.json", verdict)
+    return place / "key.json"
+
+
+def read_verdict(file: Path) -> int:
+    state.reset()  # a file is told once in a process
+    found = verdicts.read(file)
+    assert found is None or isinstance(found.failure, str | None)
+    return found is not None
+
+
+MODEL_MACHINE = ModelMachine(
+    chip="M9", cores=9, build="b", mlx="m", mlx_lm="l", mlx_marlin="o", kernels="k"
+)
+
+
+def model_file(place: Path) -> Path:
+    settings = ModelSettings(trace=True, fuse=(next(iter(FUSIONS)),))
+    model = TunedModel(
+        model="m",
+        key="k",
+        config="c",
+        settings=settings,
+        speedups={1: 1.5},
+        max_ops_per_buffer=10,
+        date="2026-11-20",
+    )
+    return models.write(MODEL_MACHINE, model)
+
+
+def read_model(file: Path) -> int:
+    warn_once.forget()
+    found = models.find(MODEL_MACHINE, "k")
+    assert [*models.listed(MODEL_MACHINE)] == [(file.name, found)]
+    assert models.find_by_config(MODEL_MACHINE, "c") in (None, found)
+    return found is not None and bool(found.reason)
+
+
+def figures_file(place: Path) -> Path:
+    detection._write("key.json", {"bandwidth_gbs": 7.0, "tflops": 2.0})
+    return cache.folder(detection.FOLDER) / "key.json"
+
+
+def read_figures(file: Path) -> int:
+    found = detection._read(file.name)
+    assert found is None or all(0 < each < inf for each in found.values())
+    return found is not None
+
+
+STORES = {
+    "results": (results_file, read_results, 2),
+    "verdicts": (verdict_file, read_verdict, 1),
+    "models": (model_file, read_model, 1),
+    "figures": (figures_file, read_figures, 1),
+}
+"""What writes a file of each store, what reads and uses it, and how much it has."""
+ODD = (0, -1, 7, 2**70, True, None, "x", [], {}, 1.5, inf, float("nan"), 10**400)
+
+
+def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    for key in [*tree] if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from places(tree[key])
+
+
+def variants(tree: Any, key: Any) -> Iterator[None]:
+    """Changes what is at a place in each way in turn, and puts it back."""
+    value = tree[key]
+    for odd in (*ODD, [value], {"x": value}):
+        tree[key] = odd
+        yield
+    if isinstance(tree, dict):
+        del tree[key]
+        yield
+        tree["x" * 300] = value
+        yield
+        del tree["x" * 300]
+    tree[key] = value
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_what_is_odd_in_any_store_is_told_and_not_there(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
+    make, read, count = STORES[store]
+    file = make(tmp_path / "place")
     whole = json.loads(file.read_text())
+    assert read(file) == count
 
-    def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-        for key in [*tree] if isinstance(tree, dict) else range(len(tree)):
-            yield tree, key
-            if isinstance(tree[key], dict | list):
-                yield from places(tree[key])
-
-    tried = 0
+    tried = lost = 0
     for tree, key in places(whole):
-        value = tree[key]
-        for odd in (0, -1, 1, 7, 2**70, True, None, "x", [], {}, 1.5, [value]):
-            tree[key] = odd
+        for _ in variants(tree, key):
             file.write_text(json.dumps(whole))
-            with warnings.catch_warnings(record=True):
-                warnings.simplefilter("always")
-                result_files.read(tmp_path, HERE)
-            tried += 1
-        tree[key] = value
-    assert tried > 300
+            found, messages = collected(lambda: read(file))
+            empty = isinstance(tree, dict) and tree.get(key) == []  # nothing is there
+            assert found == count or empty or len(messages) == 1, (key, tree)
+            assert all(f"{file}" in each for each in messages)
+            assert max([0, *map(len, messages)]) < 600 + 2 * len(str(file))
+            tried, lost = tried + 1, lost + (found < count)
+        file.write_text(json.dumps(whole))
+    assert read(file) == count
+    assert lost > tried / 2 > 10
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ and throughput are measured once, rounded, and stored in the user's cache.
 import ctypes
 import hashlib
 import json
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from mlx_marlin import cache, regular_files
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
+from mlx_marlin.planning import measurement
 
 FOLDER = "gpus"
 """Folder of the cache with measured figures."""
@@ -155,14 +157,25 @@ def _file_name(device: str) -> str:
 
 
 def _read(file_name: str) -> dict[str, float] | None:
-    """Returns stored figures; None if there are none or they are invalid."""
+    """Returns stored figures; None, with a warning, if they are invalid."""
     file = cache.find(FOLDER, file_name)
-    try:
-        stored = json.loads(regular_files.read(file)) if file else {}
-        found = {name: float(stored[name]) for name in ("bandwidth_gbs", "tflops")}
-    except (OSError, ValueError, TypeError, KeyError):
+    if file is None:
         return None
-    return found if min(found.values()) > 0 else None
+    try:
+        stored = cache.read_json(file)
+        with regular_files.decoding():
+            found = {name: float(stored[name]) for name in ("bandwidth_gbs", "tflops")}
+            if not all(map(measurement.is_positive, found.values())):
+                raise ValueError(f"{found}, expected positive numbers")
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"mlx_marlin: the measured figures in {file} are ignored: {error}; they "
+            f"are measured again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return found
 
 
 def _write(file_name: str, figures: dict[str, float]) -> None:

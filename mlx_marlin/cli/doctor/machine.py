@@ -8,6 +8,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,6 @@ def _source_of_device() -> str:
 
 def _count(file: Path) -> int | None:
     """Returns the number of results in a file, or None if it cannot be read."""
-    try:
+    with suppress(OSError, ValueError), regular_files.decoding():
         return len(json.loads(regular_files.read(file))["results"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
+    return None

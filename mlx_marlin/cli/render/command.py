@@ -14,7 +14,6 @@ from mlx_marlin.cli.render import page as pages
 from mlx_marlin.cli.render import profile_document, result_document
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling import document as profile
-from mlx_marlin.planning.measurement_json import DECODE_ERRORS
 
 DESCRIPTION = """
 Render a result of `mlx-marlin profile --json`, `mlx-marlin bench --json` or
@@ -87,8 +86,9 @@ def read(path: Path) -> tuple[str, Any]:
     """
     content = regular_files.read(path, result_file.MOST_BYTES)
     try:
-        data = json.loads(content, parse_constant=result_file.refuse)
-    except (ValueError, RecursionError) as error:
+        with regular_files.decoding():
+            data = json.loads(content, parse_constant=result_file.refuse)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema == result_file.SCHEMA:
@@ -110,7 +110,7 @@ def read(path: Path) -> tuple[str, Any]:
 def _refusal(path: Path) -> Iterator[None]:
     """Refuses a file whose content is not what its schema says."""
     try:
-        yield
-    except (*DECODE_ERRORS, AttributeError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is not what we write: {reason:.200}") from error
+        with regular_files.decoding():
+            yield
+    except ValueError as error:
+        raise ValueError(f"{path} is not what we write: {error}") from error

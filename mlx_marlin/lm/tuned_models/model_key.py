@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import regular_files
@@ -51,13 +52,12 @@ def key_of_model_name(name: str) -> str | None:
     Args:
         name: A folder, or a repository on the Hugging Face Hub.
     """
-    path = Path(name).expanduser() / CONFIG
-    found = path if path.is_file() else _downloaded(name)
-    try:
+    path = os.path.join(os.path.expanduser(name), CONFIG)
+    found = path if os.path.isfile(path) else _downloaded(name)
+    with suppress(OSError, ValueError), regular_files.decoding():
         config = json.loads(regular_files.read(found)) if found else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return config_key(config) if isinstance(config, dict) else None
+        return config_key(config) if isinstance(config, dict) else None
+    return None
 
 
 def _downloaded(name: str) -> str | None:

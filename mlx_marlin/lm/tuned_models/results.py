@@ -8,8 +8,8 @@ with one warning.
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from mlx_marlin.lm.tuned_models import settings
 from mlx_marlin.lm.tuned_models.machine import ModelMachine
 from mlx_marlin.lm.tuned_models.settings import ModelSettings
 from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.planning.measurement import is_positive
 
 FOLDER = "models"
 """Name of the folder in the cache."""
-DECODE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 Speedups = Mapping[int, float]
 """Number of streams -> stock MLX's time of a step over that of the settings."""
 MOST_OPERATIONS = 100_000
@@ -56,7 +56,7 @@ class TunedModel:
             if type(value := getattr(self, name)) is not str:
                 raise ValueError(f"{name}={value!r}, expected a text")
         for streams, speedup in self.speedups.items():
-            if type(speedup) not in (int, float) or not 0 < speedup < inf:
+            if not is_positive(speedup):
                 raise ValueError(f"speedups[{streams}]={speedup!r}, expected a factor")
         value = self.max_ops_per_buffer
         if value is not None and (
@@ -89,7 +89,7 @@ def file_name(machine: ModelMachine, key: str) -> str:
 def find(machine: ModelMachine, key: str) -> TunedModel | None:
     """Returns what was found for a model's key on a machine, or None."""
     path = folder() / file_name(machine, key)
-    return _read(path, machine) if path.is_file() else None
+    return _read(path, machine) if os.path.isfile(path) else None
 
 
 def find_by_config(machine: ModelMachine, config: str) -> TunedModel | None:
@@ -160,22 +160,23 @@ def _read(path: Path, machine: ModelMachine) -> TunedModel | None:
 def _result_or_reason(path: Path, machine: ModelMachine) -> TunedModel | str:
     """Returns what a file holds for a machine, or why that is nothing."""
     try:
-        if reason := cache.why_untrusted(path):
-            raise ValueError(reason)
-        result, written_on = _decoded(json.loads(regular_files.read(path)))
-        if path.name != file_name(written_on, result.key):
-            raise ValueError("it belongs to another machine or model")
-    except (OSError, *DECODE_ERRORS) as error:
-        return f"{type(error).__name__}: {error}"
+        data = cache.read_json(path)
+        with regular_files.decoding():
+            result, written_on = _decoded(data)
+            if path.name != file_name(written_on, result.key):
+                raise ValueError("it belongs to another machine or model")
+    except (OSError, ValueError) as error:
+        return str(error)
     return _differences(written_on, machine) or result
 
 
 def _config(path: Path) -> Any:
     """Returns the digest of the config that a file is for, or None."""
-    try:
-        return json.loads(regular_files.read(path))["config"]
-    except (OSError, *DECODE_ERRORS):
-        return None
+    with suppress(OSError, ValueError):
+        data = cache.read_json(path)
+        with regular_files.decoding():
+            return data["config"]
+    return None
 
 
 def _decoded(data: Any) -> tuple[TunedModel, ModelMachine]:

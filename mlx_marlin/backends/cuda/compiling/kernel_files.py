@@ -69,15 +69,16 @@ def _content(compiled: MachineCode) -> bytes:
 def _parsed(path: Path, content: bytes) -> MachineCode:
     line, _, code = content.removeprefix(MAGIC).partition(b"\n")
     try:
-        if not content.startswith(MAGIC):
-            raise ValueError("not a file of this version")
-        head = json.loads(line)
-        symbol, digest = head["symbol"], head["sha256"]
-        if not isinstance(symbol, str) or not symbol.isidentifier():
-            raise ValueError(f"symbol={symbol!r}, expected a name")
-        if digest != _digest(code) or not code.startswith(ELF):
-            raise ValueError("the machine code is not complete")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        with regular_files.decoding():
+            if not content.startswith(MAGIC):
+                raise ValueError("not a file of this version")
+            head = json.loads(line)
+            symbol, digest = head["symbol"], head["sha256"]
+            if not isinstance(symbol, str) or not symbol.isidentifier():
+                raise ValueError(f"symbol={symbol!r:.100}, expected a name")
+            if digest != _digest(code) or not code.startswith(ELF):
+                raise ValueError("the machine code is not complete")
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return MachineCode(symbol, code)
 
