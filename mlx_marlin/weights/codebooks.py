@@ -17,16 +17,9 @@ the scaled weight is an ordinary number."""
 
 
 def checked(codebook: mx.array | None, format: Format) -> mx.array | None:
-    """Returns a codebook as float32 [16], exactly; None for formats without one.
+    """Returns a codebook of 16 floats as float32, exactly; None for other formats.
 
-    Args:
-        codebook: Floats [16], or None.
-        format: The weight's format.
-
-    Raises:
-        ValueError: If the format has no codebook or needs one, or if it has another
-            shape, another dtype or a number that is not finite or not between
-            `SMALLEST` and `LARGEST`.
+    Numbers that are not finite, or not between `SMALLEST` and `LARGEST`, are refused.
     """
     if (codebook is not None) != format.has_codebook:
         expected = "takes no codebook" if codebook is not None else "needs a codebook"
@@ -53,14 +46,9 @@ def checked(codebook: mx.array | None, format: Format) -> mx.array | None:
 
 
 def prepend(codebook: mx.array, tiles: mx.array) -> mx.array:
-    """Returns scales in the order of packed tiles, with a codebook.
+    """Returns scales [..., n tiles, records, elements] with a codebook before them.
 
-    Args:
-        codebook: float32 [16].
-        tiles: Scales [..., n tiles, records, elements].
-
-    Returns:
-        [..., n tiles, 1, 32 + records * elements].
+    [..., n tiles, 1, 32 + records * elements].
     """
     elements = mx.contiguous(codebook).view(tiles.dtype)
     elements = mx.pad(elements, (0, TILE_N - elements.size))
@@ -70,14 +58,7 @@ def prepend(codebook: mx.array, tiles: mx.array) -> mx.array:
 
 
 def scales(tiles: mx.array, format: Format, k: int, group_size: int) -> mx.array:
-    """Returns scales without the codebook: the second argument of `prepend`.
-
-    Args:
-        tiles: What `prepend` returns.
-        format: The weight's format.
-        k: Padded columns of the weight.
-        group_size: Weights along k that share a scale.
-    """
+    """Returns the second argument of `prepend` from its result; k is padded."""
     records, elements = format.records(k, group_size)
     stored = tiles[..., TILE_N:]
     return stored.reshape(*tiles.shape[:-2], records, TILE_N * elements)

@@ -118,26 +118,17 @@ _MLP: Blocks = {name: _DENSE[name] for name in ("ffn_gate", "ffn_up", "ffn_down"
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a model's tensors are called.
+    """How a model's tensors are called."""
 
-    Attributes:
-        name: Architecture in llama.cpp.
-        model_type: Module of mlx-lm that has the model.
-        block: Modules of a decoder layer, by llama.cpp's name.
-        ends: Modules outside of decoder layers, by llama.cpp's name.
-        inside: The module of mlx-lm's model that has all others, and a dot.
-        grouped_columns: Layers whose columns are heads of values in llama.cpp's order.
-        norm_offset: What is added to the weights of norms in the file.
-        shared_keys: Tensors that have no use in layers with keys of another layer.
-    """
-
-    name: str
-    model_type: str
-    block: Mapping[str, str | Pieces]
-    ends: Mapping[str, str]
-    inside: str = ""
+    name: str  # architecture in llama.cpp
+    model_type: str  # module of mlx-lm that has the model
+    block: Mapping[str, str | Pieces]  # modules of a decoder layer, by llama.cpp's name
+    ends: Mapping[str, str]  # modules outside of decoder layers, by llama.cpp's name
+    inside: str = ""  # the module of mlx-lm's model that has all others, and a dot
+    # Layers whose columns are heads of values in llama.cpp's order
     grouped_columns: tuple[str, ...] = ()
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # what is added to the weights of norms in the file
+    # Tensors that have no use in layers with keys of another layer
     shared_keys: tuple[str, ...] = ()
 
     def has_parameter_scale(self, weight: str) -> bool:

@@ -11,16 +11,10 @@ if TYPE_CHECKING:
 
 
 def planes(octets: "Bytes", run: int, bits: int) -> "Bytes":
-    """Returns the codes of bytes that hold several each.
+    """Returns the codes of bytes [b, bytes] that hold several each: uint8 [b, codes].
 
-    Args:
-        octets: [b, bytes]. In every `run` of bytes, the lowest `bits` bits of all bytes
-            are the first codes, the next bits the codes after these, and so on.
-        run: Bytes of a run.
-        bits: Bits of a code: 1, 2 or 4.
-
-    Returns:
-        uint8 [b, 8 / bits * bytes].
+    In every `run` of bytes, the lowest `bits` bits of all bytes are the first codes,
+    the next bits the codes after these, and so on.
     """
     import numpy as np
 
@@ -31,14 +25,9 @@ def planes(octets: "Bytes", run: int, bits: int) -> "Bytes":
 
 
 def stream(codes: "Bytes", bits: int) -> "Bytes":
-    """Packs codes into a stream of bits, the first code in the lowest bits.
+    """Packs codes, uint8 [b, codes], into bytes, the first code in the lowest bits.
 
-    Args:
-        codes: Codes below 2^bits, uint8 [b, codes], which fill whole bytes.
-        bits: Bits of a code.
-
-    Returns:
-        uint8 [b, codes * bits / 8].
+    Together they fill whole bytes.
     """
     import numpy as np
 

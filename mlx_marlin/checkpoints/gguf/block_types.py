@@ -5,17 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of GGUF's tensors.
+    """A type of GGUF's tensors."""
 
-    Attributes:
-        name: Name in ggml, such as "Q4_K".
-        elements: Elements of a block, along a row.
-        nbytes: Bytes of a block.
-    """
-
-    name: str
-    elements: int
-    nbytes: int
+    name: str  # name in ggml, such as "Q4_K"
+    elements: int  # elements of a block, along a row
+    nbytes: int  # bytes of a block
 
 
 BLOCK_TYPES: dict[int, BlockType] = {

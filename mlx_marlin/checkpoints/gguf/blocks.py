@@ -29,34 +29,22 @@ PLAIN = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a block lie, and what the weight becomes.
+    """Where the parts of a block lie, and what the weight becomes."""
 
-    Attributes:
-        mode: Mode of the `StoredWeight`.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        codes: Returns the codes of blocks [b, bytes] in the order of the row.
-        parameters: Returns what the blocks store next to their codes, [b, values of a
-            block], by the name of the attribute of `StoredWeight`.
-        codebook: What codes stand for, if they are places in a table.
-    """
-
-    mode: str
-    bits: int
-    group_size: int
+    mode: str  # mode of the `StoredWeight`
+    bits: int  # bits of a code
+    group_size: int  # weights that share a scale
+    # Returns the codes of blocks [b, bytes] in the order of the row
     codes: "Callable[[Bytes], Bytes]"
+    # Returns what the blocks store next to their codes, [b, values of a block], by the
+    # name of the attribute of `StoredWeight`
     parameters: "Callable[[Bytes], Parameters]"
+    # What codes stand for, if they are places in a table
     codebook: tuple[int, ...] | None = None
 
 
 def read_plain(data: memoryview, block: BlockType, shape: tuple[int, ...]) -> mx.array:
-    """Reads a tensor of one of the types in `PLAIN`.
-
-    Args:
-        data: Its bytes.
-        block: Its type.
-        shape: Its shape.
-    """
+    """Reads a tensor of one of the types in `PLAIN`."""
     import numpy as np
 
     array = mx.array(np.frombuffer(data, PLAIN[block.name]).reshape(shape))
@@ -66,15 +54,9 @@ def read_plain(data: memoryview, block: BlockType, shape: tuple[int, ...]) -> mx
 def read_blocks(
     data: memoryview, block: BlockType, shape: tuple[int, ...]
 ) -> StoredWeight:
-    """Reads a tensor of one of the types in `LAYOUTS`.
+    """Reads a weight [..., n, k] of one of the types in `LAYOUTS`.
 
-    Args:
-        data: Its bytes.
-        block: Its type.
-        shape: Shape [..., n, k] of the weight.
-
-    Raises:
-        ValueError: If scales are no finite numbers.
+    Scales that are no finite numbers raise a ValueError.
     """
     import numpy as np
 

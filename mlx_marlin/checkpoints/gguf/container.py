@@ -28,46 +28,27 @@ DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What the file says about a tensor.
+    """What the file says about a tensor."""
 
-    Attributes:
-        name: Name in llama.cpp, such as "blk.0.attn_q.weight".
-        type: Its type.
-        shape: Shape, rows first: [..., n, k].
-        start: Its first byte in the file.
-        nbytes: Its bytes.
-    """
-
-    name: str
+    name: str  # name in llama.cpp, such as "blk.0.attn_q.weight"
     type: BlockType
-    shape: tuple[int, ...]
-    start: int
+    shape: tuple[int, ...]  # shape, rows first: [..., n, k]
+    start: int  # its first byte in the file
     nbytes: int
 
 
 class Container:
     """A GGUF file, mapped into memory.
 
-    Attributes:
-        path: The file.
-        version: Version of the format.
-        metadata: Values by key. An array of numbers is a memoryview, one of strings or
-            of arrays a list.
-        tensors: The tensors by name, in the order of the file.
+    In `metadata` an array of numbers is a memoryview, one of strings or of arrays a
+    list. `tensors` are in the order of the file.
     """
 
     def __init__(self, path: str | Path, number: int = 0):
         """Opens and checks a file, and the other parts of a divided model.
 
-        Args:
-            path: A GGUF file of version 2 or 3, little-endian; of a divided model the
-                first part.
-            number: Which part of another file it is; 0 for a file of its own.
-
-        Raises:
-            OSError: If a file cannot be read.
-            ValueError: If it is not such a file. The message names the file, and the
-                key or the tensor.
+        A file is of version 2 or 3, little-endian, and the first part; `number` tells
+        which part of another file it is. An error names the key or the tensor.
         """
         self.path = Path(path)
         with regular_files.open_file(self.path) as file:
@@ -104,33 +85,21 @@ class Container:
             self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def text(self, key: str) -> str:
-        """Returns a string of the metadata.
-
-        Raises:
-            ValueError: If there is none, or if it is not a string.
-        """
+        """Returns a string of the metadata."""
         value = self._value(key)
         if not isinstance(value, str):
             raise self.refusal(key, "is not a string")
         return value
 
     def integer(self, key: str) -> int:
-        """Returns an integer of the metadata.
-
-        Raises:
-            ValueError: If there is none, or if it is negative or not an integer.
-        """
+        """Returns an integer of the metadata."""
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.refusal(key, "is not an integer of at least 0")
         return value
 
     def real(self, key: str) -> float:
-        """Returns a number of the metadata.
-
-        Raises:
-            ValueError: If there is none, or if it is not a finite number.
-        """
+        """Returns a number of the metadata."""
         value = self._value(key)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or value - value != 0:  # type: ignore[operator]
@@ -151,13 +120,7 @@ class Container:
         return self.integer("split.no") if "split.no" in self.metadata else default
 
     def _add_parts(self) -> None:
-        """Adds the tensors of the other files of a divided model.
-
-        Raises:
-            OSError: If one of them is missing.
-            ValueError: If this is not the first of them, they are not of one model, or
-                tensors occur twice or are missing.
-        """
+        """Adds the tensors of the other files of a divided model."""
         count = self.integer("split.count") if "split.count" in self.metadata else 1
         if count > 1:
             for number, file in enumerate(self._later_parts(count), 1):

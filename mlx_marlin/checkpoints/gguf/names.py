@@ -29,11 +29,7 @@ llama.cpp's `LLM_TENSOR_NEXTN_*` (src/llama-arch.h)."""
 
 
 def architecture_of(container: Container) -> Architecture:
-    """Returns the architecture of a file.
-
-    Raises:
-        ValueError: If it is none of ours.
-    """
+    """Returns the architecture of a file."""
     key = "general.architecture"
     name = container.text(key)
     if name not in ARCHITECTURES:
@@ -52,11 +48,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(container: Container) -> Layers:
-    """Returns the numbers of layers.
-
-    Raises:
-        ValueError: If there is no layer of a kind.
-    """
+    """Returns the numbers of layers."""
     prefix = container.text("general.architecture")
     key = f"{prefix}.block_count"
     counts = [container.integer(key)]
@@ -77,9 +69,6 @@ def pieces_of(architecture: Architecture, name: str, layers: Layers) -> Pieces:
     The model has no use for factors of frequencies, which belong to the configuration,
     for layers that predict further tokens, and for keys in layers that take those of
     another one. Their tensors hold none.
-
-    Raises:
-        ValueError: If mlx-lm's model has no such parameter, or the file no such layer.
     """
     pattern = r"(?:blk\.(0|[1-9][0-9]{0,5})\.)?([\w.]+?)(?:\.(weight|bias))?"
     parts = re.fullmatch(pattern, name)

@@ -41,19 +41,12 @@ merges."""
 
 @dataclass(slots=True)
 class Cursor:
-    """A position in a file's bytes.
-
-    Attributes:
-        data: The bytes of the file.
-        path: The file, for messages.
-        position: The next byte.
-        objects: Python objects that may still be made of the file.
-    """
+    """A position in a file's bytes."""
 
     data: memoryview
     path: Path
     position: int = 0
-    objects: int = MOST_OBJECTS
+    objects: int = MOST_OBJECTS  # python objects that may still be made of the file
 
     @property
     def size(self) -> int:
@@ -61,11 +54,7 @@ class Cursor:
         return len(self.data)
 
     def take(self, nbytes: int, what: str) -> memoryview:
-        """Returns the next bytes.
-
-        Raises:
-            ValueError: If they end past the end of the file.
-        """
+        """Returns the next bytes."""
         if nbytes > self.size - self.position:
             raise ValueError(
                 f"{self.path}: {what} at byte {self.position} has {nbytes} bytes, "
@@ -115,13 +104,7 @@ class Cursor:
         return read
 
     def claim(self, count: int, least: int, what: str) -> None:
-        """Checks that so many things may follow, before memory is taken for them.
-
-        Args:
-            count: Number of things.
-            least: Bytes that one has at least.
-            what: Their name, for messages.
-        """
+        """Checks that things of `least` bytes may follow, before memory is taken."""
         if count > (self.size - self.position) // least:
             raise ValueError(
                 f"{self.path}: {count} {what} at byte {self.position} cannot be in "
@@ -144,15 +127,7 @@ class Cursor:
 
 
 def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
-    """Reads the metadata.
-
-    Args:
-        cursor: At the first key.
-        count: Number of values, as the file says.
-
-    Raises:
-        ValueError: If a value is not in the file, or of an unknown type.
-    """
+    """Reads the metadata."""
     cursor.claim(count, 13, "values of metadata")  # key's length, type, value
     metadata: dict[str, Value] = {}
     for _ in range(count):
@@ -167,14 +142,7 @@ def read_metadata(cursor: Cursor, count: int) -> dict[str, Value]:
 def read_tensor_info(
     cursor: Cursor,
 ) -> tuple[str, BlockType, tuple[int, ...], int]:
-    """Reads what the file says about a tensor.
-
-    Returns:
-        Name, type, shape with the rows first, and the offset in the file's data.
-
-    Raises:
-        ValueError: If the type is unknown, or the shape is none or does not suit it.
-    """
+    """Reads what the file says about a tensor."""
     name = cursor.text("a tensor's name", LONGEST_NAME)
     what = f"tensor {name!r}"
     dimensions = cursor.number("I", what)

@@ -33,24 +33,11 @@ _DECAY = ".ssm_a"
 
 
 def read(path: str | Path, requantize: Quantization | None = None) -> Iterator[Tensor]:
-    """Lists the tensors of a GGUF file, which are read one at a time.
+    """Lists the tensors of a GGUF file, in its order, which are read one at a time.
 
-    Args:
-        path: A GGUF file of one of the architectures in `architectures.ARCHITECTURES`.
-        requantize: How to quantize tensors of types without kernels, such as IQ2_XS,
-            anew. Default: they are refused.
-
-    Returns:
-        The tensors, in the order of the file, with mlx-lm's names. Quantized ones are
-        read as `StoredWeight`, others as arrays of the file's dtype.
-
-    Raises:
-        ImportError: If `requantize` needs the package `gguf`, and it is missing.
-        OSError: If the file cannot be read.
-        ValueError: If the file is not GGUF or is damaged, or if a tensor is no
-            parameter of mlx-lm's model or of a type that is not read. Reading a tensor
-            raises one if it cannot be represented exactly. The message names the file
-            and the tensor.
+    They have mlx-lm's names. Quantized ones are read as `StoredWeight`, others as
+    arrays of the file's dtype. Those of types without kernels, such as IQ2_XS, are
+    refused unless `requantize` says how to quantize them anew.
     """
     return iter(tensors_of(Container(path), requantize))
 
@@ -58,12 +45,7 @@ def read(path: str | Path, requantize: Quantization | None = None) -> Iterator[T
 def tensors_of(
     container: Container, requantize: Quantization | None = None
 ) -> list[Tensor]:
-    """Returns the tensors of an open file, as `read` lists them.
-
-    Raises:
-        ImportError: As `read` does.
-        ValueError: As `read` does.
-    """
+    """Returns the tensors of an open file, as `read` lists them."""
     architecture = architecture_of(container)
     layers = layers_of(container)
     tensors: list[Tensor] = []
@@ -119,20 +101,14 @@ def _scaled(source: "_Source") -> TensorInfo | None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of a file, and what llama.cpp's conversion did to it.
-
-    Attributes:
-        container: The file.
-        architecture: The architecture.
-        info: The tensor.
-        requantize: How to quantize it anew if its type has no kernels.
-        rows: Rows that are the parameter's, in its order; None for all of them.
-    """
+    """A tensor of a file, and what llama.cpp's conversion did to it."""
 
     container: Container
     architecture: Architecture
     info: TensorInfo
+    # How to quantize it anew if its type has no kernels
     requantize: Quantization | None
+    # Rows that are the parameter's, in its order; None for all of them
     rows: "Index | None" = None
 
     @property
@@ -225,11 +201,7 @@ def _array_in_order(source: _Source, stored: mx.array) -> mx.array:
 
 
 def _logarithm(stored: mx.array) -> mx.array:
-    """Returns the weights of which a file has -exp(weight), rounded to float32.
-
-    Raises:
-        ValueError: If a number is not below 0.
-    """
+    """Returns the weights, as float32, of which a file has -exp(weight), below 0."""
     import numpy as np
 
     decay = -np.array(stored.astype(mx.float32)).astype(np.float64)

@@ -27,11 +27,7 @@ DECODED = ("IQ", "TQ")
 
 
 def quantization_of(bits: int | None) -> Quantization | None:
-    """Returns how `requantize=bits` quantizes: affine codes in groups of 64.
-
-    Raises:
-        ValueError: If there are no codes of so many bits.
-    """
+    """Returns how `requantize=bits` quantizes: affine codes in groups of 64."""
     if bits is None:
         return None
     known = [width for mode, width in FORMATS if mode == "affine"]
@@ -50,16 +46,7 @@ def check_nothing_asked(path: str | Path, quantization: Quantization | None) -> 
 
 
 def check_decoder(name: str, quantization: Quantization | None) -> None:
-    """Checks that a type without kernels can be quantized anew.
-
-    Args:
-        name: A type that is neither in `LAYOUTS` nor in `PLAIN`.
-        quantization: How to quantize it; None if nobody asked for it.
-
-    Raises:
-        ImportError: If the package `gguf` is missing.
-        ValueError: If it cannot be decoded, or nobody asked for it.
-    """
+    """Checks that a type without kernels can be quantized anew."""
     if not name.startswith(DECODED):
         read = ", ".join([*LAYOUTS, *PLAIN])
         raise ValueError(f"{name} is not one of the types that are read: {read}")
@@ -79,20 +66,9 @@ def requantized(
     quantization: Quantization,
     rows: "Index | None" = None,
 ) -> StoredWeight:
-    """Decodes a tensor a few rows at a time, and quantizes it anew.
+    """Decodes a weight [..., n, k] a few rows at a time, and quantizes it anew.
 
-    Args:
-        data: Its bytes.
-        block: Its type.
-        shape: Shape [..., n, k] of the weight in the file.
-        quantization: How to quantize it.
-        rows: Rows of each matrix that are read, in this order. Default: all.
-
-    Returns:
-        The weight, with float16 scales.
-
-    Raises:
-        ValueError: If a weight is not finite in float16.
+    Scales become float16. `rows` are those of each matrix that are read, in this order.
     """
     import numpy as np
 

@@ -22,27 +22,16 @@ Rule: TypeAlias = "Callable[[Container, int], Index]"
 
 @dataclass(frozen=True, slots=True)
 class LinearHeads:
-    """Heads of linear attention (gated delta nets).
+    """Heads of linear attention (gated delta nets)."""
 
-    Attributes:
-        keys: Heads of queries and keys.
-        values: Heads of values, a multiple of `keys`.
-        key_dim: Features of a head of keys.
-        value_dim: Features of a head of values.
-    """
-
-    keys: int
-    values: int
-    key_dim: int
-    value_dim: int
+    keys: int  # heads of queries and keys
+    values: int  # heads of values, a multiple of `keys`
+    key_dim: int  # features of a head of keys
+    value_dim: int  # features of a head of values
 
 
 def linear_heads(container: Container) -> LinearHeads:
-    """Returns the heads of linear attention that the metadata say.
-
-    Raises:
-        ValueError: If a key is missing, or the sizes do not fit each other.
-    """
+    """Returns the heads of linear attention that the metadata say."""
     prefix = f"{container.text('general.architecture')}.ssm."
     keys, values, key_dim, inner = (
         container.integer(prefix + key)

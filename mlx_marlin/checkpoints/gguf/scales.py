@@ -33,9 +33,6 @@ def check_scale(container: Container, weight: TensorInfo, scale: TensorInfo) -> 
 
     Those of activations have a use only in products of NVFP4 with quantized
     activations, which mlx-lm does not compute.
-
-    Raises:
-        ValueError: If it is such a scale, or one that llama.cpp does not have.
     """
     if not _SCALED.match(scale.name):
         raise ValueError("llama.cpp scales no such layer")
@@ -49,14 +46,9 @@ def check_scale(container: Container, weight: TensorInfo, scale: TensorInfo) -> 
 
 
 def global_scale(container: Container, weight: TensorInfo) -> mx.array | None:
-    """Returns the global scale of an NVFP4 weight as MLX means it, or None if it is 1.
+    """Returns the global scale of an NVFP4 weight as MLX means it; None if it is 1.
 
-    Args:
-        container: The file.
-        weight: The weight "NAME.weight"; its scale is "NAME.scale".
-
-    Raises:
-        ValueError: If the scale is not finite, or if no float32 stands for it.
+    A scale for which no float32 stands raises a ValueError.
     """
     import numpy as np
 

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What goes with a way to divide a text.
+    """What goes with a way to divide a text."""
 
-    Attributes:
-        whole_words: Whether a word of the vocabulary is one token, whatever the merges
-            give (llama.cpp's `ignore_merges`).
-        begins: Whether a text begins with BOS if the file does not say it (`add_bos`).
-    """
-
+    # Whether a word of the vocabulary is one token, whatever the merges give
+    # (llama.cpp's `ignore_merges`)
     whole_words: bool
+    # Whether a text begins with BOS if the file does not say it (`add_bos`)
     begins: bool
 
 

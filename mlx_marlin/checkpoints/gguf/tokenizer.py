@@ -52,20 +52,7 @@ CONTROL, NORMAL = 3, 1
 
 
 def tokenizer_files(container: Container) -> dict[str, str]:
-    """Returns the files of a tokenizer, by name.
-
-    Args:
-        container: A GGUF file.
-
-    Returns:
-        "tokenizer.json" and "tokenizer_config.json".
-
-    Raises:
-        ImportError: If transformers, which mlx-lm needs, is missing or has no converter
-            for GGUF.
-        ValueError: If there is no vocabulary, or of a kind that is not read. The
-            message names the file and the key.
-    """
+    """Returns "tokenizer.json" and "tokenizer_config.json", by name."""
     convert, splits = _converter()
     architecture = container.text("general.architecture")
     vocabulary = _vocabulary(container, architecture, splits)
@@ -188,11 +175,8 @@ def _check_options(container: Container, model: str, architecture: str) -> None:
 def _check_tokens(container: Container, tokens: list[str], *, derived: bool) -> None:
     """Refuses tokens that are not a vocabulary's, before work grows with their squares.
 
-    Args:
-        container: The file.
-        tokens: The tokens.
-        derived: Whether merges are derived: transformers makes one of each division of
-            a token into two others.
+    Merges are `derived` from tokens: transformers makes one of each division of a token
+    into two others.
     """
     longest = LONGEST_PIECE if derived else LONGEST_TOKEN
     known = set(tokens)
@@ -239,11 +223,7 @@ def _numbers(container: Container, name: str, count: int) -> list[float]:
 
 
 def end_tokens(container: Container) -> list[int]:
-    """Returns the tokens that end an answer; first the one that the file names EOS.
-
-    Raises:
-        ValueError: If the metadata are not of the types that they must have.
-    """
+    """Returns the tokens that end an answer; first the one that the file names EOS."""
     named = {name: _named(container, name) for name in _END_KEYS}
     there = f"{_PREFIX}tokens" in container.metadata
     tokens = _strings(container, "tokens") if there else []

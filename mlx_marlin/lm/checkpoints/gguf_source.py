@@ -21,15 +21,8 @@ PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 class GgufSource(ModelSource):
     """A GGUF file.
 
-    Args:
-        path: The file.
-        requantize: How to quantize weights of types without kernels anew. Default: they
-            are refused.
-
-    Raises:
-        ImportError: If `requantize` needs the package `gguf`, and it is missing.
-        OSError: If the file cannot be read.
-        ValueError: If the file is malformed, or mlx-lm has no such model.
+    Weights of types without kernels are refused unless `requantize` says how to
+    quantize them anew.
     """
 
     def __init__(self, path: Path, requantize: Quantization | None = None) -> None:
@@ -87,17 +80,7 @@ def _narrowed(array: mx.array, dtype: mx.Dtype) -> mx.array:
 def open_source(
     path: str | Path, requantize: Quantization | None = None
 ) -> ModelSource:
-    """Opens a checkpoint: a folder, or a GGUF file, which may be alone in a folder.
-
-    Args:
-        path: The folder or file.
-        requantize: As for `GgufSource`.
-
-    Raises:
-        ImportError: As for `GgufSource`.
-        OSError: If a file is missing or cannot be read.
-        ValueError: If a file is malformed, or mlx-lm has no such model.
-    """
+    """Opens a checkpoint: a folder, or a GGUF file, which may be alone in a folder."""
     check_location(Path(path))
     file = gguf_file(Path(path))
     if file is None:

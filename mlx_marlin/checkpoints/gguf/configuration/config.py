@@ -24,12 +24,7 @@ _MIXED = "gemma4_text"
 def config_of(container: Container) -> Config:
     """Returns what `config.json` of the model holds for mlx-lm.
 
-    Args:
-        container: A GGUF file.
-
-    Raises:
-        ValueError: If a key is missing, or says what mlx-lm's model cannot do. The
-            message names the file and the key.
+    A key that says what mlx-lm's model cannot do raises a ValueError that names it.
     """
     architecture = architecture_of(container)
     facts = Facts(container)

@@ -17,12 +17,7 @@ def expert_rows(facts: Facts) -> int:
 
 
 def routed(facts: Facts, count: str = "num_experts") -> dict[str, Any]:
-    """Returns the numbers of experts, and of those that a token uses.
-
-    Args:
-        facts: The metadata.
-        count: What mlx-lm's model calls the number of experts.
-    """
+    """Returns the numbers of experts, and of those that a token uses."""
     return {
         count: facts.count("expert_count"),
         "num_experts_per_tok": facts.count("expert_used_count"),

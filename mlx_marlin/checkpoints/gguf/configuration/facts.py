@@ -9,20 +9,8 @@ from mlx_marlin.checkpoints.gguf.names import layers_of
 class Facts:
     """Values of the metadata, by keys without the architecture's prefix.
 
-    Args:
-        container: A GGUF file.
-
-    Attributes:
-        container: The file.
-        prefix: The architecture and a dot.
-        heads: Heads of queries.
-        hidden_size: Features of a token.
-        head_dim: Features of a head.
-        layers: Decoder layers.
-
-    Raises:
-        ValueError: If a size is missing, or not the one that the tensors have. Other
-            work grows with these sizes, which the file's bytes bound then.
+    Sizes are compared with the tensors: other work grows with these sizes, which the
+    file's bytes bound then.
     """
 
     def __init__(self, container: Container):
@@ -120,13 +108,7 @@ class Facts:
         return shape[-2] if len(shape) > 1 else shape[0]
 
     def check_size(self, key: str, tensor: str, expected: Sequence[int | None]) -> None:
-        """Refuses a size that a tensor has not.
-
-        Args:
-            key: The key that says the size.
-            tensor: The tensor.
-            expected: Its last axes; None if any size will do.
-        """
+        """Refuses a size if the last axes of a tensor are others; None is any size."""
         shape = self._shape(tensor)
         axes = shape[-len(expected) :]
         wrong = len(axes) < len(expected) or any(

@@ -16,11 +16,7 @@ _SHARED = "attention.shared_kv_layers"
 
 
 def gemma4(facts: Facts) -> Config:
-    """Returns what the configuration has beside that of every model.
-
-    Raises:
-        ValueError: If a key is missing, or says what mlx-lm's model cannot do.
-    """
+    """Returns what the configuration has beside that of every model."""
     is_sliding = facts.counts("attention.sliding_window_pattern")
     own = layers_of(facts.container).with_keys
     full = [layer for layer in range(own) if not is_sliding[layer]]
@@ -51,13 +47,7 @@ def gemma4(facts: Facts) -> Config:
 
 
 def gemma4_rope(facts: Facts, base: float, scaling: Config | None) -> Config:
-    """Returns `rope_parameters`: one kind for each kind of attention.
-
-    Args:
-        facts: The metadata.
-        base: Base of the frequencies of full attention.
-        scaling: What `rope_scaling` returns.
-    """
+    """Returns `rope_parameters`: one kind for each kind of attention."""
     if scaling is None:
         raise ValueError(
             f"{facts.container.path}: tensor 'rope_freqs.weight' is missing"
@@ -87,12 +77,7 @@ def _key_heads(facts: Facts, is_sliding: list[int]) -> Config:
 
 
 def _widths(facts: Facts, own: int) -> Config:
-    """Returns the features of the MLPs, which may be twice as many in the last layers.
-
-    Args:
-        facts: The metadata.
-        own: Layers with keys of their own.
-    """
+    """Returns the features of MLPs, which may be twice as many from layer `own` on."""
     key = "feed_forward_length"
     widths = facts.each(key)
     doubled = [

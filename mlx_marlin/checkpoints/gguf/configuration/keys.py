@@ -171,16 +171,7 @@ _NEUTRAL_FOR: Mapping[str, Mapping[str, tuple[float, ...]]] = {
 
 
 def check_keys(facts: Facts, model_type: str, rope_base: float) -> None:
-    """Refuses keys that change numbers in a way that mlx-lm's model cannot.
-
-    Args:
-        facts: The metadata.
-        model_type: Model type in mlx-lm.
-        rope_base: Base of the frequencies.
-
-    Raises:
-        ValueError: If there is such a key. The message names the file and the key.
-    """
+    """Refuses keys that change numbers in a way that mlx-lm's model cannot."""
     unchanged = READ | READ_FOR.get(model_type, frozenset()) | NO_EFFECT
     if model_type not in _WINDOWS:
         unchanged |= _OF_WINDOWS

@@ -38,16 +38,7 @@ _LONGROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def check_rope(facts: Facts, model_type: str) -> None:
-    """Refuses rotary embeddings that mlx-lm's model does not have.
-
-    Args:
-        facts: The metadata.
-        model_type: Model type in mlx-lm.
-
-    Raises:
-        ValueError: If there is a scaling that the model does not have, or if only a
-            part of a head is rotated. The message names the file and the key.
-    """
+    """Refuses rotary embeddings that mlx-lm's model does not have."""
     key = "rope.dimension_count"
     if (
         model_type not in PARTIAL
@@ -66,16 +57,7 @@ def check_rope(facts: Facts, model_type: str) -> None:
 
 
 def rope_scaling(facts: Facts, base: float) -> dict[str, Any] | None:
-    """Returns mlx-lm's `rope_scaling`, or None if rotations are not scaled.
-
-    Args:
-        facts: The metadata.
-        base: Base of the frequencies.
-
-    Raises:
-        ValueError: If mlx-lm cannot scale in this way. The message names the file and
-            the key or the tensor.
-    """
+    """Returns mlx-lm's `rope_scaling`, or None if rotations are not scaled."""
     scaling = _scaling_type(facts)
     if scaling in (None, "none"):
         return None
@@ -199,13 +181,7 @@ def _llama3(facts: Facts, base: float) -> dict[str, Any]:
 
 
 def _llama3_factors(base: float, head_dim: int, factor: float) -> list[float]:
-    """Returns what the wavelength of each pair of features is multiplied by.
-
-    Args:
-        base: Base of the frequencies.
-        head_dim: Features of a head.
-        factor: The factor of long wavelengths.
-    """
+    """Returns what the wavelength of each pair of features is multiplied by."""
     context = LLAMA3["original_max_position_embeddings"]
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     factors = []
