@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 
 import mlx_marlin
+from mlx_marlin.checkpoints import folder
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.shards import Shards
@@ -416,7 +417,7 @@ MOVES: dict[str, Callable[[mx.array], mx.array]] = {
     "heads": lambda t: mx.stack([t[:4], t[4:8]]),
 }
 CHANGES: dict[str, Callable[[mx.array], mx.array]] = {
-    "turned": lambda t: t[:4].T,
+    "turned heads": lambda t: t.reshape(3, 4, 4).swapaxes(1, 2),
     "columns": lambda t: t[:, mx.array([1, 0, 2, 3])],
     "halves": lambda t: t[:, :2],
     "scaled": lambda t: t * 2.0,
@@ -438,6 +439,56 @@ def test_moves_of_rows_are_found(move: str) -> None:
     assert found.shape == array.shape[:-1]
     np.testing.assert_array_equal(found.rows, np.array(array[..., 0]).real.ravel())
     np.testing.assert_array_equal(found.numbers, np.array(array[..., 0]).imag.ravel())
+
+
+def test_a_matrix_that_was_turned_is_as_it_was() -> None:
+    found, expected = (renaming._rows_of(each) for each in (tags(12).T, tags(12)))
+    assert found is not None
+    assert expected is not None
+    assert found.shape == expected.shape
+    np.testing.assert_array_equal(found.rows, expected.rows)
+
+
+GPT2 = {
+    "model_type": "gpt2",
+    "n_ctx": 64,
+    "n_embd": 128,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize("form", ["gptq", "plain"])
+@pytest.mark.parametrize("start", ["", "model."])
+def test_layers_of_gpt2_are_turned_unless_they_are_quantized(
+    tmp_path: Path, start: str, form: str
+) -> None:
+    rng = np.random.default_rng(0)
+    exact, arrays = folder.new_model(GPT2), {}
+    values: dict[str, mx.array] = {}
+    for name, array in tree_flatten(exact.parameters()):
+        own = start + name.removeprefix("model.")
+        if ".c_" in name and name.endswith(".weight"):
+            weight = foreign.drawn_weight(rng, *array.shape, 64, 4)
+            weight.scales = (weight.scales / 16).astype(np.float16)
+            turned = weight.values if start else weight.values.T
+            quantized = foreign.gptq_arrays(own.removesuffix(".weight"), weight, 2)
+            plain = {own: turned.astype(np.float16)}
+            arrays |= plain if form == "plain" else quantized
+            values[name] = mx.array(weight.values.astype(np.float32))
+        else:
+            drawn = (rng.normal(size=array.shape) * 0.3).astype(np.float16)
+            arrays[own] = drawn
+            values[name] = mx.array(drawn.astype(np.float32))
+    exact.load_weights([*values.items()])
+    settings = {} if form == "plain" else foreign.gptq_config(4, 2)
+    foreign.Folder(settings | GPT2, arrays).write(tmp_path / "source")
+    [*convert(open_source(tmp_path / "source"), tmp_path / "result")]
+    for path in ("source", "result"):
+        assert_same(load_model(open_source(tmp_path / path)), exact)
 
 
 @pytest.mark.parametrize("change", CHANGES)

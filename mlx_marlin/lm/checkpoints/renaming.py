@@ -137,7 +137,16 @@ def _tag(rows: mx.array, numbers: mx.array) -> mx.array:
 
 
 def _rows_of(array: mx.array) -> Rows | None:
-    """Returns the rows that tags tell; None if they are no longer consistent."""
+    """Returns the rows that tags tell; None if they are no longer consistent.
+
+    A matrix that was turned is as it was: originals of GPT-2 have layers [k, n], but
+    quantized ones have rows of k codes. Heads are turned because they compute so.
+    """
+    found = _unturned_rows_of(array)
+    return _unturned_rows_of(array.T) if found is None and array.ndim == 2 else found
+
+
+def _unturned_rows_of(array: mx.array) -> Rows | None:
     if array.ndim < 2 or array.shape[-1] != COLUMNS:
         return None
     first = array[..., 0]
