@@ -76,7 +76,13 @@ def test_nvfp4_of_modelopt(tmp_path: Path, apart: bool) -> None:
     ("change", "message"),
     [
         ({"quant_algo": "FP8"}, "quant_algo='FP8', expected one of"),
-        ({"quant_algo": "MIXED_PRECISION"}, "quant_algo='MIXED_PRECISION'"),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {str(i): {"quant_algo": "FP8"} for i in range(99)},
+            },
+            "quant_algo='MIXED_PRECISION', .*start from the model's plain weights",
+        ),
         ({"group_size": 32}, "group_size=32, expected 16"),
         ({"pre_quant_scale": True}, "pre_quant_scale=True"),
     ],

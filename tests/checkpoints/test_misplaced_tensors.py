@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
 from mlx_marlin.checkpoints.folder import new_model
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
@@ -60,6 +61,25 @@ def test_stacked_experts_are_converted(tmp_path: Path) -> None:
     packed = {row.name.split(".")[-2] for row in rows if "marlin" in row.target}
     assert packed == {"gate_proj", "up_proj", "down_proj"}
     assert not load_model(open_source(tmp_path / "result")).training
+
+
+def test_experts_that_mlx_lm_renames_can_be_quantized_alone(tmp_path: Path) -> None:
+    path = gptq_mixtral(tmp_path / "source", act_order=False)
+    arrays = {
+        name.replace("qweight", "weight"): array
+        for name, array in load_file(path / FILE).items()
+        if name.endswith("weight")
+    }
+    for name in arrays:
+        if ".experts." in name:
+            shape = (128, 256) if ".w2." in name else (256, 128)
+            arrays[name] = np.ones(shape, np.float16)
+    foreign.Folder(MIXTRAL, arrays).write(path)
+    how = Quantization(bits=4)
+    options = {"quantization": how, "only": "switch_mlp", "dry_run": True}
+    rows = [*convert(open_source(path), tmp_path / "result", **options)]
+    quantized = {row.name.split(".")[-2] for row in rows if "4-bit" in row.target}
+    assert quantized == {"gate_proj", "up_proj", "down_proj"}
 
 
 TIED = CONFIG | {"tie_word_embeddings": True, "head_dim": 32}
