@@ -7,13 +7,15 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from metal_emulator.language import lines
 from metal_emulator.memory import MappedArgument
 from metal_emulator.modes import Options
 from metal_emulator.native import (
     Coordinates,
+    Copy,
     Launch,
     Python,
     Report,
@@ -57,6 +59,7 @@ class Kernel:
         entry: Address of the function that runs one thread.
         base: Address at which the library is loaded.
         size: Bytes from `base` that include all of its code.
+        copies: Return addresses of copied code, with the one that stands for them all.
     """
 
     path: Path
@@ -64,6 +67,7 @@ class Kernel:
     entry: int
     base: int
     size: int
+    copies: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Kernel:
@@ -76,6 +80,24 @@ class Kernel:
         kernel = cls(path, loaded, entry, _load_address(entry), size)
         weakref.finalize(kernel, _ctypes.dlclose, loaded._handle).atexit = False
         return kernel
+
+    def learns_copy(self, report: Report) -> bool:
+        """Returns whether a fault tells of a copy that the next launch will know.
+
+        The compiler may copy a call or a store into two branches. Lanes that meet there
+        come from one place in the source, although their return addresses differ.
+        """
+        site, other = (self.copies.get(a, a) for a in (report.site, report.other_site))
+        # A call precedes its return address.
+        offsets = [address - self.base - 1 for address in (site, other)]
+        if site == other or not all(0 <= offset < self.size for offset in offsets):
+            return False
+        places = lines.places(self.path, offsets)
+        if places[0] is None or places[0] != places[1]:
+            return False
+        self.copies |= {a: other for a, place in self.copies.items() if place == site}
+        self.copies[site] = other
+        return True
 
 
 @dataclass
@@ -122,6 +144,8 @@ def run(
             is the main thread: `KeyboardInterrupt` on Ctrl-C.
     """
     addresses = (ctypes.c_void_p * max(1, len(buffers)))(*(b.address for b in buffers))
+    known = (Copy(*pair) for pair in kernel.copies.items())
+    copies = (Copy * len(kernel.copies))(*known)
     launch = Launch(
         entry=kernel.entry,
         buffers=ctypes.addressof(addresses),
@@ -136,6 +160,8 @@ def run(
         time_limit=int(min(options.time_limit * 1e9, 2**63)),
         resident=options.resident,
         python=ctypes.addressof(_python) if _runs_handlers() else None,
+        copies=ctypes.addressof(copies),
+        copy_count=len(copies),
     )
     library().mslemu_launch(ctypes.byref(launch))
     if launch.raised[0]:

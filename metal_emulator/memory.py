@@ -50,7 +50,7 @@ class MappedArgument:
 
     argument: Argument
     region: Region
-    address: int
+    address: int = 0
 
     def canary(self) -> int:
         """Returns 1 if bytes before it were changed, 2 if bytes behind it, else 0."""
@@ -60,6 +60,16 @@ class MappedArgument:
                 ctypes.byref(self.region), argument.size, argument.residue
             )
         )
+
+    def fill(self) -> None:
+        """Writes what the memory begins with."""
+        argument = self.argument
+        contents = argument.contents
+        source = None if contents is None else contents.ctypes.data
+        begin = library().mslemu_place(
+            ctypes.byref(self.region), source, argument.size, argument.residue
+        )
+        self.address = begin + argument.origin
 
     def contents(self) -> npt.NDArray[np.uint8]:
         """Returns the memory itself (not a copy), uint8 [bytes]."""
@@ -141,9 +151,6 @@ def mapped(arguments: Sequence[Argument]) -> Iterator[list[MappedArgument]]:
 
 def _map(argument: Argument) -> MappedArgument:
     region = _pool.take(argument.size, argument.writable)
-    contents = argument.contents
-    source = None if contents is None else contents.ctypes.data
-    address = library().mslemu_place(
-        ctypes.byref(region), source, argument.size, argument.residue
-    )
-    return MappedArgument(argument, region, address + argument.origin)
+    mapped = MappedArgument(argument, region)
+    mapped.fill()
+    return mapped

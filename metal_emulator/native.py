@@ -36,6 +36,7 @@ class Report(ctypes.Structure):
         ("text", ctypes.c_char_p),
         ("amount", ctypes.c_uint64),
         ("trace", ctypes.c_uint64 * MAX_TRACE),
+        ("site", ctypes.c_uint64),
         ("other_site", ctypes.c_uint64),
         ("other_thread", ctypes.c_uint32),
         ("other_is_write", ctypes.c_uint32),
@@ -72,6 +73,12 @@ class Python(ctypes.Structure):
         return cls(*(ctypes.cast(f, ctypes.c_void_p) for f in functions))
 
 
+class Copy(ctypes.Structure):
+    """A return address, and the one that stands for its place, as in runtime.h."""
+
+    _fields_ = [("site", ctypes.c_uint64), ("place", ctypes.c_uint64)]
+
+
 class Launch(ctypes.Structure):
     """The arguments of a launch, as in runtime.h."""
 
@@ -95,6 +102,8 @@ class Launch(ctypes.Structure):
         ("raised", ctypes.c_void_p * 3),
         ("float_mode", ctypes.c_uint64),
         ("due", ctypes.c_uint32),
+        ("copies", ctypes.c_void_p),
+        ("copy_count", ctypes.c_uint64),
     ]
 
 

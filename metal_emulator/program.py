@@ -179,15 +179,14 @@ def _run(
 ) -> tracing.Trace | None:
     """Runs the kernel and returns its trace, or None outside of trace mode."""
     kernel, source = program.kernel, program.source
-    traced = tracing.request(kernel, buffers) if program.traced else None
-    outcome = engine.run(
-        kernel,
-        buffers,
-        dispatch.grid,
-        dispatch.clamped_threadgroup,
-        _options(dispatch),
-        traced,
-    )
+    sizes = dispatch.grid, dispatch.clamped_threadgroup
+    while True:
+        traced = tracing.request(kernel, buffers) if program.traced else None
+        outcome = engine.run(kernel, buffers, *sizes, _options(dispatch), traced)
+        if not kernel.learns_copy(outcome.report):
+            break
+        for buffer in buffers:
+            buffer.fill()
     if outcome.report.fault:
         fault = FaultContext(program.name, kernel, source, buffers, outcome)
         raise EmulatorError(fault_message(fault))

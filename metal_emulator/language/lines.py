@@ -24,6 +24,7 @@ FILE = "kernel.metal"
 """File name of the generated text, unless a `#line` of the kernel changes it."""
 
 _LINE = re.compile(r'\s*#\s*line\s+(?P<line>\d+)(?:\s+"(?P<file>[^"]*)")?')
+_PLACE = ("file", "line", "column")
 _CALLS = frozenset({"DW_TAG_subprogram", "DW_TAG_inlined_subroutine"})
 
 
@@ -103,24 +104,49 @@ def locations_by_offset(
     library: Path, offsets: Sequence[int]
 ) -> dict[int, list[Location]]:
     """Returns `locations` of several addresses, reading the line tables once."""
+    found: dict[int, list[Location]] = {offset: [] for offset in offsets}
+    for offset, program, row, last_row, calls in _debug_info(library, offsets):
+        found[offset] += _metal_frames(program, row, last_row, calls)
+    return found
+
+
+def places(library: Path, offsets: Sequence[int]) -> list[tuple[Any, ...] | None]:
+    """Returns what tells the places in the source of several addresses apart.
+
+    That is line and column, of the calls that were inlined around it too; None where it
+    is not known.
+    """
+    found: dict[int, tuple[Any, ...]] = {}
+    for offset, _, row, _, calls in _debug_info(library, offsets):
+        inlined = [
+            tuple(call.attributes[f"DW_AT_call_{name}"].value for name in _PLACE)
+            for call in calls[1:]
+        ]
+        if row.line:  # otherwise code that the compiler merged from two lines
+            found[offset] = ((row.file, row.line, row.column), *inlined)
+    return [found.get(offset) for offset in offsets]
+
+
+def _debug_info(
+    library: Path, offsets: Iterable[int]
+) -> Iterator[tuple[int, Any, Any, Any, list[DIE]]]:
+    """Yields for each address its line table, row, last row with a line, and calls."""
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
-    found: dict[int, list[Location]] = {offset: [] for offset in offsets}
     with library.open("rb") as stream:
         try:
             dwarf = ELFFile(stream).get_dwarf_info()
         except ELFError:
-            return found
+            return
         for unit in dwarf.iter_CUs():
             program = dwarf.line_program_for_CU(unit)
             if program is None:
                 continue
-            rows = _rows(program, found)
+            rows = _rows(program, offsets)
             calls = _calls(dwarf, unit.get_top_DIE(), list(rows))
             for offset, (row, last_row) in rows.items():
-                found[offset] += _metal_frames(program, row, last_row, calls[offset])
-    return found
+                yield offset, program, row, last_row, calls[offset]
 
 
 def _metal_frames(

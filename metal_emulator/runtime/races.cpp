@@ -93,6 +93,7 @@ Coordinates position_of(const Threadgroup& here, u32 number) {
 Report describe_race(Worker* worker, const Place& place, const Access& earlier,
                      bool earlier_writes) {
   Report report = describe(worker, Fault::kRace, place);
+  report.site = worker->tracer->trace->library + place.site;
   report.other_is_write = earlier_writes;
   report.other_thread = earlier.thread == place.thread ? earlier.other : earlier.thread;
   report.other_threadgroup = position_of(worker->view.threadgroup, earlier.group);
@@ -101,8 +102,10 @@ Report describe_race(Worker* worker, const Place& place, const Access& earlier,
 }
 
 // A store by several lanes of a simdgroup at once: harmless if they store one value.
-bool same_store(const Access& earlier, const Access& now) {
-  return together(earlier, now) && earlier.site == now.site &&
+bool same_store(const Worker* worker, const Access& earlier, const Access& now) {
+  const u8* library = worker->tracer->trace->library;
+  return together(earlier, now) &&
+         same_place(worker, library + earlier.site, library + now.site) &&
          earlier.epoch == now.epoch && earlier.step == now.step;
 }
 
@@ -121,7 +124,7 @@ bool touch(Worker* worker, Cell& cell, const Access& now, Kind kind, bool has_va
            const Place& place) {
   bool shared = place.memory >= kFirstThreadgroupMemory;
   const Access* earlier = collision(worker, cell, now, kind, shared);
-  if (earlier == &cell.write && kind == Kind::kWrite && same_store(*earlier, now)) {
+  if (earlier == &cell.write && kind == Kind::kWrite && same_store(worker, *earlier, now)) {
     doubt(worker, place, *earlier);
     Cell others = cell;
     others.write.site = 0;

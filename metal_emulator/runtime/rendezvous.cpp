@@ -5,15 +5,24 @@ using namespace emu;
 
 namespace {
 
-// Lanes that meet must come from the same call: two addresses are two places in the
-// source.
-[[noreturn]] void mismatch(Worker* worker, Self self) {
-  abandon(worker, report_of(worker, Fault::kMismatch, self.index));
+const void* place_of(const Launch* launch, const void* site) {
+  for (u64 at = 0; at < launch->copy_count; ++at)
+    if (launch->copies[at].site == site) return launch->copies[at].place;
+  return site;
+}
+
+// Lanes that meet must come from the same call in the source.
+[[noreturn]] void mismatch(Worker* worker, Self self, const void* other) {
+  Report report = report_of(worker, Fault::kMismatch, self.index);
+  report.site = worker->waits[self.index].site;
+  report.other_site = other;
+  abandon(worker, report);
 }
 
 // Metal wants all threads at the same barrier.
 [[noreturn]] void barriers_differ(Worker* worker, Self self, const void* site) {
   Report report = report_of(worker, Fault::kBarrierSites, self.index);
+  report.site = site;
   report.other_site = worker->barrier_site;
   trace_calls(report, worker, site);
   abandon(worker, report);
@@ -22,12 +31,17 @@ namespace {
 void trace_arrival(Worker* worker, Self self, const void* site) {
   Simdgroup& group = self.simdgroup();
   if (worker->stopped == 0) worker->barrier_site = site;
-  if (worker->barrier_site != site) barriers_differ(worker, self, site);
+  if (!same_place(worker, worker->barrier_site, site))
+    barriers_differ(worker, self, site);
   if (group.stopped == group.exist)
     tracer_met(worker, self.index / kLanes, nullptr, site);
 }
 
 }  // namespace
+
+bool emu::same_place(const Worker* worker, const void* a, const void* b) {
+  return a == b || place_of(worker->launch, a) == place_of(worker->launch, b);
+}
 
 void emu::misuse(Self self, const char* what, const void* site) {
   Worker* worker = worker_of(self);
@@ -63,9 +77,9 @@ extern "C" bool mslemu_arrive_from(const Operation* operation, const void* site)
     if (operation->whole_simdgroup && ~group.exist) misuse(self, operation->name, site);
   }
   group.waiting |= bit;
-  if (group.site != site) {
+  if (!same_place(worker, group.site, site)) {
     worker->waits[self.index] = {site, operation};
-    mismatch(worker, self);
+    mismatch(worker, self, group.site);
   }
   if (group.waiting == group.exist) {
     group.waiting = 0;
@@ -88,7 +102,8 @@ extern "C" void mslemu_threadgroup_barrier(u32 flags) {
   worker->waits[self.index] = {site, nullptr};
   if (!group.stopped) group.barrier_site = site;
   group.stopped |= bit;
-  if (group.barrier_site != site) mismatch(worker, self);
+  if (!same_place(worker, group.barrier_site, site))
+    mismatch(worker, self, group.barrier_site);
   if (worker->tracer) trace_arrival(worker, self, site);
   worker->stopped += 1;
   u32 threads = worker->view.threadgroup.threads;

@@ -50,7 +50,9 @@ struct Report {
   u64 amount;        // bytes; for kAccess the system's code (si_code)
   const void*
       trace[kMaxTrace];  // where it happened, innermost first; may hold strangers
-  // The earlier access of a race, or the other barrier.
+  // Of a race or of calls that do not meet: where it happened, and the earlier access or
+  // the other call.
+  const void* site;
   const void* other_site;
   u32 other_thread;
   u32 other_is_write;
@@ -65,6 +67,13 @@ struct ThreadState {
 };
 
 using Body = void (*)();
+
+// A return address, and the one that stands for its place in the source. The compiler may
+// copy a call or a store into two branches.
+struct Copy {
+  const void* site;
+  const void* place;
+};
 
 struct Trace;
 struct Tracer;
@@ -99,6 +108,8 @@ struct Launch {
   void* raised[3];       // what a handler of a signal has raised
   u64 float_mode;        // of the thread that launches
   u32 due;               // atomic: it is time to attend to signals
+  const Copy* copies;    // what is known of the kernel
+  u64 copy_count;
 };
 
 struct ThreadgroupArray {
@@ -166,6 +177,8 @@ bool threadgroup_memory_intact(Worker* worker, const char** name);
 // The array that an address in or around threadgroup memory belongs to, or null.
 const ThreadgroupArray* threadgroup_array_at(const Worker* worker, u64 address);
 [[noreturn]] void misuse(Self self, const char* what, const void* site);
+// Whether two return addresses are one place in the source, as far as it is known.
+bool same_place(const Worker* worker, const void* a, const void* b);
 // Notes the return addresses on the way here, the one at `site` first.
 void trace_calls(Report& report, Worker* worker, const void* site);
 Worker* worker_at(u64 stack);  // whose fiber stacks contain this address

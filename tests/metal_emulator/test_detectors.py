@@ -288,6 +288,49 @@ def test_equal_operations_in_two_branches_are_reported(call: str) -> None:
     assert f"in {name} at source line {4 * chosen + 6}" in message
 
 
+@pytest.mark.parametrize("call", ["sums(v)", "simd_sum(v)", "simd_max(v)"])
+def test_one_line_with_two_operations_has_two_places(call: str) -> None:
+    header = "inline float sums(float v) { return simd_sum(v); }\n"
+    source = "float v = a[0]; bool b = thread_index_in_simdgroup < 8;\n"
+    source += f"if (b) {{ v = {call}; }} else {{ v = {call}; }} out[0] = v;"
+
+    assert "lanes of simdgroup 0 in different operations: lanes 000000ff in" in (
+        report(source, FLOATS, header=header)
+    )
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "threadgroup_barrier(mem_flags::mem_threadgroup)",
+        "simdgroup_barrier(mem_flags::mem_threadgroup)",
+        "simdgroup_multiply_accumulate(m, m, m, m)",
+    ],
+)
+def test_one_operation_that_the_compiler_copied_is_one(call: str, trace: bool) -> None:
+    """In the loop, which clang unrolls, each lane goes through one of two copies."""
+    source = f"""
+    uint i = thread_index_in_threadgroup;
+    threadgroup float tile[64];
+    float v = a[i];
+    simdgroup_float8x8 m(1.0f);
+    out[i] += 1;
+    for (int k = 0; k < 4; ++k) {{
+      if (i < 16) {{ tile[i] = a[i + k]; }}
+      {call};
+      if (i < 16) {{ v += tile[i]; }}
+    }}
+    out[i] += v + 0 * m.thread_elements()[0];
+    """
+    call = {"grid": 64, "threadgroup": 64, "shape": (64,), "init_value": 2}
+
+    with emulated(trace=trace):
+        out = run(source, FLOATS, **call)
+
+    assert out.tolist() == [3 + (5 * i + 6 if i < 16 else i) for i in range(64)]
+
+
 OF_MATRICES = (
     "simdgroup_multiply(m, m, m);",
     "simdgroup_load(m, a);",

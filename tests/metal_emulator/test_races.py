@@ -181,6 +181,22 @@ def test_lanes_may_store_one_value_together_but_not_two(space: str) -> None:
 
 
 @pytest.mark.parametrize("threadgroup", [32, 64])
+def test_one_store_that_the_compiler_copied_is_one() -> None:
+    source = """
+    uint lane = thread_index_in_simdgroup;
+    bool first = lane < 16;
+    if (first) { out[lane + 1] = 5; }
+    out[0] = VALUE;
+    if (first) { out[lane + 1] += 5; } else { out[lane + 1] = 1; }
+    """
+
+    out = traced(source.replace("VALUE", "7"), shape=(33,))
+    message = report(source.replace("VALUE", "lane"), shape=(33,))
+
+    np.testing.assert_array_equal(out, [7] + [10] * 16 + [1] * 16)
+    assert "write after write" in message
+
+
 @pytest.mark.parametrize("seed", range(6))
 @sampled(6)
 def test_a_reader_is_remembered_when_the_writer_reads_too(
