@@ -44,8 +44,6 @@ void remember_read(Cell& cell, const Access& now) {
   read = now;
 }
 
-bool modifies(Kind kind) { return kind == Kind::kWrite || kind == Kind::kAtomic; }
-
 // The access that collides with this one, or null. Atomics never collide with atomics.
 const Access* collision(const Worker* worker, const Cell& cell, const Access& now,
                         Kind kind, bool shared) {
@@ -53,8 +51,7 @@ const Access* collision(const Worker* worker, const Cell& cell, const Access& no
     return collide(earlier, now) && !is_ordered(worker, shared, earlier, now);
   };
   if (wrong(cell.write)) return &cell.write;
-  bool plain = kind == Kind::kRead || kind == Kind::kWrite;
-  if (plain && wrong(cell.atomic)) return &cell.atomic;
+  if (!is_atomic(kind) && wrong(cell.atomic)) return &cell.atomic;
   if (!modifies(kind)) return nullptr;
   const Access* reads[] = {&cell.read, &cell.elsewhere, &cell.apart};
   for (const Access* read : reads)
@@ -93,10 +90,10 @@ Coordinates position_of(const Threadgroup& here, u32 number) {
 Report describe_race(Worker* worker, const Place& place, const Access& earlier,
                      bool earlier_writes) {
   Report report = describe(worker, Fault::kRace, place);
-  report.site = worker->tracer->trace->library + place.site;
   report.other_is_write = earlier_writes;
   report.other_thread = earlier.thread == place.thread ? earlier.other : earlier.thread;
   report.other_threadgroup = position_of(worker->view.threadgroup, earlier.group);
+  report.site = worker->tracer->trace->library + place.site;
   report.other_site = worker->tracer->trace->library + earlier.site;
   return report;
 }
@@ -135,12 +132,12 @@ bool touch(Worker* worker, Cell& cell, const Access& now, Kind kind, bool has_va
     worker->fault = describe_race(worker, place, *earlier, wrote);
     return false;
   }
-  if (!modifies(kind) && !cell.write.site && !cell.atomic.site && !has_value) {
+  if (reads(kind) && !cell.write.site && !cell.atomic.site && !has_value) {
     worker->fault = describe(worker, Fault::kPoison, place);
     return false;
   }
   if (kind == Kind::kWrite) cell.write = now;
-  if (kind == Kind::kAtomic) cell.atomic = now;
+  if (is_atomic(kind) && modifies(kind)) cell.atomic = now;
   if (kind == Kind::kRead) remember_read(cell, now);
   return true;
 }

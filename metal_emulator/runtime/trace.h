@@ -16,9 +16,18 @@ constexpr u32 kThreadgroupBarrier = kFirstOperation + 16;
 enum class Kind : u16 {
   kRead = 0,
   kWrite = 1,
-  kAtomic = 2,  // changes the value
+  kAtomicWrite = 2,
   kAtomicRead = 3,
+  kAtomicUpdate = 4,  // reads what it replaces
 };
+
+constexpr bool is_atomic(Kind kind) { return kind >= Kind::kAtomicWrite; }
+constexpr bool reads(Kind kind) {
+  return kind == Kind::kRead || kind == Kind::kAtomicRead || kind == Kind::kAtomicUpdate;
+}
+constexpr bool modifies(Kind kind) {
+  return kind != Kind::kRead && kind != Kind::kAtomicRead;
+}
 
 // Whether Metal's mem_flags order a memory: 0 for device, 1 for threadgroup.
 constexpr bool orders(u32 flags, u32 memory) { return flags >> memory & 1; }

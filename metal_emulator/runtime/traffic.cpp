@@ -155,7 +155,7 @@ void count(Worker* worker, const Group& group, u64 mask) {
   Counter& counter =
       counter_of(worker, group.site, group.memory, name_of(worker, group.memory));
   u32 number = u32(&counter - tracer->counters);
-  if (group.kind == Kind::kAtomic || group.kind == Kind::kAtomicRead) {
+  if (is_atomic(group.kind)) {
     counter.values[kOperations] += u32(__builtin_popcount(group.lanes));
     return;
   }

@@ -22,7 +22,7 @@ u32 site_of(const Trace* trace, const void* address) {
                                                     u64 address, Kind kind, u32 site) {
   Report report =
       report_of(worker, array ? Fault::kThreadgroupAccess : Fault::kAccess, thread);
-  report.is_write = kind == Kind::kWrite || kind == Kind::kAtomic;
+  report.is_write = modifies(kind);
   report.address = address;
   if (array) {
     report.address = address - u64(array->begin);
@@ -153,8 +153,10 @@ MSLEMU_EXPORT void* __tsan_memset(void* to, int value, u64 bytes) {
 }
 
 MSLEMU_EXPORT void mslemu_atomic(const volatile void* address, u32 bytes, u32 does) {
-  access(u64(address), bytes, does & kAtomicStores ? Kind::kAtomic : Kind::kAtomicRead,
-         __builtin_return_address(0));
+  Kind kind = does == kAtomicLoads    ? Kind::kAtomicRead
+              : does == kAtomicStores ? Kind::kAtomicWrite
+                                      : Kind::kAtomicUpdate;
+  access(u64(address), bytes, kind, __builtin_return_address(0));
   Self self = emu::self();
   order_atomic(worker_of(self), self.index, address, does);
 }

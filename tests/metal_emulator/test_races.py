@@ -1,5 +1,6 @@
 """Trace mode reports every planted race, and no correct hand-over."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -180,7 +181,6 @@ def test_lanes_may_store_one_value_together_but_not_two(space: str) -> None:
     assert f"at source line 2: {target} =" in message
 
 
-@pytest.mark.parametrize("threadgroup", [32, 64])
 def test_one_store_that_the_compiler_copied_is_one() -> None:
     source = """
     uint lane = thread_index_in_simdgroup;
@@ -197,6 +197,7 @@ def test_one_store_that_the_compiler_copied_is_one() -> None:
     assert "write after write" in message
 
 
+@pytest.mark.parametrize("threadgroup", [32, 64])
 @pytest.mark.parametrize("seed", range(6))
 @sampled(6)
 def test_a_reader_is_remembered_when_the_writer_reads_too(
@@ -234,6 +235,48 @@ def test_reads_of_what_nobody_wrote_are_reported() -> None:
         "  in threadgroup (0, 0, 0), thread (5, 0, 0), simdgroup 0 lane 5\n"
         "  at source line 6: out[i] = tile[i];"
     )
+
+
+UPDATES = (
+    "atomic_fetch_add_explicit(p, 1u, memory_order_relaxed);",
+    "atomic_fetch_max_explicit(p, 1u, memory_order_relaxed);",
+    "atomic_exchange_explicit(p, 1u, memory_order_relaxed);",
+    "uint seen = 0; atomic_compare_exchange_weak_explicit(p, &seen, 1u, "
+    "memory_order_relaxed, memory_order_relaxed);",
+)
+
+
+@pytest.mark.parametrize(
+    ("memory", "name"),
+    [("threadgroup", "threadgroup variable 'sum'"), ("device", "buffer 'out'")],
+)
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_atomic_update_reads_what_it_changes(
+    update: str, memory: str, name: str
+) -> None:
+    """All in one kernel, so that one compile serves all cases."""
+    chosen = UPDATES.index(update) + (len(UPDATES) if memory == "device" else 0)
+    places = ("&sum", "(device atomic_uint*)out")
+    steps = (
+        f"if (a % 100 == {number}) {{ auto p = {place}; {each} }}"
+        for number, (place, each) in enumerate(itertools.product(places, UPDATES))
+    )
+    store = "if (a >= 100 && i == 0) {{ auto p = {}; atomic_store_explicit(p, 0u, "
+    store += "memory_order_relaxed); }}"
+    source = "\n".join(
+        [
+            "threadgroup atomic_uint sum; uint i = thread_index_in_threadgroup;",
+            *map(store.format, places),
+            "threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);",
+            *steps,
+        ]
+    )
+
+    message = report(source, chosen, shape=(1,), dtype=mx.uint32)
+    traced(source, chosen + 100, shape=(1,), dtype=mx.uint32)
+
+    assert f"read of a value that was never written, byte 0 of {name}" in message
+    assert f"at source line {5 + chosen}: " in message
 
 
 def test_outputs_have_values_only_from_init_value() -> None:
