@@ -60,28 +60,20 @@ def _key(parts: tuple[str, ...], with_tensors: bool = False) -> str:
 
 
 def _cached(
-    found: Compiler,
-    flags: tuple[str, ...],
-    file_name: str,
-    sources: Callable[[Path], list[Path]],
-    folder: Path | None = None,
-    with_header: bool = True,
+    file_name: str, make: Callable[[], bytes], folder: Path | None = None
 ) -> Path:
-    """Returns a library of the cache, after building it if missing or damaged.
+    """Returns a file of the cache, after making it if missing or damaged.
 
     Args:
-        found: The compiler.
-        flags: Flags of the compiler.
-        file_name: Name of the library in the cache.
-        sources: Returns the source files; may write them to the folder it receives.
+        file_name: Name of the file in the cache.
+        make: Returns its content, which gets a digest at its end.
         folder: The cache, if not the user's.
-        with_header: Whether the source files include `HEADER`.
     """
     path = folder / file_name if folder else cache.find(file_name)
     if path and _is_intact(path):
         _mark_used(path)
         return path
-    content = _built(found, flags, sources, with_header)
+    content = make()
     content += hashlib.sha256(content).digest()
     if folder:
         return cache.write(folder, file_name, content)
@@ -89,9 +81,10 @@ def _cached(
 
 
 def _is_intact(path: Path) -> bool:
-    """Returns whether a library ends with the digest of its other bytes.
+    """Returns whether a file ends with the digest of its other bytes.
 
-    Loaders ignore bytes after the last section.
+    Loaders ignore bytes after the last section, and clang those after the last block of
+    a precompiled header. One that is damaged can keep clang busy for ever.
     """
     try:
         content = regular_files.read(path, MOST_BYTES)
@@ -103,7 +96,7 @@ def _is_intact(path: Path) -> bool:
 
 @functools.cache
 def _mark_used(path: Path) -> None:
-    """Updates a library's time once per process, for `mlx-marlin cache --limit`."""
+    """Updates a file's time once per process, for `mlx-marlin cache --limit`."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -131,7 +124,7 @@ def _compile(
     if header:
         # Its name contains a digest of what it was made of.
         options = ("-Xclang", "-fno-validate-pch", "-include-pch", str(header))
-        # If the file is damaged or gone, the header is read.
+        # If this clang refuses it or it is gone, the header is read.
         try:
             run((*found.clang, *flags, *options, "-c", *files), folder)
             return
@@ -142,22 +135,21 @@ def _compile(
     run((*found.clang, *flags, "-c", *files), folder)
 
 
-@functools.cache
 def _precompiled(found: Compiler, flags: tuple[str, ...]) -> Path | None:
     """Returns the precompiled `HEADER` for kernels with these flags, or None."""
-    key = _key((found.identity, *flags), with_tensors=True)
-    path = cache.find(f"{key}.pch")
-    if path:
-        _mark_used(path)
-        return path
-    with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
-        result = Path(name) / HEADER
-        options = ("-x", "c++-header", str(INCLUDE / HEADER), "-o", str(result))
-        try:
+
+    def make() -> bytes:
+        with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
+            result = Path(name) / HEADER
+            options = ("-x", "c++-header", str(INCLUDE / HEADER), "-o", str(result))
             run((*found.clang, *flags, *options), Path(name))
-            return cache.store(f"{key}.pch", result.read_bytes())
-        except (RefusedError, OSError):
-            return None
+            return result.read_bytes()
+
+    key = _key((found.identity, *flags), with_tensors=True)
+    try:
+        return _cached(f"{key}.pch", make)
+    except (RefusedError, OSError):
+        return None
 
 
 def _built(

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.tuner import losses
 
 import metal_emulator
+from metal_emulator.compiling import limited
 from support.marks import needs_emulator
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,14 @@ def test_the_first_screen_says_that_kernels_are_native_code(name: str) -> None:
     screen = TEXTS[name].splitlines()[:24]
 
     assert any("native code with your rights" in line for line in screen)
+
+
+def test_the_limit_of_a_compile_is_a_minute_and_told() -> None:
+    assert limited.SECONDS <= 60
+    assert (
+        f"Compilation ends with an error after {limited.SECONDS} s"
+        in (TEXTS["emulator.md"])
+    )
 
 
 @needs_emulator
