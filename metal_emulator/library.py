@@ -30,7 +30,8 @@ class Library:
     Attributes:
         name: Name of the text, in messages.
         text: The text, with the files that it includes by names in quotes.
-        entries: Its kernels, and instances of templates, in order.
+        entries: Its kernels, and instances of templates, that the preprocessor leaves,
+            in order.
         constants: Its function constants.
     """
 
@@ -38,7 +39,8 @@ class Library:
         self.name = name
         self.text = text
         self._prepared: dict[str, str] = {}
-        tokens = Tokens(text)
+        self._active = conditionals.active(text)
+        tokens = Tokens(self._active)
         self.entries: tuple[Entry, ...] = tuple(entries.entries(tokens))
         self.constants: tuple[FunctionConstant, ...] = tuple(
             function_constants.function_constants(tokens)
@@ -68,7 +70,7 @@ class Library:
         """Returns the text with values of constants, as `entries.prepared`."""
         key = repr(sorted(map(repr, constants.items())))
         if key not in self._prepared:
-            self._prepared[key] = entries.prepared(Tokens(self.text), constants)
+            self._prepared[key] = entries.prepared(Tokens(self._active), constants)
         return self._prepared[key]
 
     def _entry(self, name: str | None) -> Entry:
@@ -96,6 +98,7 @@ def library(
     Raises:
         ValueError: If an included file is no text in UTF-8.
     """
+        CompileError: If its conditions exceed a limit of the compiler.
     return Library(name, includes.flattened(text, name, [*map(Path, include)]))
 
 
@@ -221,7 +224,7 @@ class Function:
         """Returns the C++ translation unit of a call."""
         return (
             '#include "kernel.h"\n'
-            f"{entries.chosen(self._entry, len(self._library.entries))}"
+            f"{entries.chosen(self._entry, self._prepared)}"
             f"{rewritten(self._prepared)}\n"
             '#line 1 "entry"\n#undef kernel\n'
             f'extern "C" void mslemu_kernel() {{ {call} }}\n'

@@ -40,6 +40,13 @@ the same flags, which saves a fifth of a kernel's compile time."""
 SHIM = "shim"
 """Folder of the shim headers in debug information."""
 
+_INCLUDES = (
+    *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
+    *("-I", str(INCLUDE / TENSOR)),
+    # Installations share the cache, so debug lines must not contain their paths.
+    f"-ffile-prefix-map={INCLUDE}={SHIM}",
+)
+
 
 @functools.cache
 def _shim_digest(with_tensors: bool) -> bytes:
@@ -178,7 +185,22 @@ def runtime_library(found: Compiler) -> Path:
     flags = (*FLAGS, *machine_flags(), "-fvisibility=hidden")
     files = sorted((HERE / "runtime").glob("*.cpp"))
     file_name = f"{_key((found.identity, *flags))}.so"
-    return _cached(found, flags, file_name, lambda _: files, with_header=False)
+    return _cached(file_name, lambda: _built(found, flags, lambda _: files, False))
+
+
+def _kernel_flags(found: Compiler, text: str) -> tuple[str, ...]:
+    flags = (*FLAGS, *METAL_FLAGS, *found.separate_traps, *machine_flags())
+    return (*flags, *TENSOR_FLAGS) if uses_tensors(text) else flags
+
+
+def preprocessed(found: Compiler, probe: str, text: str) -> str:
+    """Returns what the preprocessor makes of a probe in the place of a kernel's text.
+
+    Raises:
+        RefusedError: If it refuses the probe.
+    """
+    flags = (*_kernel_flags(found, text), *_INCLUDES, "-include", HEADER)
+    return run((*found.clang, *flags, "-E", "-P", "-x", "c++", "-"), text=probe)
 
 
 def kernel_library(
@@ -201,19 +223,12 @@ def kernel_library(
     Raises:
         RefusedError: If the text does not compile; the message is clang's.
     """
-    flags = (*FLAGS, *METAL_FLAGS, *found.separate_traps, *machine_flags())
+    flags = _kernel_flags(found, text)
     if traced:
         flags = (*flags, *TRACE_FLAGS)
     with_tensors = uses_tensors(text)
     if with_tensors:
-        layout = f"-DMSLEMU_TENSOR_LAYOUT={tensor_layout}"
-        flags = (*flags, *TENSOR_FLAGS, layout)
-    include = (
-        *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
-        *("-I", str(INCLUDE / TENSOR)),
-        # Installations share the cache, so debug lines must not contain their paths.
-        f"-ffile-prefix-map={INCLUDE}={SHIM}",
-    )
+        flags = (*flags, f"-DMSLEMU_TENSOR_LAYOUT={tensor_layout}")
 
     def write(folder: Path) -> list[Path]:
         source = folder / "translation.cpp"
@@ -221,4 +236,5 @@ def kernel_library(
         return [source]
 
     key = _key((found.identity, *flags, SHIM, text), with_tensors)
-    return _cached(found, (*flags, *include), f"{key}.so", write, folder)
+    flags = (*flags, *_INCLUDES)
+    return _cached(f"{key}.so", lambda: _built(found, flags, write, True), folder)

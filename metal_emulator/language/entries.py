@@ -111,13 +111,14 @@ def prepared(
     return "".join(token.written for token in tokens)
 
 
-def chosen(entry: Entry | None, count: int) -> str:
+def chosen(entry: Entry | None, text: str) -> str:
     """Returns definitions of the macros in a prepared text, on one line each.
 
     Args:
         entry: The entry that is compiled.
-        count: Number of instantiations in the text.
+        text: The prepared text.
     """
+    count = text.count(_MACRO)
     lines = [f"#define {_MACRO}{number}(...)" for number in range(count)]
     if entry and entry.number >= 0:
         lines[entry.number] += f" constexpr auto& {ALIAS} = __VA_ARGS__;"
@@ -126,8 +127,9 @@ def chosen(entry: Entry | None, count: int) -> str:
 
 def checkable(tokens: Tokens, entry: Entry | None) -> str:
     """Returns a text with the instance of one entry, for the static check."""
-    for number, each in enumerate(_instantiations(tokens)):
-        if entry is None or number != entry.number:
+    for each in _instantiations(tokens):
+        instance = tokens.read_line(each.first, each.last + 1)
+        if entry is None or entry.name != (each.name or instance):
             tokens.blank_range(each.begin, each.end + 1)
     return "".join(token.written for token in tokens)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from metal_emulator.language import function_constants
+from metal_emulator.language import conditionals, function_constants
 from metal_emulator.language.components import checked_component
 from metal_emulator.language.declaration import (
     SPACES,
@@ -46,7 +46,12 @@ _TEXTS = 128
 def rewritten(text: str) -> str:
     """Returns Metal source as C++ with the same lines."""
     tokens = Tokens(text)
-    _drop_space_overloads(tokens)
+    overloads = list(_space_overloads(tokens))
+    if overloads:  # of what the preprocessor leaves
+        tokens = Tokens(conditionals.active(text))
+        overloads = list(_space_overloads(tokens))
+    for start, end in overloads:
+        tokens.blank_range(start, end + 1)
     rewriter = Rewriter(tokens)
     for at in range(len(tokens)):
         rewriter.rewrite(at)
@@ -70,10 +75,11 @@ def definitions(tokens: Tokens) -> Iterator[tuple[int, int, int]]:
             at = tokens.after(at)
 
 
-def _drop_space_overloads(tokens: Tokens) -> None:
-    """Removes definitions that differ from an earlier one only in address spaces.
+def _space_overloads(tokens: Tokens) -> Iterator[tuple[int, int]]:
+    """Yields definitions that differ from an earlier one only in address spaces.
 
-    Without address spaces they would be redefinitions. A definition that is spelled
+    Without address spaces they would be redefinitions, if the preprocessor leaves both.
+    A definition that is spelled
     exactly like the first is kept: it is in another namespace, or an error that clang
     reports.
     """
@@ -84,7 +90,7 @@ def _drop_space_overloads(tokens: Tokens) -> None:
         words = ["const" if word == "constant" else word for word in words]
         head = " ".join(word for word in words if word not in SPACES)
         if first.setdefault(head.replace("const const", "const"), spelled) != spelled:
-            tokens.blank_range(start, end + 1)
+            yield start, end
 
 
 def _type_end(tokens: Tokens, at: int, names: frozenset[str]) -> int:

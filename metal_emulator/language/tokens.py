@@ -158,7 +158,7 @@ class Tokens:
         return at
 
     @functools.cached_property
-    def _directives(self) -> list[tuple[int, int]]:
+    def directives(self) -> list[tuple[int, int]]:
         """First token and end of the line of each preprocessor directive."""
         marks = (at for at in range(len(self.tokens)) if self.text(at) == "#")
         found: list[tuple[int, int]] = []
@@ -169,10 +169,10 @@ class Tokens:
 
     def directive(self, at: int) -> int:
         """Returns the `#` of the directive that contains the token, or -1."""
-        index = bisect_right(self._directives, (at, len(self.tokens))) - 1
-        if index < 0 or at >= self._directives[index][1]:
+        index = bisect_right(self.directives, (at, len(self.tokens))) - 1
+        if index < 0 or at >= self.directives[index][1]:
             return -1
-        return self._directives[index][0]
+        return self.directives[index][0]
 
     def statement_limit(self, at: int) -> int:
         """Returns the end of the macro or text that contains a statement."""

@@ -94,7 +94,7 @@ def text() -> metal_emulator.Library:
 def test_entries_have_the_names_that_a_host_uses(text: metal_emulator.Library) -> None:
     assert [entry.name for entry in text.entries] == [
         *("scale", "weighted", "counted", "grow"),
-        *("vectors_half", "vectors", "left_out"),
+        *("vectors_half", "vectors"),
     ]
     assert [str(constant) for constant in text.constants] == [
         "nsg (600): short",
@@ -182,11 +182,83 @@ def test_instances_run_by_their_host_names(
     assert y.tolist() == [factor * i + 0.5 for i in range(32)]
 
 
-def test_an_instance_that_the_preprocessor_leaves_out_says_so(
-    text: metal_emulator.Library,
-) -> None:
-    with pytest.raises(CompileError, match="an #if of the text excludes this instance"):
-        vectors(text.function("left_out"), mx.int32)
+TWICE = """
+#define WIDE 0
+#if WIDE
+kernel void f(
+    device const float* x, device float* y, constant int& n,
+    uint i [[thread_position_in_grid]]) {
+  y[i] = n * x[i];
+}
+constant int more [[function_constant(0)]];
+constant int more = 9;
+float first(device const float* p) { return p[1]; }
+#elif defined(WIDE) && \\
+    __METAL_VERSION__ >= 300 /* and
+    two lines of a comment */
+constant float more [[function_constant(0)]];
+constant float more = 4.0f;
+float first(device const float* p);
+kernel void f(
+    device float* y,
+#ifdef ABSENT
+    device float* z [[buffer(1)]],
+#else
+    device const float* x [[buffer(1)]],
+#endif
+    uint i [[thread_position_in_grid]]) {
+  y[i] = 2 * x[i] + more + first(x)LATER;
+}
+#endif
+#ifndef WIDE
+kernel void g(device float* y) {}
+float first(const device float* p) { return p[2]; }
+#else
+float first(const device float* p) { return p[3]; }
+#endif
+"""
+
+
+def test_what_is_written_twice_is_what_the_preprocessor_leaves() -> None:
+    twice = library(TWICE.replace("LATER", ""))
+    y = [
+        twice.function("f", constants)(inputs=[X], **CALL, **FLOATS)[0].tolist()
+        for constants in ({}, {"more": 0.5}, {0: 0.25})
+    ]
+
+    assert [str(entry) for entry in twice.entries] == [
+        "f\n    device float* y, device const float* x"
+    ]
+    assert [str(constant) for constant in twice.constants] == ["more (0): float"]
+    assert y == [[2 * i + more + 3 for i in range(8)] for more in (4, 0.5, 0.25)]
+    twice.function("f").check()
+    with pytest.raises(EmulatorError, match=r"text line 26: y\[i\] = 2 \* x\[i\]"):
+        library(TWICE.replace("LATER", " + x[99]")).function("f")(
+            inputs=[X], **CALL, **FLOATS
+        )
+
+
+def test_the_check_is_of_one_instance_and_of_any_branch() -> None:
+    text = """
+    template <typename T> kernel void f(device T* y) { y[0] = T(1).x; }
+    #if __METAL_VERSION__ < 320
+    template [[host_name("g")]] kernel decltype(f<int4>) f<int4>;
+    #endif
+    template [[host_name("good")]] kernel decltype(f<int2>) f<int2>;
+    template [[host_name("bad")]] kernel decltype(f<int>) f<int>;
+    """
+    function = library(text).function
+
+    function("good").check()
+    with pytest.raises(CompileError, match="member reference base type 'int'"):
+        function("bad").check()
+
+
+def test_a_text_that_the_preprocessor_refuses_says_why() -> None:
+    wrong = "#if 1 +\n#endif\nkernel void f(device float* y) { y[0] = 1; }"
+
+    with pytest.raises(CompileError, match=r"error: expected value in expression\n.*1"):
+        library(wrong).function()(inputs=[], **ONE)
 
 
 def test_vector_types_are_template_arguments() -> None:

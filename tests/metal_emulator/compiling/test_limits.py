@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from metal_emulator import CompileError, EmulatorError, check_text, emulated
+from metal_emulator import (
+    CompileError,
+    EmulatorError,
+    check_text,
+    emulated,
+    library,
+)
 from metal_emulator.compiling import limited
 from support.marks import needs_emulator
 from support.metal_sources import each_thread, run
@@ -96,6 +102,14 @@ HOW = ("run", "traced", "checked")
 def test_a_compile_bomb_is_stopped(bomb: Bomb, size: int, how: str) -> None:
     with pytest.raises(CompileError, match="the compiler exceeds a limit"):
         compiled(bomb(size), how)
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_bomb_in_a_condition_is_stopped_once() -> None:
+    header, body = macros(30)
+
+    with pytest.raises(CompileError, match="not preprocessed: the compiler exceeds"):
+        library(f"{header}#if M30\n#endif\nkernel void f() {{ {body} }}")
 
 
 @pytest.mark.usefixtures("limits")

@@ -132,6 +132,18 @@ def test_a_function_constant_without_a_value_cannot_be_used() -> None:
 
 RUNNING = """
 constant int table[4] = {1, 2, 3, 4};
+def test_functions_of_two_branches_are_no_overloads() -> None:
+    header = """
+    #if __METAL_VERSION__ < 300
+    float value(const device float* x) { return x[0]; }
+    #else
+    float value(const threadgroup float* x) { return x[1]; }
+    #endif
+    """
+
+    assert run("out[0] = value(a);", mx.array([5.0, 7.0]), header=header)[0] == 7
+
+
 constant int zero = 0;
 extern constant int seed;
 int spin() {
