@@ -15,6 +15,7 @@ from metal_emulator.arrays import (
     output_argument,
     raw_array,
 )
+from metal_emulator.language.declaration import plain_type
 from metal_emulator.language.entries import ALIAS, Entry
 from metal_emulator.language.whole_kernel import Parameter
 from metal_emulator.memory import Argument
@@ -140,6 +141,8 @@ class BoundCall:
     def _argument(self, parameter: Parameter, numbers: Mapping[str, int]) -> str:
         """Returns an argument as C++."""
         name = parameter.name
+        if parameter.attribute == "threadgroup" and parameter.type.endswith("&"):
+            return f'emu::ThreadgroupReference<__COUNTER__>{{"{name}"}}'
         if parameter.attribute == "threadgroup":
             kind = f"char[{self.threadgroup_memory[name]}], __COUNTER__"
             return f'emu::Pointer{{&emu::threadgroup_variable<{kind}>("{name}")}}'
@@ -190,7 +193,8 @@ class BoundCall:
         """Returns the words of a parameter's type, template parameters replaced."""
         known = {**self.entry.arguments, **self.template}
         words = re.findall(r"\w+", parameter.type)
-        return re.findall(r"\w+", " ".join(known.get(word, word) for word in words))
+        given = " ".join(known.get(word, word) for word in words)
+        return re.findall(r"\w+", plain_type(given))
 
 
 def instance(entry: Entry, template: Mapping[str, str]) -> str:
@@ -206,4 +210,4 @@ def _attribute(parameter: Parameter) -> str:
     size = re.search(r"[23]$", kind)
     if parameter.attribute in _TRIPLES:
         value += {"2": ".xy", "3": ""}[size[0]] if size else ".x"
-    return f"emu::make<{kind}>({value})" if size else f"{kind}({value})"
+    return f"emu::make<{kind}>({value})"

@@ -48,6 +48,7 @@ class Signature:
                     f"kernel {entry.name}: parameter {str(each)!r}, expected a buffer, "
                     "threadgroup memory or an attribute of threads"
                 )
+        _check_indices(entry)
         memory = [each for each in entry.parameters if each.is_memory]
         written = [each.name for each in memory if each.is_written]
         chosen = written if outputs is None else list(outputs)
@@ -64,9 +65,15 @@ class Signature:
 
     @property
     def threadgroup_memory(self) -> tuple[str, ...]:
-        """Names of the parameters in threadgroup memory, in order."""
-        parameters = self.entry.parameters
-        return tuple(p.name for p in parameters if p.attribute == "threadgroup")
+        """Names of the pointers to threadgroup memory, in order.
+
+        What references refer to is as large as its type.
+        """
+        return tuple(
+            each.name
+            for each in self.entry.parameters
+            if each.attribute == "threadgroup" and not each.type.endswith("&")
+        )
 
     def bind(
         self,
@@ -135,6 +142,18 @@ class Signature:
                     "value"
                 )
         return {name: metal_text(given[name]) for name in names}
+
+
+def _check_indices(entry: Entry) -> None:
+    """Raises ValueError if two parameters have one index, which Metal refuses."""
+    first: dict[tuple[str, str], str] = {}
+    for each in entry.parameters:
+        place = (each.attribute, each.index)
+        if each.index and first.setdefault(place, each.name) != each.name:
+            raise ValueError(
+                f"kernel {entry.name}: parameters {first[place]!r} and {each.name!r} "
+                f"are both [[{each.attribute}({each.index})]], expected another index"
+            )
 
 
 def _check_known(

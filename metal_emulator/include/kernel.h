@@ -45,6 +45,16 @@ METAL_FUNC T& threadgroup_variable(const char* name) {
   return *static_cast<T*>(mslemu_threadgroup_memory(Slot, sizeof(T), name));
 }
 
+// A parameter in threadgroup memory, as large as its type.
+template <u32 Slot>
+struct ThreadgroupReference {
+  const char* name;
+  template <class T>
+  METAL_FUNC operator T&() const {
+    return threadgroup_variable<T, Slot>(name);
+  }
+};
+
 template <class T>
 METAL_FUNC constexpr T&& whole(T&& object) {
   return static_cast<T&&>(object);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from metal_emulator.language.tokens import Tokens
@@ -10,6 +11,22 @@ SPACES = frozenset({"device", "threadgroup", "thread"})
 """Address spaces that the emulator removes."""
 STATEMENT_ENDS = frozenset(["", "{", "}", ";", ")", ":"])
 """Tokens that can precede a statement."""
+
+_INTEGER_WORD = r"(?:(?:un)?signed|char|short|int|long)"
+_INTEGER = re.compile(rf"\b{_INTEGER_WORD}(?:\s+{_INTEGER_WORD})+\b|\b(?:un)?signed\b")
+
+
+def plain_type(text: str) -> str:
+    """Returns a type with Metal's short names: `uint2` is `metal::uint2`."""
+
+    def short(found: re.Match[str]) -> str:
+        words = found[0].split()
+        size = next(
+            (word for word in ("char", "short", "long") if word in words), "int"
+        )
+        return f"u{size}" if "unsigned" in words else size
+
+    return _INTEGER.sub(short, re.sub(r"\bmetal\s*::\s*", "", text))
 
 
 def is_declarator(tokens: Tokens, opening: int) -> bool:

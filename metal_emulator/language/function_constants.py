@@ -6,11 +6,13 @@ later in the text.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from metal_emulator.language.declaration import STATEMENT_ENDS
+from metal_emulator.language.declaration import STATEMENT_ENDS, plain_type
 from metal_emulator.language.tokens import Tokens
 
 Value = bool | int | float | Sequence["bool | int | float"]
@@ -32,7 +34,7 @@ class FunctionConstant:
 
     Attributes:
         name: The name.
-        type: Its type, as written.
+        type: Its type, as `plain_type`.
         index: Its index, or None if it is no sum of numbers and macros.
         begin: The token `constant`.
         attribute: The `[` of its attribute.
@@ -71,11 +73,19 @@ class FunctionConstant:
             return str(bool(value)).lower()
         if isinstance(value, int) and value in _range(kind):
             return str(int(value))
-        if kind in _FLOATING and isinstance(value, int | float):
-            return f"{kind}({float(value)!r})"
+        if kind in _FLOATING and isinstance(value, float | int):
+            with contextlib.suppress(OverflowError):  # an integer beyond all floats
+                return f"{kind}({_float(float(value))})"
         raise ValueError(
             f"constant {self.name}={value!r}, expected a value of {self.type}"
         )
+
+
+def _float(value: float) -> str:
+    """Returns a number as Metal text."""
+    if math.isnan(value):
+        return "NAN"
+    return repr(value).replace("inf", "INFINITY")
 
 
 def _range(kind: str) -> range:
@@ -110,7 +120,7 @@ def function_constants(tokens: Tokens) -> Iterator[FunctionConstant]:
         index = tokens.read_line(bracket + 1, tokens.closing(bracket))
         kind = tokens.read_line(begin + 1, name).removeprefix("const ")
         yield FunctionConstant(
-            tokens.text(name), kind, _sum(index, macros), begin, opening
+            tokens.text(name), plain_type(kind), _sum(index, macros), begin, opening
         )
 
 

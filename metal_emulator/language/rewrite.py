@@ -138,19 +138,27 @@ def _skip_prefixes(tokens: Tokens, at: int) -> int:
 
 @dataclass(frozen=True)
 class _Names:
-    """Names of types: `vectors` are vectors, `types` include template parameters."""
+    """Names of types.
+
+    `vectors` are vectors, `types` include template parameters, `buffers` are those of
+    memory that a caller gives.
+    """
 
     vectors: frozenset[str]
     types: frozenset[str]
+    buffers: frozenset[str]
 
     @classmethod
     def of(cls, tokens: Tokens) -> _Names:
         vectors, types = set(VECTORS), set(VECTORS)
+        buffers: set[str] = set()
         for at in range(len(tokens)):
             word = tokens.text(at)
             name = tokens.after(at)
             follower = tokens.after(name)
-            if word in ("typename", "class") and tokens.text(follower) in (
+            if word in ("device", "constant"):
+                buffers.add(tokens.text(name))
+            elif word in ("typename", "class") and tokens.text(follower) in (
                 ",",
                 ">",
                 "=",
@@ -165,7 +173,7 @@ class _Names:
                 if end >= 0:
                     vectors.add(tokens.text(tokens.after(end)))
                     types.add(tokens.text(tokens.after(end)))
-        return cls(frozenset(vectors), frozenset(types))
+        return cls(frozenset(vectors), frozenset(types), frozenset(buffers))
 
 
 class Rewriter:
@@ -185,6 +193,8 @@ class Rewriter:
             self._threadgroup_variables(at)
         elif token.text == "template":
             self._host_name(at)
+        elif token.text == "typedef":
+            self._runtime_array(at)
         elif token.text == "static_cast":
             token.written = "emu::cast"
         elif token.kind == "name":
@@ -206,6 +216,22 @@ class Rewriter:
             closing = tokens.closing(at)
             tokens.blank_range(at, closing + 1)
             at = tokens.after(closing)
+
+    def _runtime_array(self, at: int) -> None:
+        """Rewrites `typedef uint name[1];` of a buffer, which has any length.
+
+        So naga writes an array without a bound; trace mode would check the index.
+        """
+        tokens = self.tokens
+        end = tokens.after(at)
+        while tokens.text(end) not in (";", ""):
+            end = tokens.after(end)
+        length = tokens.before(tokens.before(end))
+        name = tokens.before(tokens.before(length))
+        if tokens.read_line(name + 1, end) == "[1]" and (
+            tokens.text(name) in self.names.buffers
+        ):
+            tokens.blank(length)
 
     def _component(self, at: int) -> None:
         checked_component(self.tokens, at)

@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from metal_emulator.language.declaration import plain_type
 from metal_emulator.language.tokens import Tokens
 
-_ATTRIBUTE = re.compile(r"\[\[\s*(?P<name>\w+)\s*(?:\(.*?\)\s*)?\]\]", re.DOTALL)
+_ATTRIBUTES = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
+_ATTRIBUTE = re.compile(r"(?P<name>\w+)\s*(?:\((?P<argument>.*?)\))?\s*(?:,|$)")
+_CONDITION = "function_constant"
 _HOST_NAME = re.compile(r'host_name\s*\(\s*"(?P<name>[^"]*)"\s*\)')
 _MEMORY = frozenset({"", "buffer"})
 
@@ -19,14 +22,17 @@ class Parameter:
     """A parameter of a kernel.
 
     Attributes:
-        type: The text before the name, including `*` or `&`.
+        type: The text before the name, including `*` or `&`, as `plain_type`.
         name: The name, or "" if it is not understood.
         attribute: The Metal attribute without arguments, or "".
+        index: The argument of the attribute, or ""; also "" if a function constant
+            decides whether there is the parameter.
     """
 
     type: str
     name: str
     attribute: str
+    index: str
 
     @property
     def is_memory(self) -> bool:
@@ -117,12 +123,23 @@ def _parameters(tokens: Tokens, opening: int, closing: int) -> Iterator[Paramete
     starts = [*_items(tokens, opening, closing), closing + 1]
     for begin, end in itertools.pairwise(starts):
         text = tokens.read_line(begin, end - 1).rstrip(" ,")
-        attribute = _ATTRIBUTE.search(text)
-        words = re.match(r"(.*?)(\w+)$", _ATTRIBUTE.sub("", text).strip(), re.DOTALL)
+        words = re.match(r"(.*?)(\w+)$", _ATTRIBUTES.sub("", text).strip(), re.DOTALL)
         kind, name = (words[1], words[2]) if words else (text, "")
-        yield Parameter(
-            " ".join(kind.split()), name, attribute["name"] if attribute else ""
-        )
+        kind = plain_type(" ".join(kind.split()))
+        yield Parameter(kind, name, *_attribute(kind, text))
+
+
+def _attribute(kind: str, text: str) -> tuple[str, str]:
+    """Returns the attribute of a parameter and its argument."""
+    given = {
+        found["name"]: found["argument"] or ""
+        for each in _ATTRIBUTES.findall(text)
+        for found in _ATTRIBUTE.finditer(each.strip())
+    }
+    conditional = given.pop(_CONDITION, None) is not None
+    space = "threadgroup" if re.search(r"\bthreadgroup\b", kind) else ""
+    name, index = next(iter(given.items()), (space, ""))
+    return name, "" if conditional else index
 
 
 def _items(tokens: Tokens, opening: int, closing: int) -> Iterator[int]:

@@ -17,7 +17,17 @@ _SPACES = frozenset(
 )
 _QUALIFIERS = frozenset(
     {"const", "volatile", "constexpr", "static", "inline", "typename", "struct", "::"}
-) | {"METAL_FUNC", "unsigned", "signed", "metal", *_SPACES}
+) | {
+    "METAL_FUNC",
+    "metal",
+    "unsigned",
+    "signed",
+    "char",
+    "short",
+    "int",
+    "long",
+    *_SPACES,
+}
 _INTEGERS = ["char", "uchar", "short", "ushort", "int", "uint", "long", "ulong"]
 _SIZED = [f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _SCALARS = frozenset(

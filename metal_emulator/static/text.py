@@ -97,6 +97,9 @@ class StaticRewriter(rewrite.Rewriter):
         elif _FLOAT.fullmatch(text):
             self._write_literal(at, _inexact(float(text.rstrip("fF"))))
 
+    def _runtime_array(self, at: int) -> None:
+        """Does nothing: without a run no index is checked."""
+
     def _component(self, at: int) -> None:
         """Does nothing: there is no alignment check without a run."""
 

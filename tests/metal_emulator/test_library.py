@@ -112,6 +112,21 @@ def test_constants_are_given_by_name_or_index(
     assert y.tolist() == [-2 * i for i in range(8)]
 
 
+@pytest.mark.parametrize("kind", ["half", "float", "bfloat"])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e-3])
+def test_a_constant_may_be_any_float(kind: str, value: float) -> None:
+    head = f"constant {kind} c [[function_constant(0)]];\nconstant metal::{kind}2 d "
+    text = (
+        "[[function_constant(1)]];\nkernel void f(device float* y) { y[0] = c + d.y; }"
+    )
+
+    (y,) = library(head + text).function(constants={0: 0, "d": (0, value)})(
+        inputs=[], **ONE
+    )
+
+    np.testing.assert_allclose(y.item(), value, rtol=2**-8)
+
+
 def test_a_constant_may_be_a_vector(text: metal_emulator.Library) -> None:
     weighted = text.function("weighted", {"weights": (2, 0.5)})
 
@@ -139,6 +154,7 @@ def test_a_missing_constant_is_named(text: metal_emulator.Library) -> None:
         ({7: 4}, "constant 7, expected one of the text: nsg (600)"),
         ({"nsg": 4.5}, "constant nsg=4.5, expected a value of short"),
         ({"nsg": 2**15}, "constant nsg=32768, expected a value of short"),
+        ({"weights": (10**400, 0)}, f"constant weights={10**20}"),
         ({"negate": 2}, "constant negate=2, expected a value of bool"),
         ({"weights": 1.0}, "constant weights=1.0, expected 2 numbers (float2)"),
         ({"nsg": 1, 600: 1}, "constant nsg is given by name and by index"),
@@ -349,6 +365,45 @@ def test_a_wrong_call_is_refused(
     assert words in str(caught.value)
 
 
+def test_parameters_of_two_function_constants_may_have_one_index() -> None:
+    head = "constant bool a [[function_constant(0)]];\nkernel void f(device float* y "
+    x = "[[function_constant(a), buffer(0)]], device int* z [[buffer(0), "
+
+    function = library(f"{head}{x}function_constant(b)]]) {{ }}").function()
+
+    assert function.outputs == ("y", "z")
+
+
+def test_types_have_their_other_names_too() -> None:
+    text = """
+    #include <simd/simd.h>
+    constant unsigned short offset [[function_constant(0)]];
+    constant metal::uint2 pair [[function_constant(1)]];
+    kernel void f(
+        device const unsigned int* x, constant signed char& s,
+        device unsigned long int* y, const metal::uint3 at [[thread_position_in_grid]],
+        unsigned short lane [[thread_index_in_simdgroup]],
+        unsigned n [[threads_per_grid]]) {
+      y[at.x] = x[lane] + s + offset + pair.y + n;
+    }
+    """
+    function = library(text).function(constants={0: 65535, "pair": (0, 2**32 - 1)})
+
+    function.check()
+    (y,) = function(
+        inputs=[mx.arange(8).astype(mx.uint32), -1],
+        output_shapes=[(8,)],
+        output_dtypes=[mx.uint64],
+        **CALL,
+    )
+
+    assert y.tolist() == [(i - 1 + 65535 + 2**32 - 1 + 8) % 2**32 for i in range(8)]
+    with pytest.raises(
+        ValueError, match="'x' is device const uint\\*, expected an arr"
+    ):
+        function(inputs=[X, 1], output_shapes=[(8,)], output_dtypes=[mx.uint64], **CALL)
+
+
 def test_numbers_have_the_type_of_their_parameter() -> None:
     body = "{ y[0] = n + small; }"
     head = "kernel void f(device float* y, constant ulong& n, constant uchar* s)"
@@ -373,6 +428,18 @@ def test_numbers_have_the_type_of_their_parameter() -> None:
             "output 'x', expected a parameter in device memory, not const (y)",
         ),
         ("uint kernel = 1; y[0] = kernel;", None, None, "(none: it is a body)"),
+        (
+            "kernel void f(device int* x [[buffer(1)]], device int* y [[ buffer(1) ]])"
+            " {}",
+            *(None, None),
+            "parameters 'x' and 'y' are both [[buffer(1)]], expected another index",
+        ),
+        (
+            "kernel void f(threadgroup int* x [[threadgroup(0)]], device int* y "
+            "[[buffer(0)]], threadgroup float* z [[threadgroup(0)]]) {}",
+            *(None, None),
+            "parameters 'x' and 'z' are both [[threadgroup(0)]], expected another",
+        ),
         (
             "kernel void f(texture2d<float> t [[texture(0)]]) {}",
             *(None, None),

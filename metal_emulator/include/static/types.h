@@ -248,13 +248,18 @@ threadgroup T& threadgroup_variable(const constant char*) {
 
 }  // namespace emu
 
+// Metal has these names in its namespace too.
 #define EMU_VECTORS(type)                              \
   using type##2 = metal::vec<type, 2>;                 \
   using type##3 = metal::vec<type, 3>;                 \
   using type##4 = metal::vec<type, 4>;                 \
   using packed_##type##2 = metal::packed_vec<type, 2>; \
   using packed_##type##3 = metal::packed_vec<type, 3>; \
-  using packed_##type##4 = metal::packed_vec<type, 4>;
+  using packed_##type##4 = metal::packed_vec<type, 4>; \
+  namespace metal {                                    \
+  using ::type##2, ::type##3, ::type##4;               \
+  using ::packed_##type##2, ::packed_##type##3, ::packed_##type##4; \
+  }
 EMU_VECTORS(char)
 EMU_VECTORS(uchar)
 EMU_VECTORS(short)
@@ -274,7 +279,11 @@ using bool4 = uchar4;
 
 namespace metal {
 
-using ::bfloat;
+using ::uchar, ::ushort, ::uint, ::ulong, ::bfloat;
+using ::int8_t, ::int16_t, ::int32_t, ::int64_t;
+using ::uint8_t, ::uint16_t, ::uint32_t, ::uint64_t;
+using ::size_t, ::ptrdiff_t, ::uintptr_t, ::intptr_t;
+using ::bool2, ::bool3, ::bool4;
 
 template <class To, class From>
 METAL_FUNC constexpr To as_type(From value) {

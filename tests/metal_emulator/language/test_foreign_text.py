@@ -1,9 +1,16 @@
 """What other people's Metal headers ask of the front end and the shim headers."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from metal_emulator import CompileError, check_text, emulated
+from metal_emulator import (
+    CompileError,
+    EmulatorError,
+    check_text,
+    emulated,
+    library,
+)
 from support.marks import needs_emulator
 from support.metal_cases import Values
 from support.metal_sources import run
@@ -125,13 +132,6 @@ def test_instances_with_host_names_are_checked() -> None:
     check_text(HEADER)
 
 
-def test_a_function_constant_without_a_value_cannot_be_used() -> None:
-    with pytest.raises(CompileError, match="unused"):
-        run("out[0] = unused ? 2 : 1;", header=HEADER)
-
-
-RUNNING = """
-constant int table[4] = {1, 2, 3, 4};
 def test_functions_of_two_branches_are_no_overloads() -> None:
     header = """
     #if __METAL_VERSION__ < 300
@@ -144,6 +144,136 @@ def test_functions_of_two_branches_are_no_overloads() -> None:
     assert run("out[0] = value(a);", mx.array([5.0, 7.0]), header=header)[0] == 7
 
 
+def test_a_function_constant_without_a_value_cannot_be_used() -> None:
+    with pytest.raises(CompileError, match="unused"):
+        run("out[0] = unused ? 2 : 1;", header=HEADER)
+
+
+TRANSLATED = """
+#include <metal_stdlib>
+#include <simd/simd.h>
+using metal::uint;
+struct AnyZero {
+    template<typename T>
+    operator T() && {
+        return T {};
+    }
+};
+struct Sizes {
+    uint size0;
+    uint size1;
+};
+typedef uint runtime_array[1];
+struct Counts {
+    uint total;
+    runtime_array each;
+};
+struct Params {
+    metal::packed_float3 bias;
+    uint n;
+};
+struct Tile {
+    metal::float4 inner[8];
+};
+
+uint halved(uint n) {
+    uint m = {};
+    m = n;
+    return m / 2u;
+}
+uint get(device runtime_array const& v, uint i, constant Sizes& sizes) {
+    return uint(i) < 1 + (sizes.size0 - 0 - 4) / 4 ? v[i] : AnyZero();
+}
+
+struct main_Input {
+};
+kernel void main_(
+  metal::uint3 id [[thread_position_in_grid]]
+, metal::uint3 local [[thread_position_in_threadgroup]]
+, device runtime_array const& v [[buffer(0)]]
+, device runtime_array& w [[buffer(1)]]
+, device Counts& counts [[buffer(2)]]
+, constant Params& params [[buffer(4)]]
+, threadgroup Tile& tile
+, threadgroup metal::atomic_uint& count
+, constant Sizes& sizes [[buffer(5)]]
+) {
+    if (metal::all(local == metal::uint3(0u))) {
+        tile = {};
+        metal::atomic_store_explicit(&count, 0, metal::memory_order_relaxed);
+    }
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    bool inside = metal::all(id < metal::uint3(params.n));
+    metal::float4 x = metal::float4(static_cast<float>(id.x)) * metal::float4(2.0);
+    tile.inner[local.x] = x + metal::float4(metal::float3(params.bias), 0.0);
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    uint _e7 = metal::atomic_fetch_add_explicit(
+        &count, 1u, metal::memory_order_relaxed);
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+    uint _e9 = halved(get(v, id.x, sizes)) + static_cast<uint>(tile.inner[local.x].y);
+    w[id.x] = _e9 + as_type<uint>(metal::int2(1, 0).y) + metal::min(unsigned(_e7), 0u);
+    if (inside) {
+        counts.each[id.x] = metal::atomic_load_explicit(
+            &count, metal::memory_order_relaxed);
+    }
+    if (id.x == 0u) {
+        counts.total = params.n;
+    }
+    return;
+}
+"""
+"""As naga translates WGSL: no `using namespace`, arrays of any length as those of one
+element, threadgroup variables as references without an attribute."""
+
+
+def translated(text: str) -> list[mx.array]:
+    sizes = np.array([64, 128], np.uint32).tobytes()
+    params = np.array([1, 3, 4], np.float32).tobytes()
+    params += np.array([32], np.uint32).tobytes()
+    v = mx.arange(16, 32).astype(mx.uint32)
+    return library(text).function("main_")(
+        inputs={"v": v, "params": params, "sizes": sizes},
+        output_shapes=[(32,), (33,)],
+        output_dtypes=[mx.uint32, mx.uint32],
+        grid=(32, 1, 1),
+        threadgroup=(8, 1, 1),
+    )
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_what_naga_writes_runs(trace: bool) -> None:
+    library(TRANSLATED).function("main_").check()
+    with emulated(trace=trace, complete=True):
+        w, counts = translated(TRANSLATED)
+
+    i = np.arange(32)
+    np.testing.assert_array_equal(w, np.where(i < 16, 8 + i // 2, 0) + 2 * i + 3)
+    assert counts.tolist() == [32] + [8] * 32
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("w[id.x]", "w[id.x + 1]", "write outside buffer 'w' (128 bytes), at byte 128"),
+        (
+            "inner[local.x].y",
+            "inner[local.x + 8].y",
+            "read outside threadgroup variable 'tile' (128",
+        ),
+        ("if (metal::all(local == metal::uint3(0u)))", "if (false)", "never written"),
+    ],
+)
+def test_faults_in_what_naga_writes_are_found(
+    right: str, wrong: str, words: str
+) -> None:
+    with emulated(trace=True), pytest.raises(EmulatorError) as caught:
+        translated(TRANSLATED.replace(right, wrong))
+
+    assert words in str(caught.value)
+
+
+RUNNING = """
+constant int table[4] = {1, 2, 3, 4};
 constant int zero = 0;
 extern constant int seed;
 int spin() {

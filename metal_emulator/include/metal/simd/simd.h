@@ -1,0 +1,1 @@
+// Everything is in kernel.h, which comes before every kernel.
