@@ -40,13 +40,6 @@ the same flags, which saves a fifth of a kernel's compile time."""
 SHIM = "shim"
 """Folder of the shim headers in debug information."""
 
-_INCLUDES = (
-    *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
-    *("-I", str(INCLUDE / TENSOR)),
-    # Installations share the cache, so debug lines must not contain their paths.
-    f"-ffile-prefix-map={INCLUDE}={SHIM}",
-)
-
 
 @functools.cache
 def _shim_digest(with_tensors: bool) -> bytes:
@@ -188,6 +181,15 @@ def runtime_library(found: Compiler) -> Path:
     return _cached(file_name, lambda: _built(found, flags, lambda _: files, False))
 
 
+def _include_flags() -> tuple[str, ...]:
+    return (
+        *("-I", str(INCLUDE), "-I", str(INCLUDE / "metal")),
+        *("-I", str(INCLUDE / TENSOR)),
+        # Installations share the cache, so debug lines must not contain their paths.
+        f"-ffile-prefix-map={INCLUDE}={SHIM}",
+    )
+
+
 def _kernel_flags(found: Compiler, text: str) -> tuple[str, ...]:
     flags = (*FLAGS, *METAL_FLAGS, *found.separate_traps, *machine_flags())
     return (*flags, *TENSOR_FLAGS) if uses_tensors(text) else flags
@@ -199,7 +201,7 @@ def preprocessed(found: Compiler, probe: str, text: str) -> str:
     Raises:
         RefusedError: If it refuses the probe.
     """
-    flags = (*_kernel_flags(found, text), *_INCLUDES, "-include", HEADER)
+    flags = (*_kernel_flags(found, text), *_include_flags(), "-include", HEADER)
     return run((*found.clang, *flags, "-E", "-P", "-x", "c++", "-"), text=probe)
 
 
@@ -236,5 +238,5 @@ def kernel_library(
         return [source]
 
     key = _key((found.identity, *flags, SHIM, text), with_tensors)
-    flags = (*flags, *_INCLUDES)
+    flags = (*flags, *_include_flags())
     return _cached(f"{key}.so", lambda: _built(found, flags, write, True), folder)

@@ -3,7 +3,11 @@
 // One flat address space: the qualifiers mean nothing here, except that `constant` data
 // cannot be written. Their check is the business of the static checker, not of this
 // build.
-#pragma once
+//
+// A macro guards it, because a precompiled header does not know its own file again once
+// an installation or a checkout has written that anew.
+#ifndef MSLEMU_KERNEL
+#define MSLEMU_KERNEL
 #include "mlx.h"
 
 namespace emu {
@@ -127,4 +131,5 @@ METAL_FUNC uint3 thread_position_in_grid() {
 #define emu_whole(...) ::emu::whole(__VA_ARGS__)
 #else
 #define emu_whole(...) (__VA_ARGS__)
+#endif
 #endif
