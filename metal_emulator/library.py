@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from metal_emulator import modes
 from metal_emulator.dispatch import Dispatch
-from metal_emulator.language import entries, function_constants, includes
+from metal_emulator.errors import told_to_caller
+from metal_emulator.language import conditionals, entries, function_constants, includes
 from metal_emulator.language.entries import Entry
 from metal_emulator.language.function_constants import FunctionConstant, Value
 from metal_emulator.language.lines import SourceMap
@@ -38,8 +39,8 @@ class Library:
     def __init__(self, name: str, text: str) -> None:
         self.name = name
         self.text = text
-        self._prepared: dict[str, str] = {}
         self._active = conditionals.active(text)
+        self._prepared: dict[str, str] = {}
         tokens = Tokens(self._active)
         self.entries: tuple[Entry, ...] = tuple(entries.entries(tokens))
         self.constants: tuple[FunctionConstant, ...] = tuple(
@@ -97,8 +98,8 @@ def library(
 
     Raises:
         ValueError: If an included file is no text in UTF-8.
-    """
         CompileError: If its conditions exceed a limit of the compiler.
+    """
     return Library(name, includes.flattened(text, name, [*map(Path, include)]))
 
 
@@ -129,6 +130,7 @@ class Function:
         self._prepared = library.prepared(constants)
         self._programs = Programs()
 
+    @told_to_caller
     def __call__(
         self,
         *,
@@ -188,6 +190,7 @@ class Function:
             program, dispatch, arguments, arrays, output_shapes, output_dtypes
         )
 
+    @told_to_caller
     def check(
         self,
         template: Sequence[tuple[str, Any]] | None = None,

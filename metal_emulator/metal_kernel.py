@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import mlx.core as mx
 from metal_emulator import modes
 from metal_emulator.arrays import info_arguments, input_argument, output_argument
 from metal_emulator.dispatch import Dispatch, record
+from metal_emulator.errors import told_to_caller
 from metal_emulator.language import frontend
 from metal_emulator.language.lines import SourceMap
 from metal_emulator.memory import Argument
@@ -22,8 +24,8 @@ from metal_emulator.program import (
     execute,
 )
 
-# Read at import, because `emulated` replaces it.
-_stock = mx.fast.metal_kernel
+# Read at import, because `emulated` replaces it; pytest's plugin wraps it before.
+_stock = inspect.unwrap(mx.fast.metal_kernel)
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,19 @@ class Recorded:
 
 
 class MetalKernel:
-    """A custom kernel that runs on the CPU, called like a kernel of MLX."""
+    """A custom kernel that runs on the CPU, called like a kernel of MLX.
+
+    Attributes:
+        stock: The kernel of MLX.
+    """
 
     def __init__(self, name: str, header: str, stock: Callable[..., Any]) -> None:
         self._name = name
         self._header = header
-        self._stock = stock
+        self.stock = stock
         self._programs = Programs()
 
+    @told_to_caller
     def __call__(
         self,
         *,
@@ -139,7 +146,7 @@ class MetalKernel:
     def _recorded(self, arrays: list[Any], call: dict[str, Any]) -> Recorded:
         def make() -> Recorded:
             dispatch = record(
-                lambda *blanks: self._stock(inputs=list(blanks), **call), arrays
+                lambda *blanks: self.stock(inputs=list(blanks), **call), arrays
             )
             return Recorded.compiled(self._name, self._header, dispatch)
 
@@ -147,6 +154,19 @@ class MetalKernel:
             _key(arrays, call), modes.options.get(), make
         )
         return found
+
+
+@dataclass(frozen=True)
+class DeferredKernel:
+    """A kernel that is emulated if called inside of `emulated`, and else MLX's."""
+
+    emulated: MetalKernel
+
+    def __call__(self, *inputs: Any, **call: Any) -> Any:
+        """Runs the kernel that `mx.fast.metal_kernel` would return now."""
+        __tracebackhide__ = True  # for pytest
+        inside = mx.fast.metal_kernel is metal_kernel
+        return (self.emulated if inside else self.emulated.stock)(*inputs, **call)
 
 
 def _key(arrays: list[Any], call: dict[str, Any]) -> tuple[Any, ...]:

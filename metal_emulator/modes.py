@@ -24,6 +24,7 @@ class Options:
         resident: Threadgroups that one host thread interleaves.
         time_limit: Maximum seconds per threadgroup.
         tensor_layout: Order of the elements of cooperative tensors.
+        complete: Whether an output element that no thread writes is an error.
     """
 
     seed: int = 0
@@ -32,6 +33,7 @@ class Options:
     resident: int = 1
     time_limit: float = 60.0
     tensor_layout: str = "m5"
+    complete: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:

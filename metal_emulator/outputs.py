@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from metal_emulator import modes
 from metal_emulator.arrays import raw_array
 from metal_emulator.errors import EmulatorError, EmulatorWarning
 from metal_emulator.memory import MappedArgument
@@ -44,27 +45,29 @@ def check_outputs(
         memories: The runtime's records of the outputs.
 
     Raises:
-        EmulatorError: If an element comes from a private variable that was never set.
+        EmulatorError: If an element comes from a private variable that was never set,
+            or, with the option `complete`, was never written.
 
     Warns:
-        EmulatorWarning: If no thread has written an element.
+        EmulatorWarning: If no thread has written an element, without that option.
     """
     # An input with these bit patterns may be copied to an output.
     ambiguous = any(_unset(raw_array(array), array.dtype).any() for array in inputs)
     for (buffer, dtype), memory in zip(outputs, memories, strict=True):
         if memory.unwritten:
-            _warn(name, buffer.argument.name, dtype.size, memory)
+            message = _unwritten(name, buffer.argument.name, dtype.size, memory)
+            if modes.options.get().complete:
+                raise EmulatorError(message)
+            warnings.warn(message, EmulatorWarning, stacklevel=5)  # the caller
         elif buffer.argument.size and not ambiguous:
             _check_set(name, buffer, dtype)
 
 
-def _warn(name: str, output: str, size: int, memory: Memory) -> None:
+def _unwritten(name: str, output: str, size: int, memory: Memory) -> str:
     count, total = -(-memory.unwritten // size), memory.bytes // size
-    warnings.warn(
+    return (
         f"kernel {name}: {count} of {total} elements of output {output!r} were never "
-        f"written, the first is element {memory.first_unwritten // size}",
-        EmulatorWarning,
-        stacklevel=6,  # the caller of the kernel
+        f"written, the first is element {memory.first_unwritten // size}"
     )
 
 

@@ -14,6 +14,12 @@ from metal_emulator.counters import Counters
 from metal_emulator.metal_kernel import metal_kernel
 from metal_emulator.modes import Options
 
+_NO_GPU = "[metal_kernel] No Metal back-end"
+_CREATED_BEFORE = (
+    "This kernel was created before emulated(), perhaps when its module was imported: "
+    "create it, or import its module, inside the block."
+)
+
 
 @contextmanager
 def emulated(
@@ -24,11 +30,13 @@ def emulated(
     resident: int | None = None,
     time_limit: float | None = None,
     tensor_layout: str | None = None,
+    complete: bool | None = None,
 ) -> Iterator[Options]:
     """Runs every custom Metal kernel of MLX on the CPU inside the block.
 
     The block replaces `mx.fast.metal_kernel`. Kernels that are created inside the
-    block remain emulated after it. The replacement is not thread-safe.
+    block remain emulated after it, and those created before remain MLX's, except in
+    tests: pytest's plugin sees to them. The replacement is not thread-safe.
 
     An option that is None keeps the value of the enclosing block.
 
@@ -44,6 +52,8 @@ def emulated(
         time_limit: Maximum seconds per threadgroup; default 60.
         tensor_layout: Order of the elements of cooperative tensors in the lanes of a
             simdgroup: "m5" (default), "g16", or "scrambled", which is no GPU's.
+        complete: Whether an output element that no thread writes is an error in trace
+            mode; default False: a warning.
 
     Raises:
         ValueError: If a number is not positive, `resident` exceeds 256, or there is no
@@ -56,6 +66,7 @@ def emulated(
         "resident": resident,
         "time_limit": time_limit,
         "tensor_layout": tensor_layout,
+        "complete": complete,
     }
     changed: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
     inner = replace(modes.options.get(), **changed)
@@ -64,6 +75,10 @@ def emulated(
     mx.fast.metal_kernel = cast(Any, metal_kernel)
     try:
         yield inner
+    except RuntimeError as error:
+        if _NO_GPU in str(error):
+            error.add_note(_CREATED_BEFORE)
+        raise
     finally:
         mx.fast.metal_kernel = outer_kernel
         modes.options.reset(token)

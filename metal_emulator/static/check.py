@@ -8,6 +8,7 @@ Metal library. Nothing is run.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import mlx.core as mx
 
 from metal_emulator.compiling import build, compiler, limited
 from metal_emulator.dispatch import Dispatch, record
-from metal_emulator.errors import CompileError, EmulatorError
+from metal_emulator.errors import CompileError, EmulatorError, told_to_caller
 from metal_emulator.language.lines import FILE, Location, SourceMap
 from metal_emulator.language.tokens import Tokens
 from metal_emulator.static.messages import Operands, diagnostics, multiplications
@@ -25,8 +26,8 @@ from metal_emulator.static.rules import findings
 from metal_emulator.static.text import translated
 from metal_emulator.static.versions import too_new
 
-# Read at import, because `emulated` replaces it.
-_stock = mx.fast.metal_kernel
+# Read at import, because `emulated` replaces it; pytest's plugin wraps it before.
+_stock = inspect.unwrap(mx.fast.metal_kernel)
 
 _STATIC = build.INCLUDE / "static"
 _FLAGS = (
@@ -97,6 +98,7 @@ class _Unit:
         return Location(file, number)
 
 
+@told_to_caller
 def check(
     name: str,
     input_names: Sequence[str],
@@ -155,6 +157,7 @@ def check(
     )
 
 
+@told_to_caller
 def check_text(
     text: str,
     *,

@@ -334,6 +334,17 @@ def test_tracing_raises_an_error_that_names_the_remedy(
         transform(lambda x: call(kernel, inputs=[x + 1])[0])(FLOATS)
 
 
+def test_a_kernel_of_mlx_that_was_created_before_is_told_from_other_errors() -> None:
+    def raised(message: str) -> list[str]:
+        with pytest.raises(RuntimeError) as caught, metal_emulator.emulated():
+            raise RuntimeError(message)
+        return getattr(caught.value, "__notes__", [])
+
+    (note,) = raised("[metal_kernel] No Metal back-end.")  # what MLX raises
+    assert "created before emulated()" in note
+    assert raised("another") == []
+
+
 def test_gradients_pass_through_a_custom_function() -> None:
     kernel = copy_kernel()
 

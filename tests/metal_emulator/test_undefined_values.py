@@ -184,6 +184,8 @@ def test_output_elements_that_nobody_writes_are_told(dtype: mx.Dtype) -> None:
 
     with pytest.warns(EmulatorWarning, match=words):
         traced(lines, dtype=dtype)
+    with emulated(complete=True), pytest.raises(EmulatorError, match=words):
+        traced(lines, dtype=dtype)
     assert traced(lines, dtype=dtype, init_value=7)[2] == 7
 
 
