@@ -65,7 +65,7 @@ OTHER_SUBJECTS = re.compile(
 )
 NAMES_OF_THE_DISTRIBUTION = re.compile(
     r"MLX_MARLIN_CLANG|MLX_MARLIN_BACKEND=stock|mlx-marlin cache"
-    r'|distribution `mlx-marlin`|"mlx_marlin-?"'
+    r'|distribution `mlx-marlin`|"mlx_marlin-?"|checkout of mlx_marlin'
 )
 """What packaging shares: its variables, its cache and its extra."""
 
