@@ -27,6 +27,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.checkpoints.moved_rows import Rows, gathered, moved
+from mlx_marlin.lm.checkpoints.renaming import Source
 from support import foreign_checkpoints as foreign
 from support import oracles
 from support.format_cases import E2M1, E4M3
@@ -139,6 +140,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings of small models, by the module of mlx-lm."""
+SETTINGS = MODELS | {
+    "baichuan_m1": COMMON
+    | {"sliding_window": 64, "sliding_window_layers": [], "conv_window": 2}
+}
 PLAIN = re.compile(r"embed|norm|mlp\.gate\.|router|indexer|conv|classifier|lm_head")
 
 
@@ -148,7 +153,7 @@ def new_model(name: str) -> Any:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return {**MODELS[name], "model_type": name}
+    return {**SETTINGS[name], "model_type": name}
 
 
 def on_the_hub(name: str, exact: Stored) -> Stored:
@@ -406,7 +411,7 @@ def test_layers_that_draft_tokens_are_left_out_at_any_depth(
 
 
 def tags(rows: int, number: int = 0) -> mx.array:
-    return renaming._tag(mx.arange(rows), mx.full(rows, number))
+    return renaming._table(rows) + renaming._number(number)
 
 
 MOVES: dict[str, Callable[[mx.array], mx.array]] = {
@@ -437,8 +442,9 @@ def test_moves_of_rows_are_found(move: str) -> None:
     found = renaming._rows_of(array)
     assert found is not None
     assert found.shape == array.shape[:-1]
-    np.testing.assert_array_equal(found.rows, np.array(array[..., 0]).real.ravel())
-    np.testing.assert_array_equal(found.numbers, np.array(array[..., 0]).imag.ravel())
+    runs = zip(found.numbers, found.first, found.lengths, strict=True)
+    rows = [complex(r + i, number) for number, r, count in runs for i in range(count)]
+    np.testing.assert_array_equal(rows, np.array(array[..., 0]).ravel())
 
 
 def test_a_matrix_that_was_turned_is_as_it_was() -> None:
@@ -538,7 +544,7 @@ def test_rows_of_two_formats_get_the_finest_exactly(
         for mode, bits, size in (first, second)
     ]
     pick = rng.permutation(16)
-    rows = Rows((2, 8), pick // 8, pick % 8)
+    rows = Rows.of((2, 8), pick // 8, pick % 8)
     found = moved(rows, dict(enumerate(weights)))
     if united is None:
         assert found is None
@@ -554,7 +560,7 @@ def test_rows_are_gathered_in_slices_or_one_by_one(step: int) -> None:
     arrays = {n: mx.arange(700).reshape(7, 50, 2) + 700 * n for n in (4, 2)}
     flat = np.arange(700) * step % 700
     numbers = np.where(flat < 350, 4, 2)
-    found = gathered(Rows((7, 100), numbers, flat % 350), arrays)
+    found = gathered(Rows.of((7, 100), numbers, flat % 350), arrays)
     both = np.concatenate([np.array(array).reshape(-1, 2) for array in arrays.values()])
     np.testing.assert_array_equal(found, both[flat].reshape(7, 100, 2))
 
@@ -573,8 +579,57 @@ def test_matrices_keep_their_factors_and_rows_of_one_share_it() -> None:
 
     weights = {0: weight(1.0, 2.0), 1: weight(3.0)}
     numbers = np.repeat([1, 0], 4)
-    halves = moved(Rows((2, 4), numbers, np.r_[0:4, 4:8]), weights)
+    halves = moved(Rows.of((2, 4), numbers, np.r_[0:4, 4:8]), weights)
     assert halves is not None
     assert halves.global_scale is not None
     assert halves.global_scale.tolist() == [3.0, 2.0]
-    assert moved(Rows((2, 4), numbers, np.r_[0:4, 2:6]), weights) is None
+    assert moved(Rows.of((2, 4), numbers, np.r_[0:4, 2:6]), weights) is None
+
+
+def test_biases_follow_weights_that_are_joined_and_divided() -> None:
+    weights = [one_weight(), one_weight()]
+
+    def sanitize(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        first, second = (arrays.pop(f"old.{n}.weight") for n in "ab")
+        arrays["new.weight"] = mx.concatenate([second, first[2:]])
+        arrays["rest.weight"] = first[:2]
+        return arrays
+
+    sources = {
+        f"old.{name}": Source((4,), lambda _, own=weight: own)
+        for name, weight in zip("ab", weights, strict=True)
+    }
+    biases = {"old.a.bias": mx.arange(4), "old.b.bias": mx.arange(4) + 10}
+    found = renaming.renamed(Path(), sources, biases, sanitize, sanitize)
+    assert {*found.weights} == {"new", "rest"}
+    named = {name: array.tolist() for name, array in found.arrays.items()}
+    assert named == {"new.bias": [10, 11, 12, 13, 2, 3], "rest.bias": [0, 1]}
+
+
+def one_weight() -> StoredWeight:
+    rng = np.random.default_rng(0)
+    return stored(foreign.drawn_weight(rng, 4, 64, 64, 4), "zero_point")
+
+
+def test_values_that_a_model_casts_are_decoded_ones() -> None:
+    weight = one_weight()
+
+    def sanitize(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {
+            "a.norms": mx.linalg.norm(arrays["a.weight"].astype(mx.float32), axis=1)
+        }
+
+    sources = {"a": Source((4,), lambda _: weight)}
+    found = renaming.renamed(Path(), sources, {}, sanitize, sanitize)
+    expected = np.linalg.norm(np.array(weight.decoded()), axis=1)
+    np.testing.assert_allclose(found.arrays["a.norms"], expected, rtol=1e-6)
+
+
+def test_a_head_that_was_normed_before_it_was_quantized_keeps_its_codes(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "baichuan_m1", "mlx", plain=re.compile("embed|norm|conv"))
+    source = open_source(tmp_path)
+    head = dict(source.parameters())["lm_head.weight"]
+    assert isinstance(head, StoredWeight)
+    assert not source.computed

@@ -16,14 +16,29 @@ from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
 MOST_SLICES = 64
 """Slices of each weight; more rows are gathered one by one."""
 INTEGERS = {"symmetric", "zero_point"}
+Integers = npt.NDArray[np.int64]
 
 
 class Rows(NamedTuple):
-    """Where the rows of an array [..., n, k] are from."""
+    """Where the rows of an array [..., n, k] are from, as runs of following rows."""
 
     shape: tuple[int, ...]  # [..., n]
-    numbers: npt.NDArray[np.int64]  # of the weight that a row is from
-    rows: npt.NDArray[np.int64]  # of all matrices of that weight
+    numbers: Integers  # of the weight that a run is from
+    first: Integers  # of the rows of all matrices of that weight
+    lengths: Integers
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], numbers: Integers, rows: Integers) -> "Rows":
+        """Returns the runs of rows of which each has a weight's number and a row."""
+        steps = (np.diff(numbers) != 0) | (np.diff(rows) != 1)
+        starts = np.concatenate([[0], np.flatnonzero(steps) + 1])
+        lengths = np.diff(np.append(starts, len(rows)))
+        return cls(shape, numbers[starts], rows[starts], lengths)
+
+    @property
+    def sources(self) -> list[int]:
+        """The numbers of the weights that rows are from."""
+        return [*map(int, np.unique(self.numbers))]
 
 
 def moved(rows: Rows, weights: Mapping[int, StoredWeight]) -> StoredWeight | None:
@@ -54,19 +69,19 @@ def moved(rows: Rows, weights: Mapping[int, StoredWeight]) -> StoredWeight | Non
 def gathered(rows: Rows, arrays: Mapping[int, mx.array]) -> mx.array:
     """Returns rows of arrays [..., n, columns], by the numbers of the arrays."""
     flat = {n: a.reshape(-1, a.shape[-1]) for n, a in arrays.items()}
-    steps = (np.diff(rows.numbers) != 0) | (np.diff(rows.rows) != 1)
-    starts = [0, *(np.flatnonzero(steps) + 1).tolist()]
-    if len(starts) > MOST_SLICES * len(flat):
+    if len(rows.first) > MOST_SLICES * len(flat):
         ends = np.cumsum([len(array) for array in flat.values()])
-        first = dict(zip(flat, [0, *ends[:-1].tolist()], strict=True))
-        places = np.vectorize(first.__getitem__)(rows.numbers) + rows.rows
+        offsets = dict(zip(flat, ends - [len(a) for a in flat.values()], strict=True))
+        starts = rows.first + [offsets[number] for number in rows.numbers.tolist()]
+        before = np.cumsum(rows.lengths) - rows.lengths
+        places = np.repeat(starts - before, rows.lengths) + np.arange(prod(rows.shape))
         found = mx.concatenate([*flat.values()])[mx.array(places)]
     else:
-        slices = []
-        for start, end in zip(starts, [*starts[1:], len(rows.rows)], strict=True):
-            array, row = flat[int(rows.numbers[start])], int(rows.rows[start])
-            is_whole = end - start == len(array)
-            slices.append(array if is_whole else array[row : row + end - start])
+        runs = zip(*(each.tolist() for each in rows[1:]), strict=True)
+        slices = [
+            flat[number] if length == len(flat[number]) else flat[number][row:][:length]
+            for number, row, length in runs
+        ]
         found = slices[0] if len(slices) == 1 else mx.concatenate(slices)
     return found.reshape(*rows.shape, found.shape[-1])
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
@@ -71,8 +72,8 @@ def renamed(
     for layer, rows in sorted(places.items()):
         with naming(path, f"{layer}.weight"):
             own = {
-                int(number): read(layer)
-                for number in np.unique(rows.numbers)
+                number: read(layer)
+                for number in rows.sources
                 if (read := given[number].read) is not None
             }
             weight = moved(rows, own)
@@ -92,14 +93,15 @@ def _places(
     sources: Mapping[str, Source], plain: Arrays, sanitize: Sanitize
 ) -> tuple[dict[str, Rows], set[str]]:
     """Returns where the rows of each layer are from, and what has no such rows."""
+    given = [*sources.values()]
     # Copies, because some models change arrays in place.
     tagged = {name: mx.stop_gradient(array) for name, array in plain.items()}
+    tables = {count: _table(count) for count in {prod(s.shape) for s in given}}
     for number, (layer, source) in enumerate(sources.items()):
-        rows = mx.arange(prod(source.shape)).reshape(source.shape)
-        tagged[f"{layer}.weight"] = _tag(rows, mx.full(source.shape, number))
+        tags = tables[prod(source.shape)] + _number(number)
+        tagged[f"{layer}.weight"] = tags.reshape(*source.shape, COLUMNS)
     places: dict[str, Rows] = {}
     computed: set[str] = set()
-    given = [*sources.values()]
     outputs = sanitize(tagged)
     del tagged
     for name in [*outputs]:
@@ -107,9 +109,7 @@ def _places(
         if array.dtype != mx.complex64:
             continue
         found = _rows_of(array) if name.endswith(".weight") else None
-        kinds = (
-            {given[n].read is None for n in np.unique(found.numbers)} if found else ()
-        )
+        kinds = {given[n].read is None for n in found.sources} if found else ()
         if found is None or len(kinds) > 1:
             computed.add(name)
         elif False in kinds:
@@ -117,23 +117,27 @@ def _places(
     return places, computed
 
 
-def _tag(rows: mx.array, numbers: mx.array) -> mx.array:
-    """Returns complex64 [..., 4], which only moves of whole rows leave consistent.
+def _table(count: int) -> mx.array:
+    """Returns the tags of rows 0, 1, … of weight 0, complex64 [count, 4].
 
-    Sums of rows change a hash, and sums with numbers or their products a constant.
+    Real parts tell the row, imaginary ones the weight. Sums of rows change the hashes,
+    products and sums with numbers the constants: only moves of whole rows change none.
     """
-    real, imaginary = (
-        mx.stack(
-            [
-                each.astype(mx.float32),
-                (each.astype(mx.uint32) * 2_654_435_761 >> 8).astype(mx.float32),
-                *(mx.full(each.shape, constant) for constant in CONSTANTS),
-            ],
-            axis=-1,
-        ).astype(mx.complex64)
-        for each in (rows, numbers)
-    )
-    return real + 1j * imaginary
+    rows = np.arange(count)
+    constants = (np.full(count, constant) for constant in CONSTANTS)
+    real = np.stack([rows, _hash(rows), *constants], axis=-1)
+    return mx.array(real.astype(np.float32)).astype(mx.complex64)
+
+
+def _number(number: int) -> mx.array:
+    """Returns what makes of tags of weight 0 those of another one, complex64 [4]."""
+    parts = (number, int(_hash(np.array(number))), *CONSTANTS)
+    return mx.array([complex(0, part) for part in parts])
+
+
+def _hash(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns integers of 24 bits, which float32 holds."""
+    return (numbers.astype(np.uint32) * np.uint32(2_654_435_761)) >> np.uint32(8)
 
 
 def _rows_of(array: mx.array) -> Rows | None:
@@ -149,12 +153,15 @@ def _rows_of(array: mx.array) -> Rows | None:
 def _unturned_rows_of(array: mx.array) -> Rows | None:
     if array.ndim < 2 or array.shape[-1] != COLUMNS:
         return None
-    first = array[..., 0]
-    rows, numbers = mx.real(first).astype(mx.int32), mx.imag(first).astype(mx.int32)
-    if not mx.array_equal(_tag(rows, numbers), array):
-        return None
-    flat = [np.array(each).reshape(-1).astype(np.int64) for each in (numbers, rows)]
-    return Rows(tuple(first.shape), *flat)
+    tags = np.array(array).reshape(-1, COLUMNS)
+    parts = [tags[:, 0].imag, tags[:, 0].real]
+    with np.errstate(invalid="ignore"):  # NaN, which is no row
+        numbers, rows = (part.astype(np.int64) for part in parts)
+    hashes = _hash(rows) + 1j * _hash(numbers)
+    constants = np.array(CONSTANTS, np.float32) * np.complex64(1 + 1j)
+    is_whole = (rows == parts[1]).all() and (numbers == parts[0]).all()
+    is_same = (tags[:, 1] == hashes).all() and (tags[:, 2:] == constants).all()
+    return Rows.of(array.shape[:-1], numbers, rows) if is_whole and is_same else None
 
 
 def _values(sources: Mapping[str, Source], places: Mapping[str, Rows]) -> Arrays:
@@ -165,8 +172,8 @@ def _values(sources: Mapping[str, Source], places: Mapping[str, Rows]) -> Arrays
     counts = np.zeros(len(sources), np.int64)
     target: dict[int, str] = {}
     for layer, rows in places.items():
-        counts += np.bincount(rows.numbers, minlength=len(sources))
-        target |= dict.fromkeys(np.unique(rows.numbers).tolist(), layer)
+        np.add.at(counts, rows.numbers, rows.lengths)
+        target |= dict.fromkeys(rows.sources, layer)
     values: Arrays = {}
     for number, (layer, source) in enumerate(sources.items()):
         if source.read is None:
@@ -183,8 +190,7 @@ def _move_biases(places: Mapping[str, Rows], layers: list[str], arrays: Arrays) 
     """Moves the biases that `sanitize` has left where their weights were."""
     left: set[str] = set()
     for layer, rows in places.items():
-        numbers = np.unique(rows.numbers).tolist()
-        names = {number: f"{layers[number]}.bias" for number in numbers}
+        names = {number: f"{layers[number]}.bias" for number in rows.sources}
         own = {number: arrays[name] for number, name in names.items() if name in arrays}
         if f"{layer}.bias" not in names.values() and len(own) == len(names):
             flat = {number: bias[..., None] for number, bias in own.items()}
