@@ -51,7 +51,7 @@ COMMON: dict[str, Any] = {
 }
 LATENT = COMMON | {
     "moe_intermediate_size": 64,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 128,
     "q_lora_rank": 64,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
@@ -304,16 +304,28 @@ def test_a_model_computes_with_the_decoded_weights(
     assert_same(load_model(open_source(tmp_path / "result")), exact)
 
 
-def test_activations_keep_the_dtype_of_the_model(tmp_path: Path) -> None:
-    write(tmp_path, "deepseek_v3", "gptq")
+@pytest.mark.parametrize(
+    ("format", "parts"),
+    [("gptq", ["embed_q"]), ("act-order", ["embed_q", "unembed_out"])],
+)
+def test_what_is_computed_has_the_dtype_of_the_model(
+    tmp_path: Path, format: str, parts: list[str]
+) -> None:
+    write(tmp_path, "deepseek_v3", format)
     source = open_source(tmp_path)
     model: Any = load_model(source)
     attention = model.model.layers[0].self_attn
     assert attention.embed_q.weight.dtype == model(TOKENS).dtype == mx.float16
-    layers = range(LATENT["num_hidden_layers"])
-    name = "model.layers.{}.self_attn.embed_q.weight"
-    assert {*source.computed} == {name.format(layer) for layer in layers}
-    assert all(0 < error < 2**-11 for error in source.computed.values())
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.weight"
+        for layer in range(LATENT["num_hidden_layers"])
+        for part in parts
+    ]
+    assert [*source.computed] == names
+    rows = [*convert(open_source(tmp_path), tmp_path / "result", dry_run=True)]
+    errors = {row.name: row.error for row in rows if row.source == "quantized, decoded"}
+    assert errors == source.computed
+    assert all(0 < error < 2**-11 for error in errors.values())
 
 
 @sampled(2)
@@ -424,7 +436,9 @@ MOVES: dict[str, Callable[[mx.array], mx.array]] = {
 CHANGES: dict[str, Callable[[mx.array], mx.array]] = {
     "turned heads": lambda t: t.reshape(3, 4, 4).swapaxes(1, 2),
     "columns": lambda t: t[:, mx.array([1, 0, 2, 3])],
+    "constants": lambda t: t[:, mx.array([0, 1, 3, 2])],
     "halves": lambda t: t[:, :2],
+    "one row scaled": lambda t: t[:1] * 2.0,
     "scaled": lambda t: t * 2.0,
     "scaled rows": lambda t: t * mx.arange(12)[:, None],
     "shifted": lambda t: t + 1.0,
@@ -567,9 +581,9 @@ def test_rows_are_gathered_in_slices_or_one_by_one(step: int) -> None:
 
 def test_matrices_keep_their_factors_and_rows_of_one_share_it() -> None:
     def weight(*factors: float) -> StoredWeight:
-        shape = (len(factors), 4)
+        shape = (len(factors), 4) if len(factors) > 1 else (4,)
         return StoredWeight(
-            codes=mx.zeros((*shape, 2), mx.uint32),
+            codes=mx.full((*shape, 2), 0x24531672, mx.uint32),
             scales=mx.full((*shape, 1), 0x38, mx.uint8),
             group_size=16,
             bits=4,
@@ -584,6 +598,28 @@ def test_matrices_keep_their_factors_and_rows_of_one_share_it() -> None:
     assert halves.global_scale is not None
     assert halves.global_scale.tolist() == [3.0, 2.0]
     assert moved(Rows.of((2, 4), numbers, np.r_[0:4, 2:6]), weights) is None
+
+    one, two = weight(1.0), weight(2.0)
+    sources = {"0": Source((4,), lambda _: one), "1": Source((4,), lambda _: two)}
+
+    def join(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {"both.weight": mx.concatenate([arrays["1.weight"], arrays["0.weight"]])}
+
+    found = renaming.renamed(Path(), sources, {}, join, join)
+    assert found.computed == {"both.weight"}
+    assert not found.weights
+    expected = [two.decoded(), one.decoded()]
+    assert mx.array_equal(found.arrays["both.weight"], mx.concatenate(expected))
+
+
+def test_more_bits_do_not_hide_a_zero_point_that_is_no_code() -> None:
+    rng = np.random.default_rng(0)
+    narrow, wide = (foreign.drawn_weight(rng, 4, 64, 64, bits) for bits in (4, 8))
+    narrow.zeros[2, 0] = 16
+    weights = {0: stored(narrow, "zero_point"), 1: stored(wide, "zero_point")}
+    rows = Rows.of((2, 4), np.repeat([0, 1], 4), np.r_[0:4, 0:4])
+    with pytest.raises(ValueError, match="a zero point is 16, expected at most 15"):
+        moved(rows, weights)
 
 
 def test_biases_follow_weights_that_are_joined_and_divided() -> None:

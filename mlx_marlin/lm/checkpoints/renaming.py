@@ -159,9 +159,8 @@ def _unturned_rows_of(array: mx.array) -> Rows | None:
         numbers, rows = (part.astype(np.int64) for part in parts)
     hashes = _hash(rows) + 1j * _hash(numbers)
     constants = np.array(CONSTANTS, np.float32) * np.complex64(1 + 1j)
-    is_whole = (rows == parts[1]).all() and (numbers == parts[0]).all()
     is_same = (tags[:, 1] == hashes).all() and (tags[:, 2:] == constants).all()
-    return Rows.of(array.shape[:-1], numbers, rows) if is_whole and is_same else None
+    return Rows.of(array.shape[:-1], numbers, rows) if is_same else None
 
 
 def _values(sources: Mapping[str, Source], places: Mapping[str, Rows]) -> Arrays:
