@@ -184,7 +184,11 @@ def on_the_hub(name: str, exact: Stored) -> Stored:
 
 
 def gptq(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
-    return foreign.gptq_arrays(layer, weight, 2), weight.values
+    bias = np.zeros(len(weight.codes), np.float16)  # as GPTQ's tools write it
+    return {
+        **foreign.gptq_arrays(layer, weight, 2),
+        f"{layer}.bias": bias,
+    }, weight.values
 
 
 def packed(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
@@ -620,6 +624,17 @@ def test_more_bits_do_not_hide_a_zero_point_that_is_no_code() -> None:
     rows = Rows.of((2, 4), np.repeat([0, 1], 4), np.r_[0:4, 0:4])
     with pytest.raises(ValueError, match="a zero point is 16, expected at most 15"):
         moved(rows, weights)
+
+
+def test_a_bias_of_rows_that_are_turned_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "deepseek_v3", "gptq")
+    folder = Folder(tmp_path)
+    arrays = {key: np.array(folder.read(key)) for key in folder.arrays}
+    name = "model.layers.1.self_attn.kv_b_proj.bias"
+    arrays[name][0] = 1  # of embed_q
+    foreign.Folder(folder.config, arrays).write(tmp_path)
+    with pytest.raises(ValueError, match=rf"tensor '{name}' .*no such tensor"):
+        [*open_source(tmp_path).parameters()]
 
 
 def test_biases_follow_weights_that_are_joined_and_divided() -> None:

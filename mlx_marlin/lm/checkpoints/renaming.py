@@ -82,10 +82,17 @@ def renamed(
         else:
             weights[layer] = weight
     whole = {layer: rows for layer, rows in places.items() if layer in weights}
-    arrays = on_values(plain | _values(sources, whole))
+    counts = np.zeros(len(sources), np.int64)
+    for rows in whole.values():
+        np.add.at(counts, rows.numbers, rows.lengths)
+    placed = zip(sources.items(), counts, strict=True)
+    done = {layer for (layer, own), count in placed if count >= prod(own.shape)}
+    arrays = on_values(plain | _values(sources, whole, done))
     for layer in weights:
         arrays.pop(f"{layer}.weight", None)
-    _move_biases(whole, layers, arrays)
+    left = _move_biases(whole, layers, arrays)
+    for layer in left & done:
+        del arrays[f"{layer}.bias"]
     return Renamed(weights, arrays, computed & {*arrays})
 
 
@@ -163,30 +170,35 @@ def _unturned_rows_of(array: mx.array) -> Rows | None:
     return Rows.of(array.shape[:-1], numbers, rows) if is_same else None
 
 
-def _values(sources: Mapping[str, Source], places: Mapping[str, Rows]) -> Arrays:
+def _values(
+    sources: Mapping[str, Source], places: Mapping[str, Rows], done: set[str]
+) -> Arrays:
     """Returns the values of quantized weights, of which some rows have no place.
 
     The others are NaN, and so are those that a model drops and that cannot be read.
     """
-    counts = np.zeros(len(sources), np.int64)
     target: dict[int, str] = {}
     for layer, rows in places.items():
-        np.add.at(counts, rows.numbers, rows.lengths)
         target |= dict.fromkeys(rows.sources, layer)
     values: Arrays = {}
     for number, (layer, source) in enumerate(sources.items()):
         if source.read is None:
             continue
         value = mx.full((*source.shape, COLUMNS), float("nan"))
-        if counts[number] < prod(source.shape):
+        if layer not in done:
             with suppress(ValueError):
                 value = source.read(target.get(number, layer)).values()
         values[f"{layer}.weight"] = value
     return values
 
 
-def _move_biases(places: Mapping[str, Rows], layers: list[str], arrays: Arrays) -> None:
-    """Moves the biases that `sanitize` has left where their weights were."""
+def _move_biases(
+    places: Mapping[str, Rows], layers: list[str], arrays: Arrays
+) -> set[str]:
+    """Copies the biases that `sanitize` has left where their weights were.
+
+    Returns the layers that these were of.
+    """
     left: set[str] = set()
     for layer, rows in places.items():
         names = {number: f"{layers[number]}.bias" for number in rows.sources}
@@ -194,9 +206,8 @@ def _move_biases(places: Mapping[str, Rows], layers: list[str], arrays: Arrays) 
         if f"{layer}.bias" not in names.values() and len(own) == len(names):
             flat = {number: bias[..., None] for number, bias in own.items()}
             arrays[f"{layer}.bias"] = gathered(rows, flat)[..., 0]
-            left.update(names.values())
-    for name in left:
-        del arrays[name]
+            left.update(layers[number] for number in rows.sources)
+    return left
 
 
 def stack(arrays: Arrays, layer: Callable[[str], Any]) -> Arrays:
