@@ -466,11 +466,9 @@ def test_moves_of_rows_are_found(move: str) -> None:
 
 
 def test_a_matrix_that_was_turned_is_as_it_was() -> None:
-    found, expected = (renaming._rows_of(each) for each in (tags(12).T, tags(12)))
+    found = renaming._rows_of(tags(12).T)
     assert found is not None
-    assert expected is not None
-    assert found.shape == expected.shape
-    np.testing.assert_array_equal(found.rows, expected.rows)
+    assert [*map(list, found)] == [[12], [0], [0], [12]]
 
 
 GPT2 = {
