@@ -80,7 +80,7 @@ def pieces_of(architecture: Architecture, name: str, layers: Layers) -> Pieces:
     found = {**modules, **_FURTHER_TOKENS}.get(stem)
     if found is None or (suffix is None) != (stem in _WHOLE):
         raise ValueError(f"mlx-lm's {architecture.model_type!r} has no such parameter")
-    predicts = layers.decoders <= index < layers.stored
+    predicts = index >= layers.decoders
     if (stem in _FURTHER_TOKENS and not predicts) or index >= layers.stored:
         raise ValueError(
             f"block_count says that there are {layers.stored} layers, and "
