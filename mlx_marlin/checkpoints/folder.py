@@ -73,7 +73,7 @@ class Folder:
             ValueError: If there is no such array.
         """
         if name not in self.arrays:
-            raise ValueError(f"{self.path}: tensor {name!r} is missing")
+            raise ValueError(f"{self.path}: tensor {quoted(name)} is missing")
         file = self.arrays[name].file
         unread = self._unread.get(file)
         if unread is None or name not in unread:
@@ -156,7 +156,7 @@ def naming(path: Path, tensor: str) -> Iterator[None]:
         message = str(error)
         if message.startswith(str(path)):
             raise
-        raise ValueError(f"{path}: tensor {tensor!r}: {message}") from error
+        raise ValueError(f"{path}: tensor {quoted(tensor)}: {message}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mlx_marlin.lm.joining import join_layers, separate_layers
 from mlx_marlin.lm.layer_conversion import STAYS_STOCK, is_marlin_layer, replace_layers
 from mlx_marlin.lm.module_changes import Changes, one_at_a_time
 from mlx_marlin.lm.module_tree import find_layers
+from mlx_marlin.regular_files import quoted
 
 
 @one_at_a_time
@@ -98,7 +99,7 @@ def record_stock_layers(folder: Path, names: Collection[str]) -> None:
 def _quantized_layer(model: nn.Module, name: str) -> Any:
     own = _inner(dict(model.named_modules()).get(name))
     if own is None or not (hasattr(own, "bits") or getattr(own, STAYS_STOCK, False)):
-        raise ValueError(f"{name!r} is not a quantized layer of the model")
+        raise ValueError(f"{quoted(name)} is not a quantized layer of the model")
     return own
 
 

@@ -16,6 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 import mlx_marlin
 from mlx_marlin import optimize, restore
+from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints import loading
@@ -221,6 +222,20 @@ def test_a_damaged_record_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         load_model(open_source(path))
     assert str(path) in str(caught.value)
+
+
+def test_a_long_name_in_a_record_is_not_quoted_whole(tmp_path: Path) -> None:
+    write(tmp_path / "source", "awq")
+    path = tmp_path / "result"
+    [*convert(open_source(tmp_path / "source"), path)]
+    config = json.loads((path / "config.json").read_text())
+    layers = config["mlx_marlin"]["layers"]
+    layers["y" * 5_000] = layers.pop("model.layers.0.mlp.up_proj")
+    (path / "config.json").write_text(json.dumps(config))
+    for read in (read_checkpoint, lambda path: open_source(path).parameters()):
+        with pytest.raises(ValueError, match="tensor") as caught:
+            list(read(path))
+        assert len(str(caught.value).replace(str(path), "")) < 800
 
 
 @formats

@@ -29,8 +29,8 @@ SCALARS = {
 STRING, ARRAY = 8, 9
 DEEPEST = 4
 """Arrays of arrays of ... that are read."""
-LONGEST_NAME = 1024
-"""Bytes of a key or of a tensor's name."""
+LONGEST_NAME = 200
+"""Bytes of a key or of a tensor's name, which messages quote."""
 MOST_DIMENSIONS = 4
 LONGEST_TEXT = 1 << 26
 """Bytes of any other string; a tokenizer as JSON has about 2^24."""
