@@ -31,8 +31,8 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.measure import result_file, shapes
 from mlx_marlin.measure.rows import ProductRow
-from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.tables import aligned
 
 
 def changes(found: Fit, before: Constants) -> str:

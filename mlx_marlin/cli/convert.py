@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin import progress, tables
 from mlx_marlin.cli import models
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ QUANTIZATION = ("bits", "group_size", "mode", "quantizer", "embedding_bits")
 """Options that say how plain weights are quantized."""
 FOR_BOTH = ("group_size", "mode", "quantizer")
 """Those of them that say it for weights that are quantized anew, too."""
-NAME_WIDTH, LEFT_WIDTH = 46, 97
-"""Characters of a name, and of name and format, in a line of at most 120."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and prints a line for each parameter.
+    """Converts, and prints what became of the parameters.
 
     Raises:
         ImportError: If mlx-lm cannot be imported, or --requantize needs the package
@@ -107,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         dry_run=args.dry_run,
     )
     with closing(rows):  # an interrupt between two rows ends the conversion at once
-        written = _print_rows(rows)
+        written = _printed_rows(rows)
     print(_summary(written, args))
     return 0
 
@@ -166,15 +165,26 @@ def _integer(name: str, text: str, other: str = "channel") -> int:
     return int(text)
 
 
-def _print_rows(rows: Any) -> "list[Row]":
-    """Prints the rows as they come: the table shows the progress."""
-    written: list[Row] = []
-    for row in rows:
-        if not written:  # an error of the first row comes without a table
-            print(_line("parameter", "format", "bytes", "error"))
-        error = "exact" if row.error == 0 else f"{row.error:.2e}"
-        print(_line(row.name, _change(row), f"{row.nbytes:,}", error), flush=True)
-        written.append(row)
+def _printed_rows(rows: "Iterator[Row]") -> "list[Row]":
+    """Moves a bar, and then prints a line for equal parameters of all layers."""
+    from mlx_marlin.lm.module_tree import common_path, pattern
+
+    written = [*progress.shown(rows, "convert", "parameter")]
+    groups: dict[tuple[str, str, bool], list[Row]] = {}
+    for row in written:
+        key = pattern(row.name), _change(row), row.error > 0
+        groups.setdefault(key, []).append(row)
+    table: list[dict[str, tables.Value]] = [
+        {
+            "parameter": common_path([row.name for row in group]),
+            "count": len(group),
+            "format": change,
+            "bytes": f"{sum(row.nbytes for row in group):,}",
+            "error": f"{max(row.error for row in group):.2e}" if rounded else "exact",
+        }
+        for (_, change, rounded), group in groups.items()
+    ]
+    print(tables.printed(tables.Table(title="", rows=table, usual=["format"])))
     return written
 
 
@@ -182,15 +192,6 @@ def _change(row: "Row") -> str:
     """Returns the format of a parameter before and after, or once if it stays."""
     stays = row.target.startswith(row.source)
     return row.target if stays else f"{row.source} → {row.target}"
-
-
-def _line(name: str, change: str, nbytes: str, error: str) -> str:
-    """Returns a line of the table; a long name has a line of its own."""
-    left = f"{name:<{NAME_WIDTH}} {change}"
-    if len(left) > LEFT_WIDTH:
-        left = f"{name}\n{change:>{LEFT_WIDTH}}"
-        return f"{left} {nbytes:>13} {error}"
-    return f"{left:<{LEFT_WIDTH}} {nbytes:>13} {error}"
 
 
 def _summary(rows: "list[Row]", args: argparse.Namespace) -> str:

@@ -14,9 +14,9 @@ from mlx_marlin.lm.layer_conversion import LayerConversion
 from mlx_marlin.lm.tuned_models import lookup
 from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.lm.tuned_models.settings import DEFAULTS, STOCK
-from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.measurement import Forwards
 from mlx_marlin.products import eligibility
+from mlx_marlin.tables import aligned
 
 HEADS = ("option", "value", "from")
 

@@ -1,21 +1,14 @@
 """The result of planning: the chosen plan, its prediction and the other candidates."""
 
-import re
-import textwrap
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.search import Candidate
+from mlx_marlin.tables import aligned
 
-WIDTH = 120
-"""Most characters of a line of a table."""
-NUMBER = re.compile(r"\d+(\.\d*)?(e[-+]\d+)?")
-TIME = re.compile(r"([\d.]+ )?(us|ms|tokens/s)\b")
-"""How cells begin that say what a time, or a column of times, is. They stay whole."""
 SAME = 0.005
 """Relative difference below which two predictions count as equal."""
 
@@ -128,60 +121,6 @@ class Choice:
             "further dispatches": 1 + (other.dispatch - best.dispatch) / best.seconds,
         }
         return f"{more:.1%} slower: {max(causes, key=causes.__getitem__)}"
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """Returns a table as text: words are left-aligned, numbers right-aligned.
-
-    Cells of a table wider than `WIDTH` are divided at spaces, times excepted, if that
-    is enough.
-    """
-    columns = list(zip(*rows, strict=True))
-    widths = _fitting(columns)
-    numeric = [all(_is_number(cell) for cell in column[1:]) for column in columns]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-        for line in zip_longest(*map(_divided, row, widths), fillvalue="")
-    )
-
-
-def _fitting(columns: list[tuple[str, ...]]) -> list[int]:
-    """Returns the width of each column: heads are divided first, then other cells."""
-    widths = [max(map(len, column)) for column in columns]
-    heads = [_longest_word(column[:1]) for column in columns]
-    bodies = [max(map(len, column[1:]), default=0) for column in columns]
-    _shrink(widths, [*map(max, heads, bodies)])
-    _shrink(widths, [*map(_longest_word, columns)])
-    return widths
-
-
-def _shrink(widths: list[int], least: list[int]) -> None:
-    """Takes from the widest columns what the table is too wide, if they can shrink."""
-    for _ in range(sum(widths) + 2 * (len(widths) - 1) - WIDTH):
-        wider = [i for i, width in enumerate(widths) if width > least[i]]
-        if wider:
-            widths[max(wider, key=widths.__getitem__)] -= 1
-
-
-def _longest_word(cells: tuple[str, ...]) -> int:
-    """Returns the length of the longest part; a time stays with its mark."""
-    parts = ([cell] if TIME.match(cell) else cell.split() for cell in cells)
-    return max((len(part) for each in parts for part in each), default=0)
-
-
-def _divided(cell: str, width: int) -> list[str]:
-    """Returns the lines of a cell."""
-    if len(cell) <= width:
-        return [cell]
-    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _is_number(cell: str) -> bool:
-    return not cell or NUMBER.fullmatch(cell) is not None
 
 
 def _us(seconds: float) -> str:

@@ -14,11 +14,11 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli.main import main
 from mlx_marlin.cli.pictures import text
 from mlx_marlin.cli.pictures.text import tile_map, timeline
-from mlx_marlin.planning.choice import WIDTH
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.work.division import STRATEGIES
+from mlx_marlin.tables import PIPED
 from support.processes import run_python
 
 KEYS = {
@@ -57,7 +57,7 @@ def test_tables_and_diagrams_are_at_most_120_columns_wide(
 ) -> None:
     for line in lines(f"{m} 4096 14336 --layout {layout} --chip '{chip}' --all"):
         is_sentence = ", " in line and "(" in line
-        assert len(line) <= WIDTH or is_sentence, line
+        assert len(line) <= PIPED or is_sentence, line
 
 
 def test_three_by_three_tiles_on_five_draw_the_picture_of_marlin(lines: Lines) -> None:

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.conftest import Run
+from mlx_marlin import tables
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.cli import tables
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.render import (
     command,
@@ -488,7 +488,7 @@ def test_a_page_is_rendered_with_the_standard_library_alone(tmp_path: Path) -> N
 import sys
 for name in ("mlx", "numpy", "matplotlib", "tqdm"):
     sys.modules[name] = None
-from mlx_marlin.cli import tables
+from mlx_marlin import tables
 from mlx_marlin.cli.main import main
 raise SystemExit(main(["render", {str(source)!r}, "-o", {str(target)!r}]))
 """

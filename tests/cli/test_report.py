@@ -48,6 +48,7 @@ def test_tuned_times_are_marked(tuned: Path, monkeypatch: pytest.MonkeyPatch) ->
     layer = nn.QuantizedLinear(64, 96, bias=False, group_size=32)
     layer.set_dtype(mx.float16)
     with_a_gpu(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "160")
 
     report = mlx_marlin.report(Layers(layer), rows=[3, 8, 9])
 

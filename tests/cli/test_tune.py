@@ -23,7 +23,6 @@ from mlx_marlin.backends import (
 from mlx_marlin.cli.main import main
 from mlx_marlin.measure import clocks, operands, result_file, timing, tuner
 from mlx_marlin.measure.rows import CANDIDATE
-from mlx_marlin.planning import choice
 from mlx_marlin.planning.problem import problem_of
 from support.arguments import activations
 from support.choose import Choose
@@ -256,7 +255,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     )
 
     monkeypatch.setattr(timing, "NOISE", 1e9)  # this machine is no quiet GPU
-    monkeypatch.setattr(choice, "WIDTH", 1000)  # names of plans stay in one line
+    monkeypatch.setenv("COLUMNS", "1000")  # names of plans stay in one line
     said = printed("tune 4x64x256 --seconds 0.1 --layout mlx")
 
     (result,) = result_files.read(

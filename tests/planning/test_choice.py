@@ -18,7 +18,6 @@ from mlx_marlin.backends.metal.kernel_choice import default_kernel
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.operands import operand_of
 from mlx_marlin.planning import search
-from mlx_marlin.planning.choice import WIDTH, aligned
 from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -344,30 +343,6 @@ def test_an_impossible_wish_is_refused_with_its_value(
 def test_more_whole_tiles_than_there_are_leave_nothing_to_group(chip: str) -> None:
     with pytest.raises(ValueError, match="whole=16 is not between"):
         planner.make(Problem(m=300, n=32, k=1024), device=named(chip), whole=16)
-
-
-WORDS = st.lists(st.text("ab", min_size=1, max_size=12), max_size=12).map(" ".join)
-CELLS = WORDS | st.floats(0, 1e9).map(lambda value: f"{value:.1f} us predicted")
-
-
-def indivisible(cell: str) -> list[str]:
-    return [cell] if " us " in cell else [*cell.split(), ""]
-
-
-@given(st.lists(st.tuples(WORDS, CELLS, CELLS, CELLS).map(list), min_size=2))
-def test_a_table_is_as_wide_as_it_may_be_and_loses_no_word(
-    rows: list[list[str]],
-) -> None:
-    text = aligned(rows)
-
-    longest = [
-        max(len(part) for cell in column for part in indivisible(cell))
-        for column in zip(*rows, strict=True)
-    ]
-    assert max(map(len, text.split("\n"))) <= max(WIDTH, sum(longest) + 6)
-    assert sorted(text.split()) == sorted(" ".join(map(" ".join, rows)).split())
-    for cell in (cell for row in rows for cell in row if " us " in cell):
-        assert cell in text
 
 
 @pytest.mark.parametrize(

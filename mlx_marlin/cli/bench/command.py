@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_marlin import progress, regular_files
+from mlx_marlin import progress, regular_files, tables
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import arguments, json_output, models, tables
+from mlx_marlin.cli import arguments, json_output, models
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files

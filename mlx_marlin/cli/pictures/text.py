@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate, groupby, takewhile
 
-from mlx_marlin.planning.choice import WIDTH as TABLE_WIDTH
-from mlx_marlin.planning.choice import Choice, aligned
+from mlx_marlin import tables
+from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import Split
 
@@ -14,6 +14,8 @@ SHOWN = 12
 omitted."""
 WIDTH = 56
 """Characters of the longest bar."""
+BESIDE = 56
+"""Characters of a line beside a bar: of the other columns, and of the mark of times."""
 SPANS = 3
 """Runs of threadgroups that a label lists; of more, the first two and the last."""
 MAX_DRAWN = 2**18
@@ -79,7 +81,7 @@ def tile_map(plan: Plan) -> str:
     """
     for shown in range(SHOWN, 0, -2):
         text = _tile_map(plan, shown)
-        if max(map(len, text)) <= TABLE_WIDTH:
+        if max(map(len, text)) <= tables.width():
             break
     idle = spans_of(idle_threadgroups(plan))
     return "\n".join([*text, f"idle: {idle}"] if idle else text)
@@ -116,15 +118,16 @@ def timeline(choice: Choice) -> str:
     until_last = fullest(choice, bars)
     dispatch = choice.prediction.dispatch
     until = f"{(choice.prediction.seconds - dispatch) * 1e6:.1f} us"
-    axis = f"0{until:>{WIDTH - 1}} (model, not measured)"
+    length = min(WIDTH, max(tables.width() - BESIDE, len(until) + 1))
+    axis = f"0{until:>{length - 1}} (model, not measured)"
     rows = [["threadgroup", "core", "k tiles", axis]]
     for index in ends(len(bars), SHOWN):
         if index is None:
             rows.append(["", "", "", GAP])
         else:
-            rows.append(_bar_row(choice.plan, bars[index], WIDTH / until_last))
+            rows.append(_bar_row(choice.plan, bars[index], length / until_last))
     title = f"threadgroups over time: {WHOLE} a whole tile, {PART} a part of one"
-    text = f"{title}\n{aligned(rows)}"
+    text = f"{title}\n{tables.aligned(rows)}"
     if last < CLOSE * until_last:
         text += "\nthe rest of the time: at worst the longest meet on one core"
     if dispatch:

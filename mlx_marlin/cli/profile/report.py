@@ -7,14 +7,14 @@ from: "measured", "predicted" or "assumed".
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mlx_marlin.cli import tables
+from mlx_marlin import tables
 from mlx_marlin.cli.render import profile_document
-from mlx_marlin.cli.tables import Value
 from mlx_marlin.measure.profiling.document import Skipped
 from mlx_marlin.measure.profiling.profile import Profile
 from mlx_marlin.measure.profiling.roofline import Roofline
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.tables import Value
 
 WIDTH = 15
 """Width of the names of details."""

@@ -1,7 +1,7 @@
 """Tables as HTML."""
 
 from mlx_marlin.cli.render.html import Markup, element
-from mlx_marlin.cli.tables import (
+from mlx_marlin.tables import (
     FIGURES,
     KEPT,
     SOURCE,

@@ -10,7 +10,7 @@ from mlx_marlin.cli.pictures import figures, plots
 from mlx_marlin.cli.pictures.charts import Chart
 from mlx_marlin.cli.render import html_tables
 from mlx_marlin.cli.render.html import Markup, element, joined
-from mlx_marlin.cli.tables import Table
+from mlx_marlin.tables import Table
 
 FOLDER = Path(__file__).parent
 MARKS = (

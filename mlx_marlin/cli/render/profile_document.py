@@ -6,8 +6,8 @@ from typing import Any
 from mlx_marlin.cli.pictures import roofline
 from mlx_marlin.cli.pictures.charts import Chart, can_draw
 from mlx_marlin.cli.render.page import Page
-from mlx_marlin.cli.tables import SOURCE, Table, Value, source, text
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
+from mlx_marlin.tables import SOURCE, Table, Value, source, text
 
 Document = Mapping[str, Any]
 

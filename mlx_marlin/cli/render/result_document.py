@@ -7,7 +7,6 @@ from mlx_marlin.cli.pictures import staircase
 from mlx_marlin.cli.pictures.charts import Chart
 from mlx_marlin.cli.render.page import Page
 from mlx_marlin.cli.render.profile_document import format_name, problem_cells, shape
-from mlx_marlin.cli.tables import SOURCE, Table, Value
 from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.measure.rows import (
     CANDIDATE,
@@ -18,6 +17,7 @@ from mlx_marlin.measure.rows import (
     ProductRow,
     Timing,
 )
+from mlx_marlin.tables import SOURCE, Table, Value
 
 FACTS = {
     "memory_gb": "memory, GB",

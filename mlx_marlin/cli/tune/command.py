@@ -22,10 +22,10 @@ from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.tuner import Arm, Outcome
-from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import eligibility
+from mlx_marlin.tables import aligned
 from mlx_marlin.weights.formats import LAYOUTS
 
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -8,7 +8,7 @@ from mlx_marlin.lm.model_tuning.comparison import MARGIN, Comparison, line
 from mlx_marlin.lm.model_tuning.environment import Values
 from mlx_marlin.lm.tuned_models.results import TunedModel
 from mlx_marlin.lm.tuned_models.settings import ModelSettings, name_of
-from mlx_marlin.planning.choice import aligned
+from mlx_marlin.tables import aligned
 
 NOTHING_COMPARED = (
     "nothing is kept: no settings could be compared with stock MLX, for the reasons "

@@ -8,8 +8,8 @@ from mlx_marlin.measure import tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Arm, Outcome
-from mlx_marlin.planning.choice import aligned
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.tables import aligned
 
 WRONG = "WRONG product, never used"
 FAILED = "a kernel failed its check, never used"

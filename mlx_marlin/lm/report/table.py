@@ -11,20 +11,10 @@ from mlx_marlin.lm.report.layer_groups import LayerGroup
 from mlx_marlin.lm.report.layer_product import LayerProduct, Weight
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.lm.tuned_models.settings import name_of
-from mlx_marlin.planning.choice import aligned
+from mlx_marlin.tables import Table, Value, printed
 
-HEADS = (
-    "layer",
-    "count",
-    "product",
-    "format",
-    "layout",
-    "rows",
-    "served by",
-    "time",
-    "stock MLX in MLX's layout",
-    "why not ours",
-)
+GROUP = ("layer", "count", "product", "format", "layout")
+"""Columns that say which layers several lines are of."""
 SERVERS = {
     "ours": "ours",
     "decoded": "ours, decoded once",
@@ -46,10 +36,11 @@ def text(
         layers: The layers and who serves them.
     """
     reasons: dict[str, int] = {}
-    rows = [[*HEADS]]
-    for group, decisions in layers:
-        rows += _rows(group, decisions, reasons)
-    lines = [_heading(target, backend), *_notes(target, layers), "", aligned(rows)]
+    rows = [
+        row for group, decisions in layers for row in _rows(group, decisions, reasons)
+    ]
+    table = printed(Table(title="", rows=rows, once=GROUP, usual=["format", "layout"]))
+    lines = [_heading(target, backend), *_notes(target, layers), "", table]
     if reasons:
         lines += ["", "why not ours:"]
     lines += [f"[{number}] {reason}" for reason, number in reasons.items()]
@@ -93,28 +84,32 @@ def _notes(
 
 def _rows(
     group: LayerGroup, decisions: Sequence[Decision], reasons: dict[str, int]
-) -> list[list[str]]:
+) -> Iterator[dict[str, Value]]:
+    """Yields the lines of some layers; those that stay plain have one."""
     product, weight = group.product, group.product.weight
     star = "" if product.is_converted or product.stays else "*"
-    cells = [group.name + star, str(group.count), _product(product)]
+    layers: dict[str, Value] = {
+        "layer": group.name + star,
+        "count": group.count,
+        "product": _product(product),
+        "format": product.dtype if weight is None else _format(product, weight),
+        "layout": "-" if weight is None else weight.layout,
+    }
     if weight is None:
-        number = _number(product.stays or "", reasons)
-        return [[*cells, product.dtype, "", "", "stock MLX", "", "", number]]
-    cells += [_format(product, weight), weight.layout]
-    rows = []
+        why = _number(product.stays or "", reasons)
+        yield {**layers, **_call("stock MLX"), "why not ours": why}
     for decision in decisions:
-        rows.append(
-            [
-                *cells,
-                str(decision.rows),
-                _server(decision),
-                _time(decision.time),
-                _stock(decision),
-                _reason(decision, reasons),
-            ]
+        call = _call(
+            _server(decision), decision.rows, _time(decision.time), _stock(decision)
         )
-        cells = [""] * len(cells)  # only the first line names the layer
-    return rows
+        yield {**layers, **call, "why not ours": _reason(decision, reasons)}
+
+
+def _call(
+    server: str, rows: int | None = None, time: str = "", stock: str = ""
+) -> dict[str, Value]:
+    called: dict[str, Value] = {"rows": rows, "served by": server, "time": time}
+    return called | {"stock MLX in MLX's layout": stock}
 
 
 def _product(product: LayerProduct) -> str:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_marlin.lm.verification.errors import Errors
-from mlx_marlin.planning.choice import aligned
+from mlx_marlin.tables import Table, printed
 
 HEADS = (
     *("layer", "format", "largest error", "rms error", "relative", "limit"),
-    *("kernels, relative", "limit", ""),
+    *("kernels, relative", "their limit", "verdict"),
 )
 """Heads of the table. Against a source, errors are those of its weights; those of the
 kernels alone then follow."""
@@ -203,7 +203,8 @@ class Report:
         return values | {"failed": [*self.failed], "passed": self.passed}
 
     def __str__(self) -> str:
-        lines = [_table(self.layers)] if self.layers else []
+        rows = [dict(zip(HEADS, each.cells(), strict=True)) for each in self.layers]
+        lines = [printed(Table(title="", rows=rows))] if rows else []
         failed = [layer for layer in self.layers if layer.failures]
         lines += [f"{each.name}: {text}" for each in failed for text in each.failures]
         lines += [
@@ -231,13 +232,6 @@ class Report:
             f"{len(self.failed)} failed, {missing} without a source (back end: "
             f"{self.backend}, seed {self.seed})"
         )
-
-
-def _table(layers: tuple[LayerReport, ...]) -> str:
-    """Returns a line for each layer, without the columns that are empty."""
-    rows = [layer.cells() for layer in layers]
-    filled = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
-    return aligned([[row[i] for i in filled] for row in ([*HEADS], *rows)])
 
 
 def _position(first: tuple[int, ...] | None) -> str:
