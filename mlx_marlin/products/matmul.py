@@ -77,7 +77,7 @@ def quantized_matmul(
     faster. `why_not` returns the reason.
 
     Args:
-        x: Activations [..., k].
+        x: Activations [..., k]; [..., m, k] for several weights.
         w: Codes, uint32 [..., n, k * bits / 32] as `mx.quantize` makes them, or a
             weight from `pack` or `quantize`. The dimensions before n are broadcast with
             those before the rows of x.

@@ -190,6 +190,7 @@ def native_request(
     w, scales, biases, (group_size, bits, mode) = weight
     if not x.shape:
         raise ValueError("x has no dimensions, expected [..., k]")
+    _check_rows(x.shape, w.shape[:-2])
     # Integers of other libraries are equal to Python's as keys of a cache.
     bits = None if bits is None else index(bits)
     group_size = None if group_size is None else index(group_size)
@@ -269,6 +270,7 @@ def packed_request(
             f"w is a batch {batch} of packed weights with a global_scale, expected one "
             f"weight or none with a global_scale"
         )
+    _check_rows(x.shape, batch)
     before = broadcast(x.shape[:-2], batch)
     return MatmulRequest(
         x_shape=x.shape,
@@ -291,6 +293,15 @@ def packed_request(
         global_scale=global_scale,
         norm=norm,
     )
+
+
+def _check_rows(x: Shape, w_batch: Shape) -> None:
+    """Refuses a row that is no matrix for a batch, of which MLX reads one weight."""
+    if w_batch and len(x) == 1:
+        raise ValueError(
+            f"x has shape {x}, expected [..., m, {x[0]}] for a batch {w_batch} of "
+            f"weights"
+        )
 
 
 def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:

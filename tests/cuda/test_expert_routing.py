@@ -112,6 +112,13 @@ def test_scores_and_sums_have_the_derivatives_of_mlx(of_all: bool) -> None:
         assert mx.allclose(own, each, rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("rows", [(2, 3), (3, 2), (3, 3)])
+def test_sums_of_arrays_that_do_not_fit_are_refused(rows: tuple[int, int]) -> None:
+    scores, residual = mx.zeros((rows[0], 3)), mx.zeros((rows[1], 4))
+    with pytest.raises(ValueError, match=r"expected \[..., choices, 1, n\]"):
+        weighted_sum(mx.zeros((2, 3, 1, 4)), scores, residual)
+
+
 def test_where_nobody_differentiates_scores_are_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
+from mlx_marlin.products.experts.packed import gather_gated
 from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles
@@ -117,5 +118,13 @@ def test_gradients_are_those_of_plain_weights(mode: str) -> None:
 def test_a_call_that_does_not_fit_raises() -> None:
     packed, _ = experts(GROUPS_OF_16)
 
-    with pytest.raises(ValueError, match=r"[Ss]hape"):
-        mlx_marlin.gather_qmm(rows(5, 1, 1, K // 2), packed, rhs_indices=CHOSEN)
+    for k in (K // 2, 2 * K):
+        with pytest.raises(ValueError, match=r"[Ss]hape"):
+            mlx_marlin.gather_qmm(rows(5, 1, 1, k), packed, rhs_indices=CHOSEN)
+        with pytest.raises(ValueError, match=r"[Ss]hape|dimension"):
+            gather_gated(rows(5, k), packed, packed, CHOSEN)
+    with pytest.raises(ValueError, match=r"broadcast"):
+        gather_gated(rows(3, K), packed, packed, CHOSEN)
+    for other in (experts(("affine", 4, 32))[0], experts(GROUPS_OF_16, k=2 * K)[0]):
+        with pytest.raises(ValueError, match="expected as gate"):
+            gather_gated(rows(5, K), packed, other, CHOSEN)

@@ -154,19 +154,20 @@ def test_no_rows_of_x_and_a_packed_weight_are_an_empty_answer(ran: list[Plan]) -
 
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.usefixtures("served_by")
-def test_a_batch_of_weights_meets_x_of_any_rank(transpose: bool) -> None:
+def test_a_batch_of_weights_meets_each_row_and_no_vector(transpose: bool) -> None:
     # MLX's own answer is that of the first weight only, with too few dimensions.
     weights = weight(batch=2)
-    k = K if transpose else N
+    x = activations(3, K if transpose else N)
 
-    for x in (activations(k), activations(3, k)):
-        y = mlx_marlin.quantized_matmul(x, *weights, transpose=transpose)
+    y = mlx_marlin.quantized_matmul(x, *weights, transpose=transpose)
 
-        each = [
-            mx.quantized_matmul(x, *(part[i] for part in weights), transpose=transpose)
-            for i in range(2)
-        ]
-        assert mx.allclose(y, mx.stack(each), atol=1e-4)
+    each = [
+        mx.quantized_matmul(x, *(part[i] for part in weights), transpose=transpose)
+        for i in range(2)
+    ]
+    assert mx.allclose(y, mx.stack(each), atol=1e-4)
+    with pytest.raises(ValueError, match=r"for a batch \(2,\) of weights"):
+        mlx_marlin.quantized_matmul(x[0], *weights, transpose=transpose)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,12 @@ def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.
     Returns:
         The sums [..., n], rounded once, in the dtype of `results`.
     """
-    *_, choices, _, n = results.shape
+    *rows_shape, choices, _, n = results.shape
+    if scores.shape != (*rows_shape, choices) or residual.shape != (*rows_shape, n):
+        raise ValueError(
+            f"results {results.shape}, scores {scores.shape} and residual "
+            f"{residual.shape}, expected [..., choices, 1, n], [..., choices], [..., n]"
+        )
     rows = residual.size // n
     plan = CombinePlan(rows, dtype_name(results.dtype), n, choices)
     if guard.remembered_fault(plan):

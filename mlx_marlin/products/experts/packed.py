@@ -81,10 +81,12 @@ def gather_gated(
         For example `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once;
         None if no kernel computes it.
     """
+    if gate.kind != up.kind:
+        raise ValueError(f"up is {up.kind}, expected as gate: {gate.kind}")
     if not all(_is_fused(bias, x, gate) for bias in biases):
         return None
     # The shape with one row per expert. A view would cost the host 2 us (docs/lab).
-    rows = (*x.shape[:-1], 1, 1, gate.k), x.dtype
+    rows = (*x.shape[:-1], 1, 1, *x.shape[-1:]), x.dtype
     rhs = indices.shape, indices.dtype
     options = True, False, False, bool(biases)
     prepared = _prepared(rows, gate, (None, rhs, options, gating))

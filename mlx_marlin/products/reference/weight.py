@@ -118,11 +118,9 @@ def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.arr
     w, scales, biases, (group_size, bits, mode) = weight
     # MLX broadcasts x over a batch of weights only if x has a batch too. Otherwise its
     # result is the first weight's product.
-    missing = w.ndim - max(x.ndim, 2) if w.ndim > 2 else 0
-    rows = x[None] if w.ndim > 2 and x.ndim == 1 else x
-    batched = rows.reshape((1,) * missing + rows.shape) if missing else rows
-    y = mx.quantized_matmul(
-        batched,
+    missing = w.ndim - x.ndim if w.ndim > 2 else 0
+    return mx.quantized_matmul(
+        x.reshape((1,) * missing + x.shape) if missing > 0 else x,
         w,
         scales,
         biases,
@@ -131,7 +129,6 @@ def native_product(x: mx.array, weight: NativeWeight, transpose: bool) -> mx.arr
         bits=bits,
         mode=mode,
     )
-    return y if rows is x else y.squeeze(-2)
 
 
 def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
