@@ -144,7 +144,7 @@ SETTINGS = MODELS | {
     "baichuan_m1": COMMON
     | {"sliding_window": 64, "sliding_window_layers": [], "conv_window": 2}
 }
-PLAIN = re.compile(r"embed|norm|mlp\.gate\.|router|indexer|conv|classifier|lm_head")
+PLAIN = re.compile(r"embed|norm|mlp\.gate\.|router|indexer|conv|classifier")
 
 
 def new_model(name: str) -> Any:

@@ -10,6 +10,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import launcher
+from mlx_marlin.lm.known_layers import marlin_heads
 from mlx_marlin.planning.plan import Plan
 from support.models import TOKENS, arrays, types
 from support.profiles import sampled
@@ -221,3 +222,9 @@ def test_products_that_are_not_transposed_stay_mlxs_in_an_invariant_model(
 
     assert model.layers[0].invariant
     assert mx.array_equal(model.layers[0](back, transpose=False), expected)
+
+
+def test_a_weight_that_is_no_batch_of_heads_is_refused() -> None:
+    packed = mlx_marlin.pack(*mx.quantize(mx.ones((32, 64))))
+    with pytest.raises(ValueError, match=r"batch=\(\).*expected \(heads,\) without"):
+        marlin_heads().from_packed(packed)
