@@ -11,10 +11,20 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear, PackedWeight, pack
-from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, weight
+from support.arguments import (
+    BIASES,
+    PACKED,
+    SCALES,
+    K,
+    N,
+    W,
+    X,
+    packed_unread,
+    weight,
+)
 
 EXPERTS = weight(batch=3)
-PACKED_EXPERTS = pack(*EXPERTS)
+PACKED_EXPERTS = packed_unread(*EXPERTS)
 ROWS = mx.zeros((2, 1, K))
 CHOSEN = mx.array([0, 2], mx.uint32)
 FLOATS = mx.zeros((N, K))

@@ -184,20 +184,20 @@ def test_a_parameter_that_changes_between_two_parts_is_seen(
 @pytest.mark.parametrize(
     "others",
     [
-        layers(40, group_size=32),
-        layers(40, bits=8),
-        layers(40, mode="mxfp4"),
-        layers(40, bias=True),
-        layers(40, layout="marlin"),
-        layers(40, invariant=True),
-        [MarlinLinear(64, 40, False)],
-        [nn.Linear(128, 40)],
-        [nn.QuantizedLinear(128, 40)],
-        [],
+        lambda: layers(40, group_size=32),
+        lambda: layers(40, bits=8),
+        lambda: layers(40, mode="mxfp4"),
+        lambda: layers(40, bias=True),
+        lambda: layers(40, layout="marlin"),
+        lambda: layers(40, invariant=True),
+        lambda: [MarlinLinear(64, 40, False)],
+        lambda: [nn.Linear(128, 40)],
+        lambda: [nn.QuantizedLinear(128, 40)],
+        list,
     ],
 )
-def test_layers_of_other_kinds_are_not_joined(others: list[Any]) -> None:
-    mixed = [*layers(40), *others]
+def test_layers_of_other_kinds_are_not_joined(others: Callable[[], list[Any]]) -> None:
+    mixed = [*layers(40), *others()]
 
     assert not can_join(mixed)
     with pytest.raises(ValueError, match="layers must be 2 to 6 MarlinLinear"):

@@ -9,6 +9,7 @@ import mlx_marlin
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.products import serving
 from mlx_marlin.products.packing import pack
+from support.arguments import packed_unread
 from support.gather_calls import K, kind, weights
 
 
@@ -51,7 +52,9 @@ def test_calls_of_other_kinds_are_mlxs_and_without_kernels_all(
 
 
 EXPERTS = weights(4, 40, "affine", 4, 64, mx.float32)
-PACKED = pack(*EXPERTS)
+PACKED = packed_unread(*EXPERTS)
+ONE = packed_unread(*(each[0] for each in EXPERTS))
+NESTED = packed_unread(*(each[None] for each in EXPERTS))
 CHOSEN = mx.array([[0], [3]])
 
 
@@ -62,8 +65,16 @@ CHOSEN = mx.array([[0], [3]])
         ((PACKED, EXPERTS[1]), {}, "carries its scales"),
         ((PACKED,), {"group_size": 32}, "do not fit the packed weight"),
         ((PACKED,), {"global_scale": mx.ones(4)}, "global_scale"),
-        ((pack(*(each[0] for each in EXPERTS)),), {}, "expected a batch [experts, n"),
-        ((pack(*(each[None] for each in EXPERTS)),), {}, "shape (1, 4, 40, 128)"),
+        (
+            (packed_unread(*(each[0] for each in EXPERTS)),),
+            {},
+            "expected a batch [experts, n",
+        ),
+        (
+            (packed_unread(*(each[None] for each in EXPERTS)),),
+            {},
+            "shape (1, 4, 40, 128)",
+        ),
         ((PACKED,), {"transpose": False}, "[gather_qmm]"),
         ((PACKED,), {"rhs_indices": mx.ones((2, 1))}, "[gather_qmm]"),
     ],

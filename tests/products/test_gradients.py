@@ -14,10 +14,11 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products import autodiff
 from mlx_marlin.products.autodiff import differentiable
 from mlx_marlin.products.packing import pack
+from support.arguments import packed_unread
 
 K, N = 128, 40
 W, SCALES, BIASES = mx.quantize(mx.random.normal((N, K), key=mx.random.key(0)))
-PACKED = pack(W, SCALES, BIASES)
+PACKED = packed_unread(W, SCALES, BIASES)
 X = mx.random.normal((2, 3, K), key=mx.random.key(1))
 TARGET = mx.random.normal((2, 3, N), key=mx.random.key(2))
 

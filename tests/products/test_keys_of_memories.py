@@ -281,7 +281,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Call], Any]:
 @pytest.mark.parametrize(
     ("function", "base", "change"),
     [
-        pytest.param(function, base, change, id=f"{name} {change}")
+        pytest.param(function, base, change, id=f"{name} {', '.join(change)}")
         for name, function, base, changes in CASES
         for change in changes
     ],

@@ -63,11 +63,11 @@ def test_a_wrong_call_raises_mlxs_own_error(kind: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        (X.tolist(), W, SCALES, BIASES),
-        (np.array(X), W, SCALES, BIASES),
+        ([[[1.0] * K]], W, SCALES, BIASES),
+        (np.ones((1, 1, K), np.float32), W, SCALES, BIASES),
         (1.0, W, SCALES, BIASES),
         (None, W, SCALES, BIASES),
-        (X, np.array(W), SCALES, BIASES),
+        (X, np.zeros((N, K // 8), np.uint32), SCALES, BIASES),
         (X, W, [1.0], BIASES),
         (X, W, None, None),
         (X, W),
