@@ -99,6 +99,8 @@ def new_model(config: dict[str, Any]) -> nn.Module:
     """
     from mlx_lm import utils
 
+    if config.get("model_file") is not None:
+        raise ValueError("the code of another model, which is not run")
     model_class, arguments = utils._get_classes(config)
     model: nn.Module = model_class(arguments.from_dict(config))
     return model

@@ -204,9 +204,12 @@ def test_a_format_that_shapes_do_not_tell_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "source", CONFIG, usual, formats, {})
     assert [*read_checkpoint(path)]
     assert [*open_source(path).parameters()]
-    (path / "config.json").write_text(json.dumps({"quantization": usual}))  # no model
-    with pytest.raises(ValueError, match=rf"'{ATTENTION}\.weight'.* does not name the"):
-        list(read_checkpoint(path))
+    for no_model in ({}, CONFIG | {"model_file": "mine.py"}):
+        said = json.dumps(no_model | {"quantization": usual})
+        (path / "config.json").write_text(said)
+        message = rf"'{ATTENTION}\.weight'.* does not name the"
+        with pytest.raises(ValueError, match=message):
+            list(read_checkpoint(path))
 
 
 def test_settings_inside_of_text_config_are_gone_after_a_conversion(
