@@ -91,11 +91,12 @@ def decoder(
     *,
     cache: list[Any] | None = None,
     passes: Passes | None = None,
+    seconds: dict[int, float] = FLAT,
     **picker: Any,
 ) -> Decoder:
     cache = make_prompt_cache(model) if cache is None else cache
     passes = Passes(model, cache) if passes is None else passes
-    cost = PassCost(FLAT, "test")
+    cost = PassCost(seconds, "test")
     given = {"sampler": None, "processors": (), **picker}
     return Decoder(passes, drafter, cost, Picker(**given), generation_stream)
 

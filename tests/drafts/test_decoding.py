@@ -284,7 +284,10 @@ def test_a_match_is_judged_by_the_token_after_it_without_a_draft() -> None:
             drafter.add(token)
     for token in (1, 2):
         drafter.add(token)
-    assert drafter.probabilities(2)[0] < 0.1
+    kinds = 2, 3, 4  # of the match, and with each accepted token
+    probabilities = [drafter.acceptance.probability(kind) for kind in kinds]
+    assert drafter.probabilities(3) == probabilities
+    assert probabilities[0] < 0.1 < probabilities[1]
     for token in [*range(200, 220)] * 4:
         drafter.add(token)
     assert drafter.probabilities(2) == [drafter.acceptance.probability(8)] * 2

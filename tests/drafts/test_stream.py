@@ -86,6 +86,30 @@ def test_a_prompt_cache_goes_on(loaded: tuple[nn.Module, Any]) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("begun", [None, 3, 6, 9])
+@pytest.mark.usefixtures("unfused")
+def test_a_caller_sees_the_cache_of_mlx_lm_at_each_token(
+    loaded: tuple[nn.Module, Any], begun: int | None
+) -> None:
+    model, tokenizer = loaded
+    prompt, options = tokenizer.encode(TEXT), {}
+    if begun is not None:
+        start = len(prompt) + begun
+        options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": start}
+    own, ours = make_prompt_cache(model), make_prompt_cache(model)
+    expected = mlx_lm.stream_generate(*loaded, prompt, 14, prompt_cache=own, **options)
+    found = mlx_marlin.stream_generate(
+        *loaded, prompt, 14, prompt_cache=ours, lookup=True, **options
+    )
+    responses = []
+    for response, other in zip(found, expected, strict=True):
+        assert response.token == other.token
+        kinds = [[(type(each), each.offset) for each in cache] for cache in (ours, own)]
+        assert kinds[0] == kinds[1]
+        responses.append(response)
+    assert any(each.from_draft for each in responses)
+
+
 def test_progress_of_the_prompt_is_told(loaded: tuple[nn.Module, Any]) -> None:
     told: list[tuple[int, int]] = []
     options = {
@@ -231,5 +255,3 @@ def test_a_flag_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lm._look_up("chat")
     lm._look_up("server")
     assert called == ["install", "install", "one at a time"]
-    with pytest.raises(ValueError, match="--lookup evaluate, expected one of generate"):
-        lm._look_up("evaluate")
