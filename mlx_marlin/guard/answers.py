@@ -47,11 +47,7 @@ def running() -> Iterator[None]:
 
 
 def evaluate(*arrays: mx.array) -> None:
-    """Evaluates results of kernels, and nothing else: what was begun before has ended.
-
-    Raises:
-        KernelError: If that raises an error.
-    """
+    """Evaluates results of kernels and nothing else: what began before has ended."""
     mx.synchronize()
     with running(), kernels.evaluation():
         mx.eval(*arrays)
@@ -67,25 +63,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EpilogueArrays:
-    """Operands of an epilogue and of an RMSNorm; None if absent.
+    """Operands of an epilogue and of an RMSNorm; None if absent."""
 
-    Attributes:
-        bias: [n].
-        multiply: Array of the result's shape.
-        residual: Array of the result's shape.
-        positions: Positions of rows, int32 [m] or [1].
-        freqs: As in `mx.fast.rope`, float32 [features / 2].
-        head_norms: RMSNorm weights [features] of q and k.
-        norm: RMSNorm weight [k] of the rows of x.
-    """
-
-    bias: mx.array | None = None
-    multiply: mx.array | None = None
-    residual: mx.array | None = None
-    positions: mx.array | None = None
-    freqs: mx.array | None = None
-    head_norms: tuple[mx.array, ...] = ()
-    norm: mx.array | None = None
+    bias: mx.array | None = None  # [n]
+    multiply: mx.array | None = None  # Array of the result's shape
+    residual: mx.array | None = None  # Array of the result's shape
+    positions: mx.array | None = None  # Positions of rows, int32 [m] or [1]
+    freqs: mx.array | None = None  # As in `mx.fast.rope`, float32 [features / 2]
+    head_norms: tuple[mx.array, ...] = ()  # RMSNorm weights [features] of q and k
+    norm: mx.array | None = None  # RMSNorm weight [k] of the rows of x
 
 
 def rounding(values: mx.array, dtype: str) -> mx.array:

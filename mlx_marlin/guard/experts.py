@@ -114,16 +114,7 @@ def _sums(
     experts: mx.array,
     sources: mx.array,
 ) -> list[Answer]:
-    """Returns the products of pairs with each weight of their experts, and bounds.
-
-    Args:
-        problem: The product of one expert.
-        x: Activations.
-        weight: The weight that contains those of all experts.
-        first_tiles: The first tile of each expert, for each of its weights.
-        experts: The expert of each pair.
-        sources: The row of x of each pair.
-    """
+    """Returns the products of pairs with each weight of their experts, and bounds."""
     total, bound = reference.sums(problem, reference.wide(x), weight)
 
     def of_pairs(all_columns: mx.array, tiles: list[int]) -> mx.array:

@@ -68,11 +68,7 @@ class Mark:
 
 
 def rewrite(file: BinaryIO, content: bytes) -> None:
-    """Replaces the content of an open file, without a buffer that is written later.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Replaces the content of an open file, without a buffer that is written later."""
     os.ftruncate(file.fileno(), 0)
     if content:
         os.pwrite(file.fileno(), content, 0)

@@ -38,12 +38,6 @@ def miniatures(plan: P) -> tuple[P, ...]:
 
     Their m, n and k are ragged if the instance allows it, and k has several groups. If
     an instance serves several strategies, there is a plan for every strategy.
-
-    Args:
-        plan: The plan to check.
-
-    Returns:
-        At least one plan; `plan` itself if no smaller one has the same instances.
     """
     wanted = instances_of(plan)
     found = [small for small in _smaller(plan) if instances_of(small) == wanted]

@@ -40,17 +40,13 @@ DISTINCT_ROWS = 8
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Operands:
-    """A weight, or a batch of weights, with its exact values.
+    """A weight, or a batch of weights, with its exact values."""
 
-    Attributes:
-        stored: Codes, scales and biases as arguments of `launcher.product`.
-        exact: Weights [..., n, k] in float64.
-        magnitude: Sum of the magnitudes of the terms of each weight, [..., n, k] in
-            float64; evaluated when it is used.
-    """
-
+    # Codes, scales and biases as arguments of `launcher.product`
     stored: tuple[mx.array, mx.array, mx.array]
-    exact: mx.array
+    exact: mx.array  # Weights [..., n, k] in float64
+    # Sum of the magnitudes of the terms of each weight, [..., n, k] in float64;
+    # evaluated when it is used
     magnitude: mx.array
 
 
@@ -60,10 +56,6 @@ def draw(problem: Problem, weights: tuple[int, ...] = ()) -> Operands:
     Of every 32 rows, row 1 has only the smallest nonzero codes, which are subnormal
     numbers in FP4 and FP8; row 2 only the largest; row 3 has subnormal scales in nvfp4.
     Scales of integer codes have both signs.
-
-    Args:
-        problem: The problem with the format, n and k.
-        weights: Leading dimensions, such as (batch,).
     """
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(0), 3)

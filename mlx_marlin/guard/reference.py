@@ -41,14 +41,7 @@ MOST_BIAS = 0.35
 def product(
     problem: Problem, x: mx.array, weight: Operands, arrays: EpilogueArrays
 ) -> Answer:
-    """Returns the answer of a product with its epilogue.
-
-    Args:
-        problem: The product.
-        x: Activations [m, k] or [batch, m, k] of `operands.activations`.
-        weight: Weight of `operands.draw`.
-        arrays: Operands of the epilogue.
-    """
+    """Returns the answer of a product of [m, k] or [batch, m, k] with its epilogue."""
     total, off = _product(problem, wide(x), weight, arrays)
     epilogue = problem.epilogue
     if epilogue.gated:
@@ -63,13 +56,7 @@ def product(
 
 
 def gated(activation: str, gate: Answer, up: Answer) -> Answer:
-    """Returns the activation of one product times another product.
-
-    Args:
-        activation: As for `activated`, or "swiglu_oai", the clipped one of gpt-oss.
-        gate: The operand of the activation.
-        up: The other operand.
-    """
+    """Returns the activation of one product times another product."""
     if activation == "swiglu_oai":
         # Clipping does not increase errors.
         clipped = mx.minimum(gate.values, 7)
@@ -90,12 +77,7 @@ def rounded(problem: Problem, answer: Answer) -> Answer:
 
 
 def difference(y: mx.array, answer: Answer) -> str | None:
-    """Returns how a result exceeds the error bounds of its answer; None if it does not.
-
-    Args:
-        y: The result, which is evaluated on its own device.
-        answer: The known answer.
-    """
+    """Returns how a result exceeds the error bounds of its answer, or None."""
     evaluate(y)
     with mx.stream(mx.cpu):
         if y.shape != answer.values.shape:
@@ -140,11 +122,8 @@ def sums(
 ) -> tuple[mx.array, mx.array]:
     """Returns the products [..., m, n] of rows with a weight, and their error bounds.
 
-    Args:
-        problem: The product.
-        rows: Activations [..., m, k] in float64, of `operands.activations`: most are
-            multiples of the first rows.
-        weight: The weight.
+    The rows [..., m, k] in float64 are of `operands.activations`: most are multiples of
+    the first ones.
     """
     first, factor = rows[..., :DISTINCT_ROWS, :], factors(rows.shape[-2])[:, None]
     nth = mx.arange(rows.shape[-2]) % DISTINCT_ROWS

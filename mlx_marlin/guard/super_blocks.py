@@ -17,12 +17,6 @@ def rows(
 
     Weights are of the size that other formats have: products of normally distributed x
     fit in a float16. Factors have both signs. Many are subnormal, as they are in files.
-
-    Args:
-        problem: The problem with the format, n and k.
-        weights: Leading dimensions, such as (batch,).
-        keys: Three random keys.
-        small_row: Row of every 32 rows whose factors are the smallest numbers.
     """
     blocks = problem.k // SUPER_BLOCK
     per_block = SUPER_BLOCK // problem.group_size

@@ -83,11 +83,7 @@ def folder() -> Path:
 
 
 def machine_folder(backend: str) -> Path:
-    """Returns the folder of this machine's verdicts, which may not exist.
-
-    Args:
-        backend: "metal", "cuda" or "emulator".
-    """
+    """Returns the folder of this machine's verdicts, which may not exist."""
     return folder() / _machine(backend)
 
 
@@ -99,13 +95,9 @@ def checked(
 ) -> Verdict:
     """Returns the verdict of a file; if there is none, runs the check and writes it.
 
-    A verdict that is undecided or cannot be written is returned without writing.
-
-    Args:
-        file: File of the kernels on this machine.
-        started: Verdict to write while the kernels run.
-        check: Runs the kernels and returns the verdict.
-        suspected: Is called before kernels are checked that have ended a process.
+    `started` is in the file while the kernels run. `suspected` is called before kernels
+    are checked that have ended a process. A verdict that is undecided or cannot be
+    written is returned without writing.
     """
     known = read(file)
     if known is not None and known.state != "started":
@@ -170,12 +162,7 @@ def stored(machine: Path) -> dict[str, Verdict]:
 
 
 def forget(kernel: str) -> int:
-    """Removes the verdicts on a kernel on all machines, and returns their number.
-
-    Raises:
-        ValueError: If there is none.
-        OSError: If one cannot be removed.
-    """
+    """Removes the verdicts on a kernel on all machines, and returns their number."""
     found = {file: read(file) for file in folder().glob("*/*.json")}
     known = {name for each in found.values() if each for name in each.names}
     if kernel not in known:
