@@ -340,6 +340,13 @@ REPORTS: dict[str, tuple[str, dict[str, Any], Sequence[str]]] = {
         {"grid": 64, "threadgroup": 64},
         ["write after write", "simdgroup 0", "simdgroup 1"],
     ),
+    "an atomic update is a write": (
+        "auto p = (device atomic_uint*)out; uint lane = thread_index_in_simdgroup;\n"
+        "if (lane == 5) { atomic_fetch_add_explicit(p, 1u, memory_order_relaxed); }\n"
+        "if (lane == 6) { out[1] = out[0]; }",
+        {"init_value": 0},
+        ["race between threads on byte 0 of buffer 'out': read after write", "lane 6"],
+    ),
     "lanes may not store what another lane reads": (
         "if (out[0] < 2) { out[0] = 1; }",
         {"init_value": 0},
