@@ -113,8 +113,8 @@ def locations_by_offset(
 def places(library: Path, offsets: Sequence[int]) -> list[tuple[Any, ...] | None]:
     """Returns what tells the places in the source of several addresses apart.
 
-    That is line and column, of the calls that were inlined around it too; None where it
-    is not known.
+    That is the function, line and column, also of the calls that were inlined around
+    it; None where it is not known.
     """
     found: dict[int, tuple[Any, ...]] = {}
     for offset, _, row, _, calls in _debug_info(library, offsets):
@@ -122,8 +122,10 @@ def places(library: Path, offsets: Sequence[int]) -> list[tuple[Any, ...] | None
             tuple(call.attributes[f"DW_AT_call_{name}"].value for name in _PLACE)
             for call in calls[1:]
         ]
-        if row.line:  # otherwise code that the compiler merged from two lines
-            found[offset] = ((row.file, row.line, row.column), *inlined)
+        if row.line and calls:  # otherwise code that was merged from two lines
+            # Two instances of a template are two functions on the same lines.
+            function = calls[0].offset
+            found[offset] = (function, (row.file, row.line, row.column), *inlined)
     return [found.get(offset) for offset in offsets]
 
 

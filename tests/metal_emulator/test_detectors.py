@@ -288,9 +288,11 @@ def test_equal_operations_in_two_branches_are_reported(call: str) -> None:
     assert f"in {name} at source line {4 * chosen + 6}" in message
 
 
-@pytest.mark.parametrize("call", ["sums(v)", "simd_sum(v)", "simd_max(v)"])
+@pytest.mark.parametrize("call", ["sums(v)", "simd_sum(v)", "kept<__COUNTER__>(v)"])
 def test_one_line_with_two_operations_has_two_places(call: str) -> None:
     header = "inline float sums(float v) { return simd_sum(v); }\n"
+    header += "template <int n> __attribute__((noinline)) float kept(float v) "
+    header += "{ return simd_sum(v + n); }\n"
     source = "float v = a[0]; bool b = thread_index_in_simdgroup < 8;\n"
     source += f"if (b) {{ v = {call}; }} else {{ v = {call}; }} out[0] = v;"
 
