@@ -69,7 +69,7 @@ def test_extreme_rooflines_are_drawn(
     figures.save(tmp_path / "a.svg", "--plot", lambda: plots.figure([chart]))
 
     assert len(chart.series[1].marks) == 1
-    assert "gemv (measured)" in svg_texts(tmp_path / "a.svg")
+    assert "ours: gemv (measured)" in svg_texts(tmp_path / "a.svg")
 
 
 def test_series_of_a_roofline_name_where_their_times_come_from() -> None:
@@ -80,8 +80,8 @@ def test_series_of_a_roofline_name_where_their_times_come_from() -> None:
     _, *series = roofline.chart("title", ROOF, given).series
 
     assert [(one.name, one.color, one.is_measured) for one in series] == [
-        ("gemv (predicted)", 0, False),
-        ("gemv (measured)", 0, True),
+        ("ours: gemv (predicted)", 0, False),
+        ("ours: gemv (measured)", 0, True),
         ("stock qmv (predicted)", 1, False),
     ]
 
@@ -212,7 +212,7 @@ def test_profile_plots_the_roofline(tmp_path: Path, printed: Run) -> None:
 
     assert printed(f"profile {words} --plot", path).endswith(f"saved {path}\n")
     texts = svg_texts(path)
-    assert "gemm_register (predicted)" in texts
+    assert "ours: gemm_register (predicted)" in texts
     assert any(re.fullmatch(r"stock \w+ \(predicted\)", text) for text in texts)
     assert any("546 GB/s" in text for text in texts)
     assert "8 rows" in texts

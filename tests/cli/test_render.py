@@ -420,7 +420,10 @@ def test_a_page_is_always_the_same_and_has_a_policy_that_forbids_resources() -> 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_charts_of_a_document_are_saved_as_a_picture(name: str, render: Render) -> None:
-    mark = {"profile": "gemv (predicted)", "result": "ours, mlx layout (measured)"}
+    mark = {
+        "profile": "ours: gemv (predicted)",
+        "result": "ours, mlx layout (measured)",
+    }
 
     assert mark[name] in svg_texts(render(DOCUMENTS[name], "a.svg"))
     assert render(DOCUMENTS[name], "a.png").read_bytes().startswith(b"\x89PNG")

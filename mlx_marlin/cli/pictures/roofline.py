@@ -88,7 +88,7 @@ def _of_kernels(products: Sequence[Product]) -> list[Series]:
         lowest[product.rows] = min(known, product, key=lambda each: each.point.tflops)
     return [
         Series(
-            name=f"{kernel} ({origin})",
+            name=f"{_owner(kernel)}{kernel} ({origin})",
             marks=tuple(
                 _mark(product, lowest[product.rows] is product)
                 for product in sorted(group, key=lambda each: each.point.intensity)
@@ -99,6 +99,11 @@ def _of_kernels(products: Sequence[Product]) -> list[Series]:
         )
         for (kernel, origin), group in groups.items()
     ]
+
+
+def _owner(kernel: str) -> str:
+    """Returns what the legend says before the name of a kernel of ours."""
+    return "" if kernel.startswith(STOCK) else "ours: "
 
 
 def _mark(product: Product, is_labelled: bool) -> Mark:

@@ -11,6 +11,7 @@ from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.measure.rows import (
     CANDIDATE,
     CHAIN,
+    OURS,
     STOCK,
     FirstTokenRow,
     GenerationRow,
@@ -76,10 +77,12 @@ def page(result: ResultFile, origin: str) -> Page:
 
 
 def _sample(row: ProductRow) -> staircase.Sample:
+    arm = row.arm.partition(":")[0]
+    owner = "ours: " if row.plan is not None and arm != OURS else ""
     return staircase.Sample(
         rows=row.problem.m,
         seconds=row.timing.seconds,
-        name=f"{row.arm.partition(':')[0]}, {row.problem.layout} layout",
+        name=f"{owner}{arm}, {row.problem.layout} layout",
         source=row.timing.source,
     )
 
