@@ -9,12 +9,14 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import devices, launcher
+from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.products import dispatch
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import dispatch, serving
 from mlx_marlin.products.packing import pack
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from support.choose import Choose
@@ -272,3 +274,53 @@ def test_a_layer_that_begins_to_remember_does_not_disturb_a_reset(
     monkeypatch.setattr(GuardedParameters, "forget_stock", forgetting)
     state.reset()
     assert not any(layer._stock_calls for layer in layers)
+
+
+def test_only_a_call_of_mlxs_own_layout_is_left_to_stock_for_good(
+    stock: None,
+) -> None:
+    mlx_marlin.quantized_matmul(X, W, SCALES, BIASES)
+    mlx_marlin.quantized_matmul(X, PACKED)
+
+    assert [each.is_stock for each in dispatch.calls.values()] == [True, False]
+    assert all(each.reason for each in dispatch.calls.values())
+
+
+@pytest.mark.parametrize("transpose", [True, False])
+@pytest.mark.parametrize("forced", [True, False])
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize("measured", [None, Measured(reason="stock was faster")])
+def test_another_machine_is_decided_for_without_what_is_known_of_this_one(
+    is_here: bool,
+    forced: bool,
+    transpose: bool,
+    measured: Measured | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem, chip = Problem(m=3, n=N, k=K), devices.named("M3 Max")
+    given: dict[str, Any] = {}
+
+    def served(*arguments: Any, **options: Any) -> str:
+        given.update(options, problem_and_device=arguments)
+        return "a plan"
+
+    def usable(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        return (*arguments, options)
+
+    monkeypatch.setattr(planner, "serve", served)
+    monkeypatch.setattr(planner, "usable", usable)
+    monkeypatch.setattr(selection, "may_hand_over", lambda: not forced)
+    monkeypatch.setattr(tuned_results, "find", lambda *_: measured)
+    target = serving.Target(device=chip, is_here=is_here, fault=str)
+
+    answer: Any = serving.serve_problem(problem, target, transpose=transpose)
+
+    known, may = measured if is_here and transpose else None, not (is_here and forced)
+    assert given == {
+        "problem_and_device": (problem, chip),
+        "transpose": transpose,
+        "measured": known,
+        "hands_over": may,
+    }
+    flags = {"hands_over": may, "is_measured": known is not None}
+    assert answer == (("a plan", chip, str, flags) if is_here else "a plan")

@@ -33,7 +33,8 @@ ROOMS = {
     "serving": _room(
         0.95,
         "products/serving.py products/dispatch.py",
-        "products race tuning",
+        "products race tuning metal/test_dequantize_first.py "
+        "layers/test_global_scale.py planning/test_who_serves.py",
     ),
     "results": _room(
         0.95,
