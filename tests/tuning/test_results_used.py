@@ -81,7 +81,7 @@ def test_between_measured_rows_ours_serve_if_they_do_at_both(
 
     slower = "measured here at 8 and 24 rows: stock MLX serves 24"
     assert [said(m) for m in (1, 3, 25, 100)] == [None] * 4  # outside of them
-    assert [said(m) for m in (5, 7)] == [Measured(reason=None)] * 2
+    assert [said(m) for m in (5, 7)] == [Measured(reason=None, decodes=False)] * 2
     assert [said(m) for m in (9, 23)] == [Measured(reason=slower)] * 2
     for change in ({"n": 128}, {"k": 512}, {"layout": "marlin"}, {"dtype": "bfloat16"}):
         assert said(5, **change) is None
