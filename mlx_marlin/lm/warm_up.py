@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin import state
-from mlx_marlin.backends import kernels, selection
+from mlx_marlin.backends import children, kernels, selection
 from mlx_marlin.layers.joined import whole
 from mlx_marlin.lm.report.layer_groups import described
 from mlx_marlin.lm.report.layer_product import LayerProduct, Weight
 from mlx_marlin.lm.report.target import Target
-from mlx_marlin.progress import shown
+from mlx_marlin.progress import Stages, shown
 
 Step = Callable[[], Any]
 
@@ -26,7 +27,8 @@ COMPILED_AT_A_TIME = 16
 
 def check_rows(rows: Sequence[int]) -> None:
     """Raises ValueError if `rows` is not a sequence of positive integers."""
-    if isinstance(rows, str) or not all(type(m) is int and m > 0 for m in rows):
+    listed = isinstance(rows, Iterable) and not isinstance(rows, str)
+    if not listed or not all(type(m) is int and m > 0 for m in rows):
         raise ValueError(
             f"warm_up={rows!r}, expected numbers of rows such as (1, 4, 8)"
         )
@@ -45,17 +47,20 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     if not rows:
         return
     if selection.traits().compiles_ahead:
-        compile_steps(step for m in rows for step in _steps(model, m))
+        compile_steps(step for m in rows for step in model_steps(model, m))
     for m in shown(rows, "warm up", "row count"):
-        for step in _steps(model, m):
+        for step in model_steps(model, m):
             mx.eval(step())
 
 
-def compile_steps(steps: Iterable[Step]) -> None:
+def compile_steps(steps: Iterable[Step], stages: Stages | None = None) -> None:
     """Compiles the kernels of calls that are not stored yet, several at a time.
+
+    An interrupt ends the processes that compile.
 
     Args:
         steps: The calls, whose results are not evaluated.
+        stages: The bar to show it on. Default: one of its own.
     """
     with kernels.deferred() as compilations:
         for step in steps:
@@ -64,14 +69,23 @@ def compile_steps(steps: Iterable[Step]) -> None:
     if not compilations:
         return
     workers = min(len(compilations), os.cpu_count() or 1, COMPILED_AT_A_TIME)
-    with ThreadPoolExecutor(workers) as pool:
-        running = [pool.submit(task) for task in compilations.values()]
-        finished = as_completed(running)
-        for done in shown(finished, "compile", "kernel", len(running)):
-            done.result()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        with nullcontext(stages) if stages else Stages("kernel") as bar:
+            bar.expect(len(compilations))
+            running = [pool.submit(task) for task in compilations.values()]
+            for count, done in enumerate(as_completed(running)):
+                bar.say(f"compiling our kernels, {count + 1} of {len(running)}")
+                done.result()
+                bar.step()
+    except BaseException:
+        children.end_all()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _steps(model: nn.Module, m: int) -> Iterator[Step]:
+def model_steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields the calls for m rows."""
     make_cache = cache_factory(model)
     if make_cache is None:

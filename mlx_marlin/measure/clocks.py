@@ -114,12 +114,10 @@ def wall_time(
     """
     weights = cycle(inputs.weights)
     x = inputs.x
-    # Compiles the kernels, and determines the length of the samples.
-    short = [
-        sampler(product, x, weights, timing.SHORTEST)
-        for product in products.values()
-        for _ in range(2)
-    ]
+    for product in products.values():
+        sampler(product, x, weights, 1)  # compiles the kernels
+    # Determines the length of the samples.
+    short = [_seconds(sampler, product, x, weights) for product in products.values()]
     seconds_of_sample = seconds / (rounds * len(products))
     length = timing.chain_length(min(short), seconds_of_sample)
 
@@ -128,6 +126,16 @@ def wall_time(
 
     samples = {arm: sampled(product) for arm, product in products.items()}
     return timing.interleaved(samples, seconds=seconds, least=rounds)
+
+
+def _seconds(
+    sampler: Sampler, product: Product, x: mx.array, weights: Iterator[Weight]
+) -> float:
+    """Returns the seconds of a product: one is enough if it takes long."""
+    once = sampler(product, x, weights, 1)
+    if once >= timing.LONG:
+        return once
+    return sampler(product, x, weights, timing.SHORTEST)
 
 
 def cost_model(

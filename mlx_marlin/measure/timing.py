@@ -33,6 +33,8 @@ NOISE = 0.1
 SHORTEST, LONGEST = 4, 256
 """Length of a chain: at least a few products, so that its ends are negligible, and at
 most as many as MLX keeps in flight."""
+LONG = 5e-3
+"""Seconds of a product from which on the ends of a chain of one are negligible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,4 +174,5 @@ def independent(
 def chain_length(seconds_each: float, seconds: float) -> int:
     """Returns the number of products that takes `seconds`, within the limits."""
     length = int(seconds / seconds_each) if seconds_each > 0 else LONGEST
-    return min(max(length, SHORTEST), LONGEST)
+    least = 1 if seconds_each >= LONG else SHORTEST
+    return min(max(length, least), LONGEST)

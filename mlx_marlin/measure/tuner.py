@@ -163,7 +163,9 @@ def tune(
     return Outcome(arms=spreads, wrong=wrong, result=result, failed=failed)
 
 
-def verdict(plan: AnyPlan, spreads: Mapping[Any, Spread], clock: str) -> Result | None:
+def verdict(
+    plan: AnyPlan, spreads: Mapping[Any, Spread], clock: str, is_final: bool = False
+) -> Result | None:
     """Returns who serves a problem, or None if the times are noise.
 
     Stock MLX serves it if the plan is not faster by `timing.DRAW`, unless it would have
@@ -173,14 +175,17 @@ def verdict(plan: AnyPlan, spreads: Mapping[Any, Spread], clock: str) -> Result 
         plan: The fastest plan.
         spreads: The times of plans, and of stock MLX by None.
         clock: Name of the clock.
+        is_final: Whether times that are noise count as equal.
     """
     ours, stock = spreads[plan], spreads.get(None)
-    if ours.is_noisy or (stock is not None and stock.is_noisy):
+    is_noise = ours.is_noisy or (stock is not None and stock.is_noisy)
+    if is_noise and not is_final:
         return None
+    wins = stock is None or (ours.wins(stock) and not is_noise)
     packed = product_of(plan_problem(plan)).layout == "marlin"
     return Result(
         plan=plan,
-        stock=stock is not None and not packed and not ours.wins(stock),
+        stock=not packed and not wins,
         medians_us={
             name(arm): round(each.median * 1e6, 4) for arm, each in spreads.items()
         },

@@ -17,7 +17,7 @@ from mlx_marlin.lm.race import at_load, forward_race
 from mlx_marlin.lm.race.product_race import ROWS
 from mlx_marlin.lm.warn_once import forget
 from race.conftest import SimulatedMac
-from race.test_race import layer, one_layer, results_of, served
+from race.test_race import RACED, layer, one_layer, results_of, served
 from support.models import Layers, tiny_llama
 
 
@@ -151,15 +151,15 @@ def test_results_that_cannot_be_kept_serve_this_process(
 def test_another_models_race_does_not_end_what_is_left_to_stock(
     mac: SimulatedMac,
 ) -> None:
-    mac.ours, mac.range = (lambda layout, m: 5.0), 0.11
-    noisy = one_layer(mac)
-    mac.range = 0.0
+    mac.ours, mac.seconds_each = (lambda layout, m: 5.0), at_load.SECONDS
+    begun = one_layer(mac)
+    mac.seconds_each = 0.0
     mlx_marlin.optimize(Layers(layer(2048)), layout="mlx")
 
-    assert "noisy" in str(served(noisy, [8])[8])
+    assert "not measured yet" in str(served(begun, [8])[8])
 
     mlx_marlin.optimize(Layers(layer()), layout="mlx")
-    assert set(served(noisy, [*ROWS, 3]).values()) == {None}
+    assert set(served(begun, [*ROWS, 3]).values()) == {None}
 
 
 def test_a_link_to_nothing_among_the_results(mac: SimulatedMac) -> None:
@@ -192,7 +192,7 @@ def test_a_report_and_a_dry_run_have_the_layout_that_won(
 
 
 def test_an_interrupt_leaves_finished_products_as_they_are(mac: SimulatedMac) -> None:
-    mac.ours, mac.interrupted_after = (lambda layout, m: 9.0), len(ROWS) + 1
+    mac.ours, mac.interrupted_after = (lambda layout, m: 9.0), len(RACED) + 1
 
     model = mac.optimize(Layers(layer(), layer(2048)), layout="mlx")
 
@@ -210,7 +210,7 @@ def test_stock_serves_where_the_model_was_slower_if_only_packed_weights_raced(
 
     model = mac.optimize(tiny_llama(tied=False))
 
-    assert {layouts for _, layouts in mac.raced} == {("marlin",)}
+    assert {each for _, layouts in mac.raced for each in layouts} == {"marlin"}
     for found in results_of(model, 5):
         assert found is not None
         assert "whole model" in str(found.reason)

@@ -8,36 +8,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
-from math import inf
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin import decision_log, progress, state
-from mlx_marlin.backends import result_files, selection, tuned_results
+from mlx_marlin import decision_log, state
+from mlx_marlin.backends import children, result_files, selection, tuned_results
 from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
-from mlx_marlin.lm.race import forward_race, product_race
+from mlx_marlin.lm.race import forward_race, product_race, stock_kernels, summary
 from mlx_marlin.lm.race.forward_race import Samples
 from mlx_marlin.lm.race.layout_choice import faster_layout
 from mlx_marlin.lm.race.model_products import ModelProduct, products_of
 from mlx_marlin.lm.race.product_race import ProductRace, contenders
+from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.lm.report.target import Target
-from mlx_marlin.lm.warm_up import compile_steps
+from mlx_marlin.lm.warm_up import compile_steps, model_steps
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.measure import clocks
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.planning.gather_plan import AnyProblem
-from mlx_marlin.planning.measurement import Forwards, Result
+from mlx_marlin.planning.measurement import PROMPTS, Forwards, Result
 from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.products import eligibility, serving
+from mlx_marlin.progress import Stages
 
-SECONDS = 20.0
-"""Time of a race, compilation included. What is left continues at the next load. CUDA's
-kernels take longer to compile: there a race ends when it is finished."""
+SECONDS, MORE_SECONDS = 20.0, 5.0
+"""Time of a race, compilation included, and of what is left at each later load."""
+WAIT = 0.2
+"""Seconds between two looks at the processes that compile MLX's own kernels."""
 FEW = 8
 """Rows of forward passes by whose sum a packed model is judged."""
 
@@ -56,8 +58,8 @@ class Race:
         convert: Converts the model as a recipe says.
         undo: Undoes the conversion.
         clock: What measures products.
-        deadline: When to stop, by `now`.
         now: Clock that limits the race.
+        wait: Lets seconds pass.
     """
 
     model: nn.Module
@@ -65,52 +67,76 @@ class Race:
     convert: Callable[[Recipe], None]
     undo: Step
     clock: Clock
-    deadline: float
     now: Callable[[], float]
+    wait: Callable[[float], None]
 
     def __post_init__(self) -> None:
+        self._began = self.now()
+        limit = SECONDS if self.recipe.raced is None else MORE_SECONDS
+        self.deadline = self._began + limit
         self.target = Target.of(None)
         self.machine = tuned_results.machine(self.target.device, selection.backend())
         self.folder = result_files.folder()
         self._has_stopped = False
         self._is_converted = False
+        self._has_timed = False
+        self._is_kept = True
         self._stock: list[Samples] = []
         self._ours: list[Samples] = []
         stored = tuned_results.known(self.folder, self.machine)
+        self._kernels = StockKernels(products=(), rows=())
         self.products = ProductRace(
             device=self.target.device,
             clock=self.clock,
             layouts=self._layouts(),
+            decides_layout=self.recipe.decides_layout,
             stock=self.recipe.decides_layout or self.recipe.layout == "mlx",
             known=stored.results,
             store=lambda result: self._write([result]),
             is_over=self._is_over,
+            is_ready=lambda m: self._kernels.has_products(m),
         )
 
     def run(self) -> Forwards:
         """Converts the model, times what is not known yet, and returns its times."""
+        with Stages("step") as self._bar:
+            self._bar.say("converting")
+            kept = self._run()
+        if self._has_timed:
+            self._tell(kept)
+        return kept
+
+    def _run(self) -> Forwards:
         rows = self._missing_rows()
         if rows or not self.products.known:
             self._say_why()
-        with self._stopping("its forward passes are not compared"):
-            if rows:
-                self._stock.append(self._sample(rows))
+        model = stock_kernels.pickled(self.model) if rows else None
         self._convert_as(self.recipe)
-        found = self._run_products()
+        found = products_of(self.model, self.target)
+        self._run_products(found, rows, model)
         raced = self.recipe.raced
-        if raced is None or not raced.packed_lost:
+        if not self._has_stopped and (raced is None or not raced.packed_lost):
             self._use_layout(faster_layout(self.products, found))
-        for problem, count in self.products.unfinished:
-            tuned_results.leave_to_stock(self.machine, problem, count)
         state.reset()  # calls were prepared without the results
         seconds = self._compare(rows)
         lost = self._loses_packed(seconds)
         if lost:
             self._use_layout("mlx")
             seconds = self._compare(rows)
+        self._ensure_converted()
         kept = self._keep_forwards(seconds, lost)
         state.reset()
         return kept
+
+    def _tell(self, kept: Forwards) -> None:
+        """Tells who serves which rows, and whether something is left."""
+        found = products_of(self.model, self.target)
+        served = summary.served(self.products, found, kept)
+        seconds = self.now() - self._began
+        stored = "kept" if self._is_kept else "not kept"
+        left = any(map(self.products.left, found)) or forward_race.missing(kept.seconds)
+        more = "; the rest is measured when the model is loaded again" if left else ""
+        decision_log.tell(f"measured: {served}; {seconds:.0f} s, {stored}{more}")
 
     @contextmanager
     def _stopping(self, consequence: str) -> Iterator[None]:
@@ -119,6 +145,7 @@ class Race:
             yield
         except KeyboardInterrupt:
             self._has_stopped = True
+            children.end_all()
             decision_log.tell(
                 "measuring was interrupted: it continues when the model is loaded"
             )
@@ -141,10 +168,15 @@ class Race:
         self._is_converted = False
         self.undo()
 
+    def _ensure_converted(self) -> None:
+        if not self._is_converted:
+            self._convert_as(self.recipe)
+
     def _use_layout(self, layout: str | None) -> None:
         if not self.recipe.decides_layout or layout in (None, self.recipe.layout):
             return
-        self._undo()
+        if self._is_converted:
+            self._undo()
         self._convert_as(self.recipe.with_layout(str(layout)))
 
     def _missing_rows(self) -> tuple[int, ...]:
@@ -154,8 +186,7 @@ class Race:
         if not forward_race.can_run(self.model):
             return ()
         raced = self.recipe.raced
-        known = raced.seconds if raced else {}
-        return tuple(m for m in forward_race.ROWS if m not in known)
+        return forward_race.missing(raced.seconds if raced else {})
 
     def _say_why(self) -> None:
         changed = result_files.changes(self.folder, self.machine)
@@ -168,62 +199,106 @@ class Race:
             return (self.recipe.layout,)
         return ("marlin",) if is_packed_faster() else ("mlx", "marlin")
 
-    def _run_products(self) -> list[ModelProduct]:
-        """Times products, and returns those of the model."""
-        race, found = self.products, products_of(self.model, self.target)
-        rows = (1,) * self.recipe.decides_layout + product_race.ROWS
+    def _run_products(
+        self, found: Sequence[ModelProduct], rows: Sequence[int], model: bytes | None
+    ) -> None:
+        """Times products, and leaves to stock MLX what there is no time for."""
+        race = self.products
         for problem in (p for each in found for p in race.problems(each, 1).values()):
             tuned_results.begin_again(self.machine, problem)
-        left = [each for each in found if not race.is_finished(each, rows)]
-        if not left:
-            return found
+        left = [each for each in found if race.left(each)]
+        if not left and not rows:
+            return
+        all_rows = {*rows, *(m for each in left for m in race.left(each))}
+        products = [each.product for each in found]
+        has_failed = True
         with self._stopping("the cost model decides who serves what is left"):
-            if selection.traits().compiles_ahead:
-                compile_steps(race.steps(left, rows))
-            for product in _shown(left):
-                race.run(product, rows)
-        if self._has_stopped:
-            for product in left:
-                if not race.is_finished(product, rows):
-                    race.leave(product)
-        return found
+            self._kernels = stock_kernels.for_race(
+                products, sorted(all_rows), self.recipe.key, model
+            )
+            self._compile(left, rows)
+            self._time(left)
+            has_failed = False
+        if self._has_stopped or not has_failed:
+            self._leave([each for each in left if race.left(each)])
 
-    def _sample(self, rows: Sequence[int], samples: int = 1) -> Samples:
-        return forward_race.sample(self.model, rows, samples, self._is_over)
+    def _leave(self, products: Sequence[ModelProduct]) -> None:
+        """Leaves what is not timed to stock MLX, which reads MLX's layout only."""
+        for each in products:
+            problem = self.products.problems(each, 1).get("mlx")
+            if problem is not None:
+                tuned_results.leave_to_stock(self.machine, problem)
+
+    def _compile(self, left: Sequence[ModelProduct], rows: Sequence[int]) -> None:
+        """Compiles our kernels of products and of passes, if that is done ahead."""
+        if not selection.traits().compiles_ahead:
+            return
+        passes = (step for m in rows for step in model_steps(self.model, m))
+        compile_steps((*self.products.steps(left), *passes), self._bar)
+
+    def _time(self, left: Sequence[ModelProduct]) -> None:
+        """Times products while there is time, and those of MLX's kernels are ready."""
+        self._bar.expect(sum(len(self.products.left(each)) for each in left))
+        while True:
+            for product in left:
+                for m in self.products.run(product):
+                    self._has_timed = True
+                    self._bar.say(f"timing {product.name}, {m} rows")
+                    self._bar.step()
+            if self._is_over() or not self._kernels.waits_for_pass:
+                return
+            self._bar.say(self._kernels.told)
+            self.wait(WAIT)
 
     def _compare(self, rows: Sequence[int]) -> Seconds:
         """Returns the seconds of forward passes with stock MLX and our kernels."""
         self._ours.clear()
-        with self._stopping("its forward passes are not compared"):
-            self._take_turns(rows)
-        if not self._is_converted:  # it was interrupted in stock MLX's turn
-            self._convert_as(self.recipe)
-        return forward_race.medians(self._stock, self._ours)
+        self._stock.clear()
+        ready = [m for m in rows if self._kernels.has_pass(m)]
+        if ready and not self._is_over():
+            with self._stopping("its forward passes are not compared"):
+                self._take_turns(ready)
+        found = forward_race.medians(self._stock, self._ours)
+        self._has_timed = self._has_timed or bool(found)
+        return found
 
     def _loses_packed(self, found: Seconds) -> bool:
-        """Returns whether packed weights, where the race decides, are slower in all."""
+        """Returns whether packed weights, where the race decides, are slower in all.
+
+        They lose with few rows, or with a prompt and its answer.
+        """
+        if not self.recipe.decides_layout or self.recipe.layout != "marlin":
+            return False
         few = [pair for m, pair in found.items() if m <= FEW]
         stock, ours = (sum(pair[i] for pair in few) for i in (0, 1))
-        packed = self.recipe.decides_layout and self.recipe.layout == "marlin"
-        return packed and ours > stock
+        answered = forward_race.with_prompt(found)
+        return ours > stock or (answered is not None and answered[1] > answered[0])
 
     def _take_turns(self, rows: Sequence[int]) -> None:
-        """Times forward passes with our kernels and, in turns, with stock MLX.
+        """Times forward passes with our kernels and with stock MLX, in turns.
 
-        Packed weights would have to be unpacked, so there are no turns with them.
+        Packed weights have to be unpacked for stock MLX, so that they take one turn of
+        several passes. Prompts are timed in the first turn only.
         """
-        rows = [m for m in rows if self._stock and m in self._stock[0]]
-        if not rows:
-            return
         in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
-        self._ours.append(self._sample(rows, 1 if in_place else rounds))
-        for _ in range(rounds - 1):
-            if not in_place or self._is_over():
+        end = (self.now() + self.deadline) / 2
+        passes, turns = (1, rounds) if in_place else (rounds, 1)
+        for turn in range(turns):
+            if turn and self._is_over():
                 return
+            self._ensure_converted()
+            self._bar.say("timing forward passes")
+            ours = self._sample(rows, passes, end)
+            self._ours.append(ours)
             self._undo()
-            self._stock.append(self._sample(rows))
-            self._convert_as(self.recipe)
-            self._ours.append(self._sample(rows))
+            self._bar.say("timing forward passes of stock MLX")
+            self._stock.append(self._sample([*ours], passes, self.deadline))
+            rows, end = [m for m in ours if m not in PROMPTS], self.deadline
+
+    def _sample(self, rows: Sequence[int], samples: int, end: float) -> Samples:
+        return forward_race.sample(
+            self.model, rows, samples, lambda: self._has_stopped or self.now() >= end
+        )
 
     def _keep_forwards(self, found: Seconds, lost: bool) -> Forwards:
         """Keeps the times of the model; stock MLX serves rows at which it was slower.
@@ -254,7 +329,7 @@ class Race:
         if raced is None or kept != replace(raced, date=kept.date):
             self._write([self._live(problem) for problem in left], [kept])
         if slower:
-            decision_log.tell(_told(slower, kept))
+            decision_log.tell(summary.slower(slower, kept))
         return kept
 
     def _ours_of(self, product: ModelProduct, m: int) -> AnyProblem | None:
@@ -288,6 +363,7 @@ class Race:
         try:
             result_files.write(self.folder, self.machine, results, forwards)
         except OSError as error:
+            self._is_kept = False
             tuned_results.remember(self.machine, results, forwards)
             warn_once(f"not kept: {error}", f"what was measured is not kept: {error}")
 
@@ -312,8 +388,8 @@ def run(
         convert=convert,
         undo=undo,
         clock=clock(eligibility.target()),
-        deadline=inf if selection.traits().compiles_ahead else monotonic() + SECONDS,
         now=monotonic,
+        wait=sleep,
     )
     return race.run()
 
@@ -328,23 +404,3 @@ def clock(device: Any) -> Clock:
         clocks.wall_time, seconds=product_race.SECONDS, rounds=product_race.ROUNDS
     )
     return replace(clocks.clock_of(device), measure=measure)
-
-
-def _told(rows: Sequence[int], kept: Forwards) -> str:
-    if kept.stock_rows:
-        served = "stock MLX serves them"
-    elif kept.invariant:
-        served = "they serve them all the same, since it is invariant"
-    else:
-        served = "packed weights stay, which stock MLX cannot read"
-    listed = ", ".join(map(str, rows))
-    return f"the whole model was slower with our kernels at {listed} rows: {served}"
-
-
-def _shown(products: Sequence[ModelProduct]) -> Iterator[ModelProduct]:
-    """Yields products one by one, and shows the shape of each on a progress bar."""
-    with progress.bar("measure", "product", len(products)) as bar:
-        for product in products:
-            bar.set_description(f"measure {product.name}")
-            yield product
-            bar.update()

@@ -1,7 +1,7 @@
-"""Times a model's forward passes with few rows and a short cache."""
+"""Times a model's forward passes: few rows and prompts, with a short cache."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -9,10 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.lm.warm_up import cache_factory
-from mlx_marlin.planning.measurement import Forwards
+from mlx_marlin.planning.measurement import PROMPTS, Forwards
 
 ROWS = (*range(1, 9), 12, 16)
 """Numbers of rows of a forward pass that is timed."""
+LONGEST_PASS = 1.0
+"""Seconds of a pass beyond which a longer prompt is not timed."""
+PROMPT, DECODED = 512, 256
+"""Tokens of a prompt and of an answer, by whose time packed weights are judged."""
 PREFIX = 4
 """Tokens in the cache before."""
 FORWARDS = "_mlx_marlin_forwards"
@@ -44,6 +48,24 @@ def can_run(model: nn.Module) -> bool:
     return cache_factory(model) is not None
 
 
+def missing(known: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
+    """Returns the rows to time: a prompt only if one of half as many tokens is short.
+
+    Args:
+        known: Rows -> seconds with stock MLX and with our kernels.
+    """
+    return tuple(
+        m
+        for m in (*ROWS, *PROMPTS)
+        if m not in known and _is_short(m, {m: max(pair) for m, pair in known.items()})
+    )
+
+
+def _is_short(m: int, seconds: Mapping[int, float]) -> bool:
+    """Returns whether m rows are few, or not known to take too long."""
+    return m <= PROMPTS[0] or 2 * seconds.get(m // 2, 0.0) <= LONGEST_PASS
+
+
 def sample(
     model: nn.Module, rows: Sequence[int], samples: int, is_over: Callable[[], bool]
 ) -> Samples:
@@ -51,20 +73,38 @@ def sample(
 
     Args:
         model: A model of mlx-lm's.
-        rows: Numbers of rows: tokens of one stream.
-        samples: Passes to time for each.
-        is_over: Whether there is no more time; then the remaining rows are left out.
+        rows: Numbers of rows, ascending: tokens of one stream.
+        samples: Passes to time for each; of prompts one.
+        is_over: Whether there is no more time; then all rows but the first are left
+            out.
     """
     make_cache = cache_factory(model)
     assert make_cache is not None
     found: Samples = {}
     for m in rows:
-        if is_over():
+        known = {rows: times[0] for rows, times in found.items()}
+        if (found and is_over()) or not _is_short(m, known):
             break
+        count = 1 if m in PROMPTS else samples
         # The first pass compiles its kernels.
-        times = [_seconds(model, make_cache(), m) for _ in range(samples + 1)]
+        times = [_seconds(model, make_cache(), m) for _ in range(count + 1)]
         found[m] = times[1:]
     return found
+
+
+def with_prompt(found: Mapping[int, tuple[float, float]]) -> tuple[float, float] | None:
+    """Returns the seconds of a prompt of `PROMPT` tokens and `DECODED` further ones.
+
+    Returns None if they are not known. Half the prompt, twice, stands for one that
+    takes too long to be timed.
+    """
+    prompt, half = found.get(PROMPT), found.get(PROMPT // 2)
+    if prompt is None and half is not None:
+        prompt = 2 * half[0], 2 * half[1]
+    one = found.get(1)
+    if one is None or prompt is None:
+        return None
+    return prompt[0] + DECODED * one[0], prompt[1] + DECODED * one[1]
 
 
 def medians(
@@ -72,7 +112,7 @@ def medians(
 ) -> dict[int, tuple[float, float]]:
     """Returns the medians with stock MLX and with our kernels, where both ran."""
     found = {}
-    for m in ROWS:
+    for m in (*ROWS, *PROMPTS):
         times = [[s for each in arm for s in each.get(m, ())] for arm in (stock, ours)]
         if all(times):
             found[m] = statistics.median(times[0]), statistics.median(times[1])
@@ -89,4 +129,7 @@ def _seconds(model: nn.Module, cache: list[Any], m: int) -> float:
 
 def _run(model: nn.Module, cache: list[Any], rows: int) -> None:
     tokens = mx.zeros((1, rows), mx.int32)
-    mx.eval(model(tokens, cache=cache), [each.state for each in cache])
+    logits = model(tokens, cache=cache)
+    states = [each.state for each in cache]
+    # mlx-lm does not compute the logits of a prompt.
+    mx.eval(states if rows in PROMPTS else [logits, states])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
+from mlx_marlin.lm.race.forward_race import PROMPT, with_prompt
 from mlx_marlin.lm.race.model_products import ModelProduct
 from mlx_marlin.lm.race.product_race import ProductRace
 from mlx_marlin.measure import timing
@@ -18,24 +19,35 @@ def faster_layout(race: ProductRace, products: Sequence[ModelProduct]) -> str | 
     """Returns the layout with which a model is faster, or None if that is not known.
 
     Weights are packed only if the sum over the products gains `PACKED_GAIN` at
-    `PACKED_ROWS`, and one row is not slower by more than `timing.DRAW`.
+    `PACKED_ROWS`, one row is not slower by more than `timing.DRAW`, and a prompt with
+    its answer is not slower, if prompts were timed.
 
     Args:
         race: The race of the products.
         products: The products.
     """
-    native, packed = 0.0, 0.0
-    for m in (1, *PACKED_ROWS):
-        times = [_layout_times(race, product, m) for product in products]
-        known = [pair for pair in times if pair is not None]
-        if not known or len(known) < len(times):
-            return None
-        sums = sum(pair[0] for pair in known), sum(pair[1] for pair in known)
-        if m == 1 and sums[1] > (1 + timing.DRAW) * sums[0]:
-            return "mlx"
-        if m > 1:
-            native, packed = native + sums[0], packed + sums[1]
+    rows = (1, *PACKED_ROWS, PROMPT // 2, PROMPT)
+    sums = {m: pair for m in rows if (pair := _sums(race, products, m))}
+    if not sums.keys() >= {1, *PACKED_ROWS}:
+        return None
+    if sums[1][1] > (1 + timing.DRAW) * sums[1][0]:
+        return "mlx"
+    answered = with_prompt(sums)
+    if answered is not None and answered[1] > answered[0]:
+        return "mlx"
+    native, packed = (sum(sums[m][i] for m in PACKED_ROWS) for i in (0, 1))
     return "marlin" if packed <= (1 - PACKED_GAIN) * native else "mlx"
+
+
+def _sums(
+    race: ProductRace, products: Sequence[ModelProduct], m: int
+) -> tuple[float, float] | None:
+    """Returns the times of all products in MLX's layout and packed, or None."""
+    times = [_layout_times(race, each, m) for each in products if m in race.rows(each)]
+    known = [pair for pair in times if pair is not None]
+    if not known or len(known) < len(times):
+        return None
+    return sum(pair[0] for pair in known), sum(pair[1] for pair in known)
 
 
 def _layout_times(

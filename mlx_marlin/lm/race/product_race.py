@@ -16,9 +16,10 @@ from mlx_marlin.measure import timing, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread, Weight
+from mlx_marlin.planning.dequantize_plan import LEAST_ROWS, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
-from mlx_marlin.planning.measurement import Result, product_of
+from mlx_marlin.planning.measurement import PROMPTS, Result, product_of
 from mlx_marlin.planning.verdict import AnyPlan
 
 ROWS = (2, 4, 5, 8, 16, 32, 64)
@@ -27,7 +28,17 @@ ROWS = (2, 4, 5, 8, 16, 32, 64)
 """Numbers of rows that are timed."""
 
 
-BETWEEN = {3: (2, 4), 6: (5, 8), 12: (8, 16), 24: (16, 32), 48: (32, 64)}
+MOST_FLOPS = 10**12
+
+
+"""Most operations of a product that is timed, a second on the smallest GPU. What was
+measured at the most rows holds for more."""
+
+
+BETWEEN = {
+    **{3: (2, 4), 6: (5, 8), 12: (8, 16), 24: (16, 32), 48: (32, 64)},
+    **{128: (64, 256), 384: (256, 512)},
+}
 
 
 """Numbers of rows that are timed if stock MLX serves one neighbour and we the other."""
@@ -40,6 +51,13 @@ CLOSE = 1.1
 
 
 ROUNDS = 3
+
+
+AGAIN = 2
+
+
+"""How often a product is timed again whose times are noise; then they count as
+equal."""
 
 
 SECONDS = 0.03
@@ -59,51 +77,51 @@ class ProductRace:
         device: This machine's GPU.
         clock: What measures.
         layouts: The layouts of the weights in which our kernels compete.
+        decides_layout: Whether the race decides the layout.
         stock: Whether stock MLX competes: it does not if the weights stay packed.
         known: The results that are stored already, by their problems.
         store: Keeps a result.
         is_over: Whether there is no more time.
-        unfinished: Problems without a result, with their rows or pairs; None for all
-            rows of a problem.
+        is_ready: Whether stock MLX's products of so many rows compile nothing now.
     """
 
     device: PlanningDevice
     clock: Clock
     layouts: Sequence[str]
+    decides_layout: bool
     stock: bool
     known: dict[AnyProblem, Result]
     store: Store
     is_over: Callable[[], bool]
-    unfinished: list[tuple[AnyProblem, int | None]] = field(default_factory=list)
+    is_ready: Callable[[int], bool] = lambda m: True
     _kept_for: ModelProduct | None = None
     _kept: dict[str, list[Weight]] = field(default_factory=dict)
 
-    def run(self, product: ModelProduct, rows: Sequence[int]) -> None:
-        """Times a product with these numbers of rows, and between them if needed.
+    def run(self, product: ModelProduct) -> Iterator[int]:
+        """Times a product with the numbers of rows that are left and ready.
 
-        When there is no more time, the rest is left to stock MLX.
+        Yields each before it is timed. Rows between them follow if they are needed.
         """
-        for m in rows:
-            self._race(product, m)
-        for m in self._between(product):
-            self._race(product, m)
+        for rows in (self.rows, self._between):
+            for m in rows(product):
+                if self.is_over() or self._is_known(product, m):
+                    continue
+                if self.is_ready(m):
+                    yield m
+                    self._race(product, m)
 
-    def is_finished(self, product: ModelProduct, rows: Sequence[int]) -> bool:
-        """Returns whether nothing is left to time."""
-        every = (*rows, *self._between(product))
-        return all(self._is_known(product, m) for m in every)
+    def rows(self, product: ModelProduct) -> tuple[int, ...]:
+        """Returns the numbers of rows to time; one only where the layout is open."""
+        one = self.problem(product, 1, product.layout)
+        assert one is not None
+        each = 2 * product_of(one).m * product_of(one).n * product_of(one).k
+        prompts = (m for m in PROMPTS if m * each <= MOST_FLOPS)
+        return (*(1,) * self.decides_layout, *ROWS, *prompts)
 
-    def leave(self, product: ModelProduct, m: int | None = None) -> None:
-        """Leaves a product to stock MLX, which reads MLX's layout only.
-
-        Args:
-            product: The product.
-            m: The rows. Default: all that are not timed.
-        """
-        problem = self.problems(product, m or 1).get("mlx")
-        if problem is not None:
-            rows = None if m is None else product_of(problem).m
-            self.unfinished.append((problem, rows))
+    def left(self, product: ModelProduct) -> list[int]:
+        """Returns the numbers of rows that are left to time."""
+        every = (*self.rows(product), *self._between(product))
+        return [m for m in every if not self._is_known(product, m)]
 
     def problems(self, product: ModelProduct, m: int) -> dict[str, AnyProblem]:
         """Returns the problems of a product by the layout of the weight."""
@@ -117,14 +135,11 @@ class ProductRace:
             return None
         return found
 
-    def steps(
-        self, products: Sequence[ModelProduct], rows: Sequence[int]
-    ) -> Iterator[Callable[[], object]]:
-        """Yields the calls of our kernels that will be timed."""
+    def steps(self, products: Sequence[ModelProduct]) -> Iterator[Callable[[], object]]:
+        """Yields the calls of our kernels that are left to time."""
         for product in products:
-            for m in rows:
-                if not self._is_known(product, m):
-                    yield partial(self._built, product, m)
+            for m in self.left(product):
+                yield partial(self._built, product, m)
 
     def _built(self, product: ModelProduct, m: int) -> list[mx.array]:
         entries = [each for each in self._entries(product, m) if each.plan]
@@ -150,11 +165,6 @@ class ProductRace:
         return False
 
     def _race(self, product: ModelProduct, m: int) -> None:
-        if self._is_known(product, m):
-            return
-        if self.is_over():
-            self.leave(product)
-            return
         problems = self.problems(product, m)
         entries = [
             entry
@@ -165,10 +175,10 @@ class ProductRace:
             return  # every kernel has failed its check
         count = product.count(m, self.device)
         calls, inputs = self._prepared(product, m, entries, count)
-        for _ in range(2):  # again if it is too noisy
-            if self._judge(problems, self.clock.measure(calls, inputs)):
+        for trial in range(1 + AGAIN):
+            spreads = self.clock.measure(calls, inputs)
+            if self._judge(problems, spreads, is_final=trial == AGAIN):
                 return
-        self.leave(product, m)
 
     def _entries(self, product: ModelProduct, m: int) -> list[Entry]:
         entries = [
@@ -179,11 +189,14 @@ class ProductRace:
         return entries + [Entry(plan=None, layout="mlx")] * self.stock
 
     def _judge(
-        self, problems: Mapping[str, AnyProblem], spreads: Mapping[Entry, Spread]
+        self,
+        problems: Mapping[str, AnyProblem],
+        spreads: Mapping[Entry, Spread],
+        is_final: bool,
     ) -> bool:
         """Keeps the results of problems, and returns whether none was noise."""
         results = [
-            self._result(layout, spreads)
+            self._result(layout, spreads, is_final)
             for layout in problems
             if _has(layout, spreads)
         ]
@@ -193,14 +206,16 @@ class ProductRace:
                 self.store(result)
         return None not in results
 
-    def _result(self, layout: str, spreads: Mapping[Entry, Spread]) -> Result | None:
+    def _result(
+        self, layout: str, spreads: Mapping[Entry, Spread], is_final: bool
+    ) -> Result | None:
         rivals = {
             entry.plan: spread
             for entry, spread in spreads.items()
             if entry.plan is None or entry.layout == layout
         }
         plans = {plan: spread for plan, spread in rivals.items() if plan is not None}
-        return tuner.verdict(timing.winner(plans), rivals, self.clock.name)
+        return tuner.verdict(timing.winner(plans), rivals, self.clock.name, is_final)
 
     def _prepared(
         self, product: ModelProduct, m: int, entries: Sequence[Entry], count: int
@@ -232,11 +247,16 @@ class ProductRace:
 
 
 def contenders(problem: AnyProblem, device: PlanningDevice) -> list[AnyPlan]:
-    """Returns the plans that race: the planner's, and a second kernel that is close."""
+    """Returns the plans that race, the planner's first.
+
+    A second kernel takes part if it is close, and with prompts both a kernel and
+    decoding a packed weight.
+    """
     if isinstance(problem, GatherProblem):
         return [planner.choose_gather(problem, device)]
     decoded = planner.choose_dequantize(problem, device)
-    if decoded is not None:
+    may_be_decoded = problem.layout == "marlin" and problem.batch == 1
+    if decoded is not None and not may_be_decoded:
         return [decoded]
     best, *others = planner.compare(problem, device=device).candidates
     limit = CLOSE * best.prediction.seconds
@@ -245,7 +265,15 @@ def contenders(problem: AnyProblem, device: PlanningDevice) -> list[AnyPlan]:
         for other in others
         if other.plan.kernel != best.plan.kernel and other.prediction.seconds <= limit
     )
-    return [best.plan, *[plan for plan in [next(second, None)] if plan]]
+    kernels: list[AnyPlan] = [
+        best.plan,
+        *[plan for plan in [next(second, None)] if plan],
+    ]
+    if not may_be_decoded or problem.m < LEAST_ROWS:
+        return kernels
+    if decoded is None:
+        return [*kernels, dequantize_plan(problem)]
+    return [decoded, best.plan]
 
 
 def _has(layout: str, spreads: Mapping[Entry, Spread]) -> bool:

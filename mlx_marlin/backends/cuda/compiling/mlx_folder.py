@@ -60,6 +60,17 @@ def kernel_name(launch: Launch, text: str) -> str:
     return name
 
 
+def make(target: Path) -> None:
+    """Makes MLX's folder if it is missing.
+
+    Raises:
+        OSError: If that fails, or the folder belongs to another user.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    if (owner := target.stat().st_uid) != os.geteuid():
+        raise PermissionError(f"{target} belongs to the user {owner}")
+
+
 def place(target: Path, name: str, launch: Launch, compiled: MachineCode) -> None:
     """Puts a kernel into MLX's folder, unless it is there.
 
@@ -72,9 +83,7 @@ def place(target: Path, name: str, launch: Launch, compiled: MachineCode) -> Non
     Raises:
         OSError: If the folder cannot be written to or belongs to another user.
     """
-    target.mkdir(parents=True, exist_ok=True)
-    if (owner := target.stat().st_uid) != os.geteuid():
-        raise PermissionError(f"{target} belongs to the user {owner}")
+    make(target)
     names = f"{kernel_text.qualified(launch)}\t{compiled.symbol}\n".encode()
     # MLX looks for the machine code first, so it is written last.
     for suffix, content in ((".txt", names), (".ptx", compiled.code)):

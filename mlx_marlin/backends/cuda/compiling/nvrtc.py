@@ -62,14 +62,19 @@ class Nvrtc:
         options: Sequence[str],
         headers: dict[str, str],
     ) -> MachineCode:
-        """Compiles like `compile`, in another process if one can be started."""
+        """Compiles like `compile`, in another process if one can be started.
+
+        Raises:
+            CompileError: If NVRTC refuses the text.
+            children.EndedError: If an interrupt has ended the process.
+        """
+        # This file is also a program, which imports nothing of the package.
+        from mlx_marlin.backends import children
+
         task = json.dumps([str(self._path), text, function, options, headers])
         command = [sys.executable, "-I", __file__]
         try:
-            done = subprocess.run(
-                command, input=task.encode(), capture_output=True, check=True
-            )
-            line, _, code = done.stdout.partition(b"\n")
+            line, _, code = children.run(command, task.encode()).partition(b"\n")
             symbol, error = json.loads(line)
         except (OSError, ValueError, TypeError, subprocess.SubprocessError):
             return self.compile(text, function, options, headers)

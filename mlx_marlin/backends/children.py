@@ -1,0 +1,53 @@
+"""Processes that compile kernels, which an interrupt ends before they are done."""
+
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+Process = subprocess.Popen[bytes]
+
+_running: set[Process] = set()
+_ended: set[Process] = set()
+
+
+class EndedError(Exception):
+    """A process was ended by `end_all`."""
+
+
+def start(command: Sequence[str], **options: Any) -> Process:
+    """Starts a process; the options are those of `subprocess.Popen`.
+
+    It is in a session of its own: a terminal's Ctrl-C reaches all processes of one, and
+    an interrupted compiler looks like one that does not work.
+    """
+    process = subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, start_new_session=True, **options
+    )
+    _running.add(process)
+    return process
+
+
+def run(command: Sequence[str], given: bytes) -> bytes:
+    """Runs a process, and returns its output.
+
+    Raises:
+        EndedError: If `end_all` has ended it.
+        OSError: If it cannot be started.
+        subprocess.CalledProcessError: If it fails.
+    """
+    process = start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    output, _ = process.communicate(given)
+    _running.discard(process)
+    if process in _ended:
+        raise EndedError(command[0])
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output
+
+
+def end_all() -> None:
+    """Ends all processes that were started here and are not done."""
+    for process in [*_running]:
+        _ended.add(process)
+        _running.discard(process)
+        process.kill()
