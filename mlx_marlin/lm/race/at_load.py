@@ -81,6 +81,7 @@ class Race:
         self._is_converted = False
         self._has_timed = False
         self._is_kept = True
+        self._unwritten: list[Result] = []
         self._stock: list[Samples] = []
         self._ours: list[Samples] = []
         stored = tuned_results.known(self.folder, self.machine)
@@ -92,7 +93,7 @@ class Race:
             decides_layout=self.recipe.decides_layout,
             stock=self.recipe.decides_layout or self.recipe.layout == "mlx",
             known=stored.results,
-            store=lambda result: self._write([result]),
+            store=self._unwritten.append,
             is_over=self._is_over,
             is_ready=lambda m: self._kernels.has_products(m),
         )
@@ -241,14 +242,23 @@ class Race:
         self._bar.expect(sum(len(self.products.left(each)) for each in left))
         while True:
             for product in left:
-                for m in self.products.run(product):
-                    self._has_timed = True
-                    self._bar.say(f"timing {product.name}, {m} rows")
-                    self._bar.step()
+                self._time_product(product)
             if self._is_over() or not self._kernels.waits_for_pass:
                 return
             self._bar.say(self._kernels.told)
             self.wait(WAIT)
+
+    def _time_product(self, product: ModelProduct) -> None:
+        """Times a product; what an interrupt leaves is kept too."""
+        try:
+            for m in self.products.run(product):
+                self._has_timed = True
+                self._bar.say(f"timing {product.name}, {m} rows")
+                self._bar.step()
+        finally:
+            if self._unwritten:
+                self._write(self._unwritten)
+                self._unwritten.clear()
 
     def _compare(self, rows: Sequence[int]) -> Seconds:
         """Returns the seconds of forward passes with stock MLX and our kernels."""
