@@ -224,7 +224,8 @@ def _convert_and_race(
     forwards = None
     with Changes() as changes:
         if conditions.why_not(model, recipe) is None:
-            convert = partial(_convert, model, progress=progress, changes=changes)
+            # The race has a bar of its own.
+            convert = partial(_convert, model, progress=False, changes=changes)
             forwards = at_load.run(model, recipe, convert, changes.undo)
         else:
             _convert(model, recipe, progress=progress, changes=changes)

@@ -47,9 +47,9 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
     if not rows:
         return
     if selection.traits().compiles_ahead:
-        compile_steps(step for m in rows for step in model_steps(model, m))
+        compile_steps(step for m in rows for step in _steps(model, m))
     for m in shown(rows, "warm up", "row count"):
-        for step in model_steps(model, m):
+        for step in _steps(model, m):
             mx.eval(step())
 
 
@@ -85,7 +85,7 @@ def compile_steps(steps: Iterable[Step], stages: Stages | None = None) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def model_steps(model: nn.Module, m: int) -> Iterator[Step]:
+def _steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields the calls for m rows."""
     make_cache = cache_factory(model)
     if make_cache is None:

@@ -23,6 +23,10 @@ from mlx_marlin.planning.problem import Problem
 MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
 """Most rows for which the kernels serve an affine 4-bit weight in MLX's layout, by its
 minimal number of elements; for more, stock MLX does (measured, docs/lab)."""
+SMALL, LEAST_ROWS_OF_SMALL = 8_000_000, 3
+"""Elements of a weight in MLX's layout, and the rows from which on the kernels serve a
+smaller one: with fewer rows the host is the limit, and stock MLX is as fast (1024x4096
+on an H100, docs/cuda.md)."""
 FEW_ROWS = 5
 """Most rows for other formats in MLX's layout, which were not measured; for these stock
 MLX takes longer than for 8 rows."""
@@ -40,6 +44,9 @@ def handover(problem: Problem, device: CudaDevice) -> str | None:
     if problem.norm is not None or problem.invariant or problem.layout == "marlin":
         return None
     most = most_rows(problem)
+    is_small = problem.n * problem.k < SMALL
+    if is_small and problem.m < LEAST_ROWS_OF_SMALL:
+        return f"{problem.m} rows of so small a weight: stock MLX is as fast"
     if problem.m <= most:
         return None
     return (

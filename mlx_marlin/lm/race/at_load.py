@@ -26,7 +26,7 @@ from mlx_marlin.lm.race.product_race import ProductRace, contenders
 from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.lm.report.target import Target
-from mlx_marlin.lm.warm_up import compile_steps, model_steps
+from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.measure import clocks
 from mlx_marlin.measure.clocks import Clock
@@ -85,7 +85,8 @@ class Race:
         self._stock: list[Samples] = []
         self._ours: list[Samples] = []
         stored = tuned_results.known(self.folder, self.machine)
-        self._kernels = StockKernels(products=(), rows=())
+        self._kernels = StockKernels()
+        self._conversion = 0.0
         self.products = ProductRace(
             device=self.target.device,
             clock=self.clock,
@@ -112,7 +113,9 @@ class Race:
         if rows or not self.products.known:
             self._say_why()
         model = stock_kernels.pickled(self.model) if rows else None
+        before = self.now()
         self._convert_as(self.recipe)
+        self._conversion = self.now() - before
         found = products_of(self.model, self.target)
         self._run_products(found, rows, model)
         raced = self.recipe.raced
@@ -135,8 +138,10 @@ class Race:
         served = summary.served(self.products, found, kept)
         seconds = self.now() - self._began
         stored = "kept" if self._is_kept else "not kept"
-        left = any(map(self.products.left, found)) or forward_race.missing(kept.seconds)
-        more = "; the rest is measured when the model is loaded again" if left else ""
+        left = any(map(self.products.left, found))
+        if forward_race.can_run(self.model):
+            left = left or bool(forward_race.missing(kept.seconds))
+        more = "; the rest is measured at the next loads" if left else ""
         decision_log.tell(f"measured: {served}; {seconds:.0f} s, {stored}{more}")
 
     @contextmanager
@@ -215,9 +220,10 @@ class Race:
         has_failed = True
         with self._stopping("the cost model decides who serves what is left"):
             self._kernels = stock_kernels.for_race(
-                products, sorted(all_rows), self.recipe.key, model
+                products, all_rows, self.recipe.key, model, self._options()
             )
-            self._compile(left, rows)
+            if selection.traits().compiles_ahead:
+                compile_steps(race.steps(left), self._bar)
             self._time(left)
             has_failed = False
         if self._has_stopped or not has_failed:
@@ -230,12 +236,11 @@ class Race:
             if problem is not None:
                 tuned_results.leave_to_stock(self.machine, problem)
 
-    def _compile(self, left: Sequence[ModelProduct], rows: Sequence[int]) -> None:
-        """Compiles our kernels of products and of passes, if that is done ahead."""
-        if not selection.traits().compiles_ahead:
-            return
-        passes = (step for m in rows for step in model_steps(self.model, m))
-        compile_steps((*self.products.steps(left), *passes), self._bar)
+    def _options(self) -> dict[str, Any]:
+        """Returns the options of `optimize` that convert a model like this one."""
+        options = self.recipe.options | {"layout": self.recipe.conversion.layout}
+        fuse = sorted(self.recipe.fuse) if self.recipe.trace else None
+        return {**options, "fuse": fuse, "measure": False}
 
     def _time(self, left: Sequence[ModelProduct]) -> None:
         """Times products while there is time, and those of MLX's kernels are ready."""
@@ -265,7 +270,9 @@ class Race:
         self._ours.clear()
         self._stock.clear()
         ready = [m for m in rows if self._kernels.has_pass(m)]
-        if ready and not self._is_over():
+        # Stock MLX's turn takes two more conversions.
+        in_time = self.now() + 2 * self._conversion < self.deadline
+        if ready and in_time and not self._has_stopped:
             with self._stopping("its forward passes are not compared"):
                 self._take_turns(ready)
         found = forward_race.medians(self._stock, self._ours)
@@ -291,7 +298,7 @@ class Race:
         several passes. Prompts are timed in the first turn only.
         """
         in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
-        end = (self.now() + self.deadline) / 2
+        end = (self.now() + self.deadline) / 2 - self._conversion
         passes, turns = (1, rounds) if in_place else (rounds, 1)
         for turn in range(turns):
             if turn and self._is_over():
@@ -302,7 +309,9 @@ class Race:
             self._ours.append(ours)
             self._undo()
             self._bar.say("timing forward passes of stock MLX")
-            self._stock.append(self._sample([*ours], passes, self.deadline))
+            self._stock.append(
+                self._sample([*ours], passes, self.deadline - self._conversion)
+            )
             rows, end = [m for m in ours if m not in PROMPTS], self.deadline
 
     def _sample(self, rows: Sequence[int], samples: int, end: float) -> Samples:

@@ -119,6 +119,14 @@ def medians(
     return found
 
 
+def one_pass(model: nn.Module, m: int) -> mx.array:
+    """Returns the logits of m tokens, not evaluated."""
+    make_cache = cache_factory(model)
+    assert make_cache is not None
+    logits: mx.array = model(mx.zeros((1, m), mx.int32), cache=make_cache())
+    return logits
+
+
 def _seconds(model: nn.Module, cache: list[Any], m: int) -> float:
     """Returns the seconds of a pass of m rows after `PREFIX` tokens."""
     _run(model, cache, PREFIX)

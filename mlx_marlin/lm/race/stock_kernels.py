@@ -1,9 +1,10 @@
-"""Which of MLX's own kernels a race needs, and whether they are compiled already."""
+"""Which kernels a race needs from MLX, and whether they are compiled already."""
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ from mlx_marlin.backends.cuda.compiling.ahead import Ahead, Job
 from mlx_marlin.lm.race import forward_race, product_calls
 from mlx_marlin.lm.race.model_products import ModelProduct
 from mlx_marlin.lm.report.layer_product import LayerProduct
+from mlx_marlin.lm.warm_up import compile_steps
+from mlx_marlin.planning.measurement import PROMPTS
 from mlx_marlin.weights.dtypes import dtype
 
 GROUPS = (7, 16, 32)
@@ -29,42 +32,26 @@ Rows = tuple[int, ...]
 
 @dataclass(kw_only=True)
 class StockKernels:
-    """The kernels that stock MLX runs in a race, compiled by other processes.
+    """The kernels that a race needs besides those of our products.
 
     Attributes:
-        products: What the layers compute.
-        rows: The rows of products.
-        key: What the times of the model are kept by.
-        model: The model in MLX's layers as `pickled` has it; None if no pass is timed.
-        ahead: The processes; None where MLX compiles nothing at run time.
+        ahead: The processes that compile them; None where MLX compiles nothing.
+        products: By their rows, the jobs that compute stock MLX's products.
+        passes: The jobs that compute a forward pass of a model's first layers.
     """
 
-    products: Sequence[LayerProduct]
-    rows: Sequence[int]
-    key: str = ""
-    model: bytes | None = None
     ahead: Ahead | None = None
-    _jobs: dict[Rows, Job] = field(default_factory=dict)
-    _pass: Job | None = None
+    products: Mapping[Rows, Job] = field(default_factory=dict)
+    passes: Sequence[Job] = ()
 
     def start(self) -> None:
         """Starts what is not compiled yet."""
-        if self.ahead is None:
-            return
-        if self.model is not None:
-            name = f"pass {self.key}"
-            self._pass = Job(name=name, module=__name__, argument=self.model)
-        described = {replace(each, is_converted=True) for each in self.products}
-        ordered = sorted(described, key=repr)
-        for group in _groups(m for m in self.rows if m > GROUPS[0]):
-            name, argument = repr((ordered, group)), pickle.dumps((ordered, group))
-            job = Job(name=name, module=__name__, argument=argument)
-            self._jobs[group] = job
-        self.ahead.start([*([self._pass] if self._pass else []), *self._jobs.values()])
+        if self.ahead is not None:
+            self.ahead.start([*self.passes, *self.products.values()])
 
     def has_products(self, m: int) -> bool:
         """Returns whether stock MLX's products of m rows compile nothing now."""
-        jobs = (job for group, job in self._jobs.items() if m in group)
+        jobs = (job for group, job in self.products.items() if m in group)
         return all(self.ahead is None or self.ahead.is_done(job) for job in jobs)
 
     def has_pass(self, m: int) -> bool:
@@ -74,35 +61,53 @@ class StockKernels:
     @property
     def waits_for_pass(self) -> bool:
         """Whether a process still compiles what forward passes of any rows need."""
-        if self.ahead is None or self._pass is None:
-            return False
-        return self.ahead.is_running(self._pass)
+        return self.ahead is not None and any(map(self.ahead.is_running, self.passes))
 
     @property
     def told(self) -> str:
-        """What is being done, and how much of it is done; "" if nothing is."""
-        if self.ahead is None:
-            return ""
-        jobs = [*self._jobs.values(), *([self._pass] if self._pass else [])]
-        running = sum(map(self.ahead.is_running, jobs))
-        done = len(jobs) - running
-        return f"compiling MLX's own kernels, {done} of {len(jobs)}" * bool(running)
+        """What is being done, and how much of it is done."""
+        jobs = [*self.passes, *self.products.values()]
+        running = sum(self.ahead is not None and self.ahead.is_running(j) for j in jobs)
+        return f"compiling MLX's own kernels, {len(jobs) - running} of {len(jobs)}"
 
 
 def for_race(
-    products: Sequence[LayerProduct],
-    rows: Sequence[int],
+    products: Iterable[LayerProduct],
+    rows: Iterable[int],
     key: str,
     model: bytes | None,
+    options: Mapping[str, Any],
 ) -> StockKernels:
-    """Returns the kernels of a race on this machine; starts to compile them."""
-    is_slow = selection.traits().compiles_ahead
-    ahead = Ahead(str(mx.__version__)) if is_slow else None  # type: ignore[attr-defined]
-    found = StockKernels(
-        products=products, rows=rows, key=key, model=model, ahead=ahead
-    )
+    """Returns the kernels of a race on this machine; starts to compile them.
+
+    Args:
+        products: What the layers compute.
+        rows: The rows of products and passes.
+        key: What the times of the model are kept by.
+        model: The model in MLX's layers as `pickled` has it; None if no pass is timed.
+        options: How `optimize` converts it.
+    """
+    if not selection.traits().compiles_ahead:
+        return StockKernels()
+    ordered = sorted({replace(each, is_converted=True) for each in products}, key=repr)
+    by_rows = {
+        group: _job(repr((ordered, group)), (ordered, group))
+        for group in _groups(m for m in rows if m > GROUPS[0])
+    }
+    few = [m for m in sorted(rows) if m not in PROMPTS]
+    passes = [
+        _job(f"pass {key} {given}", (model, given, few))
+        for given in (None, dict(options))
+        if model is not None
+    ]
+    version = str(mx.__version__)  # type: ignore[attr-defined]
+    found = StockKernels(ahead=Ahead(version), products=by_rows, passes=passes)
     found.start()
     return found
+
+
+def _job(name: str, argument: Any) -> Job:
+    return Job(name=name, module=__name__, argument=pickle.dumps(argument))
 
 
 def _groups(rows: Iterable[int]) -> list[Rows]:
@@ -142,20 +147,28 @@ class _Unpickler(pickle.Unpickler):
 
 def work(argument: bytes) -> None:
     """Computes, with zeros, what makes MLX compile; runs in a process of its own."""
-    found = _Unpickler(io.BytesIO(argument)).load()
-    compute: Callable[..., None] = (
-        _pass if isinstance(found, nn.Module) else _multiply_all
-    )
-    compute(found)
+    first, *rest = pickle.loads(argument)
+    if isinstance(first, bytes):
+        _pass(first, *rest)
+    else:
+        _multiply_all(first, *rest)
 
 
-def _pass(model: nn.Module) -> None:
-    del model.layers[LAYERS:]
-    forward_race.sample(model, [1], 1, lambda: False)
+def _pass(model: bytes, options: dict[str, Any] | None, rows: Sequence[int]) -> None:
+    """Runs the first layers with one row, or, converted, with any rows."""
+    layers: Any = _Unpickler(io.BytesIO(model)).load()
+    del layers.layers[LAYERS:]
+    if options is None:
+        forward_race.sample(layers, [1], 1, lambda: False)
+        return
+    from mlx_marlin.lm.optimize import optimize
+
+    optimize(layers, **options)
+    compile_steps(partial(forward_race.one_pass, layers, m) for m in rows)
+    forward_race.sample(layers, rows, 1, lambda: False)
 
 
-def _multiply_all(job: tuple[Sequence[LayerProduct], Rows]) -> None:
-    products, rows = job
+def _multiply_all(products: Sequence[LayerProduct], rows: Rows) -> None:
     for m in rows:
         for product in products:
             one = ModelProduct(product=product, layers=())
