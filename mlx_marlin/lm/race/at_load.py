@@ -25,6 +25,7 @@ from mlx_marlin.lm.race.model_products import ModelProduct, products_of
 from mlx_marlin.lm.race.product_race import ProductRace, contenders
 from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.lm.recipe import Recipe
+from mlx_marlin.lm.report.layer_groups import described
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.lm.warn_once import warn_once
@@ -86,7 +87,7 @@ class Race:
         self._ours: list[Samples] = []
         stored = tuned_results.known(self.folder, self.machine)
         self._kernels = StockKernels()
-        self._conversion = 0.0
+        self._conversion, self._reserve = 0.0, 0.0
         self.products = ProductRace(
             device=self.target.device,
             clock=self.clock,
@@ -95,7 +96,7 @@ class Race:
             stock=self.recipe.decides_layout or self.recipe.layout == "mlx",
             known=stored.results,
             store=self._unwritten.append,
-            is_over=self._is_over,
+            is_over=self._is_products_over,
             is_ready=lambda m: self._kernels.has_products(m),
         )
 
@@ -112,12 +113,13 @@ class Race:
         rows = self._missing_rows()
         if rows or not self.products.known:
             self._say_why()
-        model = stock_kernels.pickled(self.model) if rows else None
+        if rows:
+            self._begin_passes(rows)
         before = self.now()
         self._convert_as(self.recipe)
         self._conversion = self.now() - before
         found = products_of(self.model, self.target)
-        self._run_products(found, rows, model)
+        self._run_products(found)
         raced = self.recipe.raced
         if not self._has_stopped and (raced is None or not raced.packed_lost):
             self._use_layout(faster_layout(self.products, found))
@@ -126,11 +128,28 @@ class Race:
         lost = self._loses_packed(seconds)
         if lost:
             self._use_layout("mlx")
+            self._ours.clear()
             seconds = self._compare(rows)
         self._ensure_converted()
         kept = self._keep_forwards(seconds, lost)
         state.reset()
         return kept
+
+    def _begin_passes(self, rows: Sequence[int]) -> None:
+        """Times stock MLX's passes of the model as it is, if that compiles nothing."""
+        products = [each for _, _, each in described(self.model, self.target)]
+        model = stock_kernels.pickled(self.model)
+        key, options = self.recipe.key, self._options()
+        with self._stopping("its forward passes are not compared"):
+            self._kernels = stock_kernels.for_race(products, key, model, options)
+            ready = [m for m in rows if self._kernels.has_pass(m)]
+            if not ready:
+                return
+            self._bar.say("timing forward passes of stock MLX")
+            rounds = 1 if self.recipe.layout == "mlx" else forward_race.ROUNDS
+            third = self._began + (self.deadline - self._began) / 3
+            self._stock.append(self._sample(ready, rounds, third))
+            self._reserve = self.now() - self._began
 
     def _tell(self, kept: Forwards) -> None:
         """Tells who serves which rows, and whether something is left."""
@@ -164,6 +183,10 @@ class Race:
 
     def _is_over(self) -> bool:
         return self._has_stopped or self.now() >= self.deadline
+
+    def _is_products_over(self) -> bool:
+        """Returns whether the time of products is over: passes of ours follow."""
+        return self._has_stopped or self.now() >= self.deadline - self._reserve
 
     def _convert_as(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -205,23 +228,20 @@ class Race:
             return (self.recipe.layout,)
         return ("marlin",) if is_packed_faster() else ("mlx", "marlin")
 
-    def _run_products(
-        self, found: Sequence[ModelProduct], rows: Sequence[int], model: bytes | None
-    ) -> None:
+    def _run_products(self, found: Sequence[ModelProduct]) -> None:
         """Times products, and leaves to stock MLX what there is no time for."""
         race = self.products
         for problem in (p for each in found for p in race.problems(each, 1).values()):
             tuned_results.begin_again(self.machine, problem)
         left = [each for each in found if race.left(each)]
-        if not left and not rows:
+        if not left:
             return
-        all_rows = {*rows, *(m for each in left for m in race.left(each))}
-        products = [each.product for each in found]
         has_failed = True
         with self._stopping("the cost model decides who serves what is left"):
-            self._kernels = stock_kernels.for_race(
-                products, all_rows, self.recipe.key, model, self._options()
-            )
+            if self._kernels.ahead is None:
+                products = [each.product for each in found]
+                key = self.recipe.key
+                self._kernels = stock_kernels.for_race(products, key, None, {})
             if selection.traits().compiles_ahead:
                 compile_steps(race.steps(left), self._bar)
             self._time(left)
@@ -248,7 +268,7 @@ class Race:
         while True:
             for product in left:
                 self._time_product(product)
-            if self._is_over() or not self._kernels.waits_for_pass:
+            if self._is_products_over() or not self._kernels.waits_for_pass:
                 return
             self._bar.say(self._kernels.told)
             self.wait(WAIT)
@@ -267,12 +287,12 @@ class Race:
 
     def _compare(self, rows: Sequence[int]) -> Seconds:
         """Returns the seconds of forward passes with stock MLX and our kernels."""
-        self._ours.clear()
-        self._stock.clear()
         ready = [m for m in rows if self._kernels.has_pass(m)]
+        if self._stock:
+            ready = [m for m in rows if m in self._stock[0]]
         # Stock MLX's turn takes two more conversions.
-        in_time = self.now() + 2 * self._conversion < self.deadline
-        if ready and in_time and not self._has_stopped:
+        turn = 0.0 if self._stock else 2 * self._conversion
+        if ready and self.now() + turn < self.deadline and not self._has_stopped:
             with self._stopping("its forward passes are not compared"):
                 self._take_turns(ready)
         found = forward_race.medians(self._stock, self._ours)
@@ -298,21 +318,24 @@ class Race:
         several passes. Prompts are timed in the first turn only.
         """
         in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
-        end = (self.now() + self.deadline) / 2 - self._conversion
         passes, turns = (1, rounds) if in_place else (rounds, 1)
         for turn in range(turns):
             if turn and self._is_over():
                 return
             self._ensure_converted()
             self._bar.say("timing forward passes")
+            is_stocks = len(self._stock) > turn
+            end = self.deadline
+            if not turn and not is_stocks:
+                end = (self.now() + self.deadline) / 2 - self._conversion
             ours = self._sample(rows, passes, end)
             self._ours.append(ours)
-            self._undo()
-            self._bar.say("timing forward passes of stock MLX")
-            self._stock.append(
-                self._sample([*ours], passes, self.deadline - self._conversion)
-            )
-            rows, end = [m for m in ours if m not in PROMPTS], self.deadline
+            if not is_stocks:
+                self._undo()
+                self._bar.say("timing forward passes of stock MLX")
+                end = self.deadline - self._conversion
+                self._stock.append(self._sample([*ours], passes, end))
+            rows = [m for m in ours if m not in PROMPTS]
 
     def _sample(self, rows: Sequence[int], samples: int, end: float) -> Samples:
         return forward_race.sample(

@@ -28,14 +28,15 @@ def faster_layout(race: ProductRace, products: Sequence[ModelProduct]) -> str | 
     """
     rows = (1, *PACKED_ROWS, PROMPT // 2, PROMPT)
     sums = {m: pair for m in rows if (pair := _sums(race, products, m))}
-    if not sums.keys() >= {1, *PACKED_ROWS}:
+    few = [m for m in PACKED_ROWS if m in sums]
+    if 1 not in sums or not few:
         return None
     if sums[1][1] > (1 + timing.DRAW) * sums[1][0]:
         return "mlx"
     answered = with_prompt(sums)
     if answered is not None and answered[1] > answered[0]:
         return "mlx"
-    native, packed = (sum(sums[m][i] for m in PACKED_ROWS) for i in (0, 1))
+    native, packed = (sum(sums[m][i] for m in few) for i in (0, 1))
     return "marlin" if packed <= (1 - PACKED_GAIN) * native else "mlx"
 
 

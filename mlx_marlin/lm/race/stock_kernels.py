@@ -3,7 +3,8 @@
 import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.cuda.compiling.ahead import Ahead, Job
-from mlx_marlin.lm.race import forward_race, product_calls
+from mlx_marlin.lm.race import forward_race, product_calls, product_race
 from mlx_marlin.lm.race.model_products import ModelProduct
 from mlx_marlin.lm.report.layer_product import LayerProduct
 from mlx_marlin.lm.warm_up import compile_steps
@@ -73,7 +74,6 @@ class StockKernels:
 
 def for_race(
     products: Iterable[LayerProduct],
-    rows: Iterable[int],
     key: str,
     model: bytes | None,
     options: Mapping[str, Any],
@@ -82,19 +82,20 @@ def for_race(
 
     Args:
         products: What the layers compute.
-        rows: The rows of products and passes.
         key: What the times of the model are kept by.
         model: The model in MLX's layers as `pickled` has it; None if no pass is timed.
         options: How `optimize` converts it.
     """
     if not selection.traits().compiles_ahead:
         return StockKernels()
-    ordered = sorted({replace(each, is_converted=True) for each in products}, key=repr)
+    quantized = {each for each in products if each.weight and not each.stays}
+    ordered = sorted(quantized, key=repr)
+    rows = {*product_race.ROWS, *product_race.BETWEEN, *forward_race.ROWS, *PROMPTS}
     by_rows = {
         group: _job(repr((ordered, group)), (ordered, group))
         for group in _groups(m for m in rows if m > GROUPS[0])
     }
-    few = [m for m in sorted(rows) if m not in PROMPTS]
+    few = forward_race.ROWS
     passes = [
         _job(f"pass {key} {given}", (model, given, few))
         for given in (None, dict(options))
@@ -171,11 +172,15 @@ def _pass(model: bytes, options: dict[str, Any] | None, rows: Sequence[int]) -> 
 def _multiply_all(products: Sequence[LayerProduct], rows: Rows) -> None:
     for m in rows:
         for product in products:
-            one = ModelProduct(product=product, layers=())
-            x, (indices,) = product_calls.activations(one, m, 1)
-            entry = product_calls.Entry(plan=None, layout="mlx")
-            call = product_calls.call(one, m, entry)
-            mx.eval(call(x, *_zeros(product), *indices))
+            with suppress(Exception):  # it is compiled when it is needed
+                _multiply(product, m)
+
+
+def _multiply(product: LayerProduct, m: int) -> None:
+    one = ModelProduct(product=product, layers=())
+    x, (indices,) = product_calls.activations(one, m, 1)
+    entry = product_calls.Entry(plan=None, layout="mlx")
+    mx.eval(product_calls.call(one, m, entry)(x, *_zeros(product), *indices))
 
 
 def _zeros(product: LayerProduct) -> tuple[mx.array, mx.array, mx.array]:
