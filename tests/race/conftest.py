@@ -52,6 +52,9 @@ class SimulatedMac:
     seconds_each: float = 0.0
     now: float = 0.0
 
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
     def clock(self, _: Any) -> Clock:
         return Clock(
             name="wall time",
@@ -108,6 +111,7 @@ def mac(
     monkeypatch.setattr(repacking, "_on_gpu", lambda: False)
     monkeypatch.setattr(at_load, "clock", simulated.clock)
     monkeypatch.setattr(at_load, "monotonic", lambda: simulated.now)
+    monkeypatch.setattr(at_load, "sleep", simulated.pass_by)
     monkeypatch.setattr(forward_race, "sample", simulated.sample)
     yield simulated
     forget_process()

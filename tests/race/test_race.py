@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import devices, result_files, selection, tuned_results
+from mlx_marlin.backends import (
+    devices,
+    registry,
+    result_files,
+    selection,
+    tuned_results,
+)
 from mlx_marlin.lm.race import (
     at_load,
     conditions,
     forward_race,
     model_products,
     product_race,
+    stock_kernels,
 )
 from mlx_marlin.lm.race.product_race import AGAIN, BETWEEN, ROWS
 from mlx_marlin.lm.warn_once import forget
@@ -26,6 +33,7 @@ from race.conftest import M3_MAX, SimulatedMac
 from support.models import Layers, arrays, tiny_llama, types
 from support.profiles import drawn
 
+CUDA_TRAITS = registry.named("cuda").traits
 EVERY_ROW = range(1, 70)
 RACED = (*ROWS, *PROMPTS)
 
@@ -437,3 +445,84 @@ def test_no_product_is_served_by_a_plan_that_was_slower(
             assert (reason is None) == all(
                 times[r][0] <= 0.97 * times[r][1] for r in around
             )
+
+
+@pytest.mark.parametrize(("prompt", "layout"), [(9.0, "marlin"), (9e4, "mlx")])
+def test_packed_weights_lose_where_a_prompt_and_its_answer_are_slower(
+    mac: SimulatedMac, prompt: float, layout: str
+) -> None:
+    mac.ours = lambda which, m: prompt if which == "marlin" and m >= 256 else 9.0
+    if layout == "marlin":
+        mac.ours = lambda which, m: 9.0 if which == "marlin" else 12.0
+
+    assert mac.optimize(Layers(layer())).layers[0].layout == layout
+
+
+def test_a_pass_of_a_prompt_decides_on_packed_weights_too(mac: SimulatedMac) -> None:
+    mac.ours = lambda which, m: 9.0 if which == "marlin" else 12.0
+    mac.forward = lambda m, ours: 500.0 if ours and m >= 256 else 1.0 - 0.1 * ours
+
+    model = mac.optimize(tiny_llama(tied=False))
+
+    assert {m.layout for m in model.modules() if hasattr(m, "layout")} == {"mlx"}
+
+
+def test_a_last_line_says_who_serves_which_rows(
+    mac: SimulatedMac, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mac.ours = lambda layout, m: 5.0 if m <= 16 else 11.0
+
+    one_layer(mac)
+
+    said = capfd.readouterr().err
+    assert (
+        "measured: ours at 2 to 16 rows (2.0 times), stock's beyond; 0 s, kept" in said
+    )
+    one_layer(mac)
+    assert "measured" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [8, "8", (0,), (1.5,)])
+def test_wrong_rows_to_warm_up_are_named(rows: Any) -> None:
+    with pytest.raises(ValueError, match="expected numbers of rows such as"):
+        mlx_marlin.optimize(Layers(layer()), warm_up=rows)
+
+
+class Compiling:
+    """Processes of which none is done before a test says so."""
+
+    done = False
+
+    def start(self, jobs: Any) -> None:
+        self.jobs = jobs
+
+    def is_done(self, job: Any) -> bool:
+        return self.done
+
+    def is_running(self, job: Any) -> bool:
+        return not self.done
+
+
+def test_rows_wait_for_stocks_kernels_and_race_at_the_next_load(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: Any = Compiling()
+    own = stock_kernels.for_race
+
+    def compiling(*given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stock_kernels, "Ahead", lambda version: ahead)
+            patch.setattr(stock_kernels.selection, "traits", lambda: CUDA_TRAITS)
+            return own(*given)
+
+    monkeypatch.setattr(stock_kernels, "for_race", compiling)
+    mac.ours = lambda layout, m: 9.0
+    mac.optimize(tiny_llama(), layout="mlx")
+
+    assert {m for m, _ in mac.raced} == {2, 4, 5}
+    assert not mac.passes
+    assert mac.now == pytest.approx(at_load.SECONDS, abs=2 * at_load.WAIT)
+    ahead.done = True
+    mac.optimize(tiny_llama(), layout="mlx")
+    assert {m for m, _ in mac.raced} == {*RACED} - {2, 4, 5}
+    assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS}
