@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mlx_marlin.backends.children import Ahead
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
 from mlx_marlin.backends.traits import Traits
@@ -109,6 +110,10 @@ class Backend(Protocol):
         Raises:
             ValueError: If no plan has the fields in `overrides`.
         """
+        ...
+
+    def ahead(self, mlx: str) -> Ahead | None:
+        """Returns what compiles MLX's own kernels ahead, for a version of MLX."""
         ...
 
     def experiments(self, problem: Problem, device: Any) -> Sequence[Plan]:

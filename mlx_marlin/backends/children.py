@@ -1,14 +1,49 @@
 """Processes that compile kernels, which an interrupt ends before they are done."""
 
 import atexit
+import hashlib
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 Process = subprocess.Popen[bytes]
 
 _running: set[Process] = set()
 _ended: set[Process] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a process does.
+
+    Attributes:
+        name: What is the same for the same job in any process.
+        module: Name of the module whose `work` takes the argument.
+        argument: The argument, pickled.
+    """
+
+    name: str
+    module: str
+    argument: bytes
+
+    @property
+    def mark(self) -> str:
+        """Name of the file that is in MLX's folder when the job is done."""
+        return f"mlx_marlin-{hashlib.sha256(self.name.encode()).hexdigest()[:32]}.done"
+
+
+class Ahead(Protocol):
+    """The processes of some jobs, which compile what is needed later."""
+
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Starts the jobs that are not done."""
+
+    def is_done(self, job: Job) -> bool:
+        """Returns whether a job was done, by this or an earlier process."""
+
+    def is_running(self, job: Job) -> bool:
+        """Returns whether a job's process runs."""
 
 
 class EndedError(Exception):

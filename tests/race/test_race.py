@@ -13,11 +13,11 @@ import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import (
     devices,
-    registry,
     result_files,
     selection,
     tuned_results,
 )
+from mlx_marlin.backends.metal import backend as metal_backend
 from mlx_marlin.lm.race import (
     at_load,
     conditions,
@@ -33,7 +33,6 @@ from race.conftest import M3_MAX, SimulatedMac
 from support.models import Layers, arrays, tiny_llama, types
 from support.profiles import drawn
 
-CUDA_TRAITS = registry.named("cuda").traits
 EVERY_ROW = range(1, 70)
 RACED = (*ROWS, *PROMPTS)
 
@@ -511,8 +510,7 @@ def test_rows_wait_for_stocks_kernels_and_race_at_the_next_load(
 
     def compiling(*given: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stock_kernels, "Ahead", lambda version: ahead)
-            patch.setattr(stock_kernels.selection, "traits", lambda: CUDA_TRAITS)
+            patch.setattr(metal_backend, "ahead", lambda version: ahead)
             return own(*given)
 
     monkeypatch.setattr(stock_kernels, "for_race", compiling)

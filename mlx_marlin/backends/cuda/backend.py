@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_marlin.backends.base import KernelCall, Prepared
+from mlx_marlin.backends.children import Ahead
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.cost import predict as predict
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
@@ -96,6 +97,13 @@ def dequantize_first(
     from mlx_marlin.backends.cuda import handover as rules
 
     return rules.dequantized(problem, device, predicted)
+
+
+def ahead(mlx: str) -> Ahead:
+    """Returns what compiles MLX's own kernels ahead, for a version of MLX."""
+    from mlx_marlin.backends.cuda.compiling import ahead as processes
+
+    return processes.Ahead(mlx)
 
 
 def experiments(problem: Problem, device: CudaDevice) -> list[Plan]:

@@ -157,6 +157,10 @@ def dequantize_first(
     return dequantize_if_faster(problem, device, others)
 
 
+def ahead(mlx: str) -> None:
+    """Returns nothing: MLX's kernels for Metal are compiled already."""
+
+
 def experiments(problem: Problem, device: Device) -> list[Plan]:
     """Returns plans that the model does not choose by itself.
 

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.backends import selection
-from mlx_marlin.backends.cuda.compiling.ahead import Ahead, Job
+from mlx_marlin.backends import registry, selection
+from mlx_marlin.backends.children import Ahead, Job
 from mlx_marlin.lm.race import forward_race, product_calls, product_race
 from mlx_marlin.lm.race.model_products import ModelProduct
 from mlx_marlin.lm.report.layer_product import LayerProduct
@@ -86,7 +86,9 @@ def for_race(
         model: The model in MLX's layers as `pickled` has it; None if no pass is timed.
         options: How `optimize` converts it.
     """
-    if not selection.traits().compiles_ahead:
+    version = str(mx.__version__)  # type: ignore[attr-defined]
+    ahead = registry.named(selection.backend()).ahead(version)
+    if ahead is None:
         return StockKernels()
     quantized = {each for each in products if each.weight and not each.stays}
     ordered = sorted(quantized, key=repr)
@@ -101,8 +103,7 @@ def for_race(
         for given in (None, dict(options))
         if model is not None
     ]
-    version = str(mx.__version__)  # type: ignore[attr-defined]
-    found = StockKernels(ahead=Ahead(version), products=by_rows, passes=passes)
+    found = StockKernels(ahead=ahead, products=by_rows, passes=passes)
     found.start()
     return found
 

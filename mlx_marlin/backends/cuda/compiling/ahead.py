@@ -6,7 +6,6 @@ the same product of zeros leaves the kernel in MLX's folder. Each has a folder o
 own until it is done, because MLX reads half-written files.
 """
 
-import hashlib
 import os
 import pickle
 import shutil
@@ -14,36 +13,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_marlin.backends import children
+from mlx_marlin.backends.children import Job
 from mlx_marlin.backends.cuda.compiling import mlx_folder
 
 PRIVATE = ".mlx_marlin-"
 """How the folders of processes begin, inside the one that is shared."""
 JOB = "job"
 """Name of the file with a process's job, in its folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What a process does.
-
-    Attributes:
-        name: What is the same for the same job in any process.
-        module: Name of the module whose `work` takes the argument.
-        argument: The argument, pickled.
-    """
-
-    name: str
-    module: str
-    argument: bytes
-
-    @property
-    def mark(self) -> str:
-        """Name of the file that is in MLX's folder when the job is done."""
-        return f"mlx_marlin-{hashlib.sha256(self.name.encode()).hexdigest()[:32]}.done"
 
 
 class Ahead:
