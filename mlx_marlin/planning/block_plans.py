@@ -47,8 +47,8 @@ class RoutePlan:
     dtype: str
     experts: int
     choices: int
-    of_all: bool = False
-    last: bool = False
+    of_all: bool
+    last: bool
 
     @property
     def is_possible(self) -> bool:

@@ -54,7 +54,7 @@ PLANS: dict[str, tuple[int, Any]] = {
     "repacked codes": (1, RepackPlan(to="marlin", n=N, k=K, bits=4, group_size=64)),
     "rotated heads": (2, HeadsPlan(HEADS, "float16", 2, 2, True)),
     "added rows": (1, AddNormPlan(1, "float16", 72, 1e-5)),
-    "routing": (1, RoutePlan(1, "float16", 20, 3)),
+    "routing": (1, RoutePlan(1, "float16", 20, 3, False, False)),
     "combining": (2, CombinePlan(1, "float16", 40, 3)),
 }
 """Launches of a check, and the plan that is checked."""

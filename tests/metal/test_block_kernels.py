@@ -191,7 +191,7 @@ def test_a_nan_in_one_operand_is_in_its_sum(operand: int) -> None:
 PLANS = (
     HeadsPlan(ROTATED.layout, "float16", 1, 2, True),
     AddNormPlan(1, "float16", 1029, 1e-5),
-    RoutePlan(1, "float16", 20, 3),
+    RoutePlan(1, "float16", 20, 3, False, False),
     CombinePlan(1, "float16", 40, 3),
 )
 

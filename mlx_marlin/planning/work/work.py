@@ -14,11 +14,12 @@ and slots are numbered in ascending k. `division` lists the strategies by which 
 are chosen. `shaders/lib/work.metal` uses the same names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import gcd
+from typing import Any
 
 from mlx_marlin.planning.work.division import (
     MOST_UNEVEN,
@@ -27,6 +28,8 @@ from mlx_marlin.planning.work.division import (
     check,
 )
 from mlx_marlin.planning.work.tiles import Split
+
+_derived: Callable[[], Any] = partial(field, init=False, repr=False)
 
 
 def balanced_cut(part: int, parts: int, total: int) -> int:
@@ -80,15 +83,15 @@ class Work:
     minimum: int = 1
     groups: int = 1
     partition: Partition = "balanced"
-    total: int = field(init=False, repr=False, compare=False)
-    tail: int = field(init=False, repr=False, compare=False)
-    group_tiles: int = field(init=False, repr=False, compare=False)
-    units: int = field(init=False, repr=False, compare=False)
-    ranges: int = field(init=False, repr=False, compare=False)
-    most_units: int = field(init=False, repr=False, compare=False)
-    busy: int = field(init=False, repr=False, compare=False)
-    is_split: bool = field(init=False, repr=False, compare=False)
-    pieces: int = field(init=False, repr=False, compare=False)
+    total: int = _derived()
+    tail: int = _derived()
+    group_tiles: int = _derived()
+    units: int = _derived()
+    ranges: int = _derived()
+    most_units: int = _derived()
+    busy: int = _derived()
+    is_split: bool = _derived()
+    pieces: int = _derived()
 
     def __post_init__(self) -> None:
         # Stored, because a search reads them thousands of times.
