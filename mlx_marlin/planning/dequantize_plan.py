@@ -1,6 +1,6 @@
 """Plans that decode a weight once and compute the product with `mx.matmul`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mlx_marlin.planning.problem import Problem
@@ -107,11 +107,9 @@ class DequantizePlan:
 def dequantize_plan(problem: Problem, *, transposed: bool = True) -> DequantizePlan:
     """Returns the plan of a problem that has the fewest chunks within the limit."""
     side = TILE_N if transposed else TILE_K
-    columns, length = problem.n, problem.k
-    if not transposed:
-        columns, length = length, problem.batch * columns
-    most = MOST_TEMPORARY // (length * DTYPE_BYTES[problem.dtype]) // side * side
-    whole = -(-columns // side) * side
-    return DequantizePlan(
-        problem=problem, transposed=transposed, chunk=min(max(most, side), whole)
+    columns = problem.n if transposed else problem.k
+    one = DequantizePlan(
+        problem=problem, transposed=transposed, chunk=-(-columns // side) * side
     )
+    most = MOST_TEMPORARY // (one.temporary_bytes // columns) // side * side
+    return replace(one, chunk=min(max(most, side), one.chunk))
