@@ -151,6 +151,14 @@ def test_a_plan_fits_the_hardware_and_explains_itself_in_a_line(plan: Plan) -> N
     assert ("last bits differ" in text) == (plan.reduction == "atomic")
 
 
+def test_a_plan_has_one_simdgroup_and_no_stages_if_it_is_not_told_otherwise() -> None:
+    plan = plan_of(8, 64, 128)
+
+    assert (plan.simdgroups, plan.simdgroup_grid) == (1, (1, 1, 1))
+    assert (plan.reduction, plan.buffers, plan.loaders) == ("none", 0, 0)
+    assert plan.variant == "gemm_register 8 rows, 1x1x1 simdgroups"
+
+
 STREAM = Work(
     strategy="stream_k",
     tiles=128,

@@ -78,7 +78,9 @@ def test_nonsense_is_refused_with_the_value_and_the_expectation(
 def test_the_largest_array_is_x_the_codes_or_the_result(
     sizes: tuple[int, ...], elements: int
 ) -> None:
-    assert largest_array(*sizes) == elements
+    counted = largest_array(*sizes)
+
+    assert (type(counted), counted) == (int, elements)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mlx_marlin.planning.work.decompositions import (
-    TileGrid,
-    hybrids,
-    slices_of_k,
-    streams,
+from mlx_marlin.planning.work.division import (
+    MOST_GROUPS,
+    PARTITIONS,
+    Partition,
+    locality_groups,
 )
-from mlx_marlin.planning.work.division import MOST_GROUPS, locality_groups
 from mlx_marlin.planning.work.tiles import Split, tile_position
 from mlx_marlin.planning.work.work import Work, balanced_cut, ceil_cut
 from support.profiles import drawn
@@ -161,8 +160,8 @@ def test_the_owner_of_a_k_tile_is_the_range_that_has_it(
     assert begin <= first + position < end
 
 
-@drawn(100, work=SMALL)
-def test_counts_are_those_of_the_painted_work(work: Work) -> None:
+def check_counts(work: Work) -> None:
+    """Compares the counts of work with those of its painted threadgroups."""
     counts = counts_of(work)
     of_tiles = [*map(len, splits_of_tiles(work).values())]
     of_threadgroups = [len([*work.splits(each)]) for each in range(work.threadgroups)]
@@ -180,6 +179,29 @@ def test_counts_are_those_of_the_painted_work(work: Work) -> None:
         assert work.is_single == (max(of_threadgroups) == 1)
         assert work.is_split == (max(of_tiles) > 1)
         assert work.slots <= max(of_tiles) + 1
+
+
+@drawn(100, work=SMALL)
+def test_counts_are_those_of_the_painted_work(work: Work) -> None:
+    check_counts(work)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_counts_of_few_stripes_are_those_of_the_painted_work(
+    partition: Partition,
+) -> None:
+    for tiles, k_tiles, threadgroups in product(range(1, 5), range(1, 5), range(1, 8)):
+        for slices in range(1, k_tiles + 1):
+            check_counts(
+                Work(
+                    strategy="stripe",
+                    tiles=tiles,
+                    k_tiles=k_tiles,
+                    threadgroups=threadgroups,
+                    slices=slices,
+                    partition=partition,
+                )
+            )
 
 
 @drawn(100, work=STREAMS)
@@ -324,63 +346,7 @@ def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
     assert max(lengths) - min(lengths) <= 1
 
 
-GRIDS = [
-    TileGrid(
-        m_tiles=m, n_tiles=n, batch=b, k_tiles=k, trips=t, cores=c, widest=8, x_bytes=64
-    )
-    for m, n, b, k, t, c in product(
-        (1, 3), (1, 7, 40), (1, 2), (1, 5, 64), (1, 4), (8, 30)
-    )
-]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_slices_of_k_are_the_fewest_that_load_a_target(grid: TileGrid) -> None:
-    fewest = {
-        next(
-            (s for s in range(1, grid.k_tiles) if s * grid.tiles >= target),
-            grid.k_tiles,
-        )
-        for target in (grid.cores * count for count in (1, 2, 4, 8, 16))
-    }
-
-    compared = [work for work, _ in slices_of_k(grid)]
-    forced = [work for work, _ in slices_of_k(grid, forced=True)]
-
-    assert [work.slices for work in compared] == sorted(fewest - {1})
-    assert [work.slices for work in forced] == sorted(fewest | {1})
-    assert {work.threadgroups // work.slices for work in forced} == {grid.tiles}
-    asked = [work.slices for work, _ in slices_of_k(grid, k_parallel=1)]
-    assert asked == [1]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_streams_load_the_cores_evenly_with_runs_that_are_long_enough(
-    grid: TileGrid,
-) -> None:
-    minimum = ceil(8 / grid.trips)
-    fitting = [
-        threadgroups
-        for threadgroups in (grid.cores, 2 * grid.cores, 4 * grid.cores)
-        if threadgroups * minimum <= grid.tiles * grid.k_tiles
-    ]
-
-    found = [work.threadgroups for work, _ in streams(grid)]
-    forced = [work.threadgroups for work, _ in streams(grid, forced=True)]
-
-    assert found == fitting
-    assert forced == (fitting or [min(grid.cores, grid.tiles * grid.k_tiles)])
-    assert {work.minimum for work, _ in streams(grid)} <= {minimum}
-
-
-@pytest.mark.parametrize("grid", [g for g in GRIDS if g.tiles > 1], ids=str)
-def test_hybrids_leave_the_last_wave_and_the_rest_to_streams(grid: TileGrid) -> None:
-    wholes = {
-        grid.tiles - grid.tiles % wave - wave
-        for wave in (grid.cores, 2 * grid.cores, 4 * grid.cores)
-        if grid.tiles % wave
-    }
-
-    found = {work.whole for work, _ in hybrids(grid, forced=True)}
-
-    assert found == ({whole for whole in wholes if whole > 0} or {grid.tiles // 2})
+@drawn(30, work=SMALL)
+def test_work_is_shown_as_the_call_that_makes_it(work: Work) -> None:
+    assert eval(repr(work), {"Work": Work}) == work
+    assert "total" not in repr(work)

@@ -13,7 +13,11 @@ from mlx_marlin.backends import planner, result_files, source, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning import measurement_json
-from mlx_marlin.planning.measurement import Machine, Result, label
+from mlx_marlin.planning.measurement import (
+    Machine,
+    Result,
+    label,
+)
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support import strategies

@@ -46,7 +46,7 @@ ROOMS = {
         0.95,
         "planning/**/*.py",
         "planning tuning profiling cli/test_plan.py metal/test_expert_plans.py "
-        "products/test_dequantizing.py",
+        "products/test_dequantizing.py cuda/test_rotation_plans.py",
     ),
     "lm/optimize": _room(
         0.95,

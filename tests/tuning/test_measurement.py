@@ -1,0 +1,276 @@
+"""What measurements say: labels, times, verdicts and their rows in files."""
+
+import hashlib
+import json
+import math
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_marlin.backends import planner, result_files, tuned_results
+from mlx_marlin.backends.metal.device import DEFAULT
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.planning import measurement, measurement_json
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.measurement import (
+    PROMPTS,
+    STOCK,
+    Forwards,
+    Measured,
+    Result,
+    label,
+)
+from support.results import HERE, PROBLEM, measured
+
+
+def test_a_file_is_named_by_its_chip_and_a_digest_of_all() -> None:
+    machine = replace(HERE, chip="(Apple) M9  Max!", cores=38)
+
+    digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
+    assert machine.file_name == f"apple-m9-max-38-cores-{digest}.json"
+
+
+def test_what_differs_between_machines_is_told_in_the_order_of_the_fields() -> None:
+    now = replace(HERE, mlx="0.33.0", cores=11)
+
+    assert measurement.differences(HERE, HERE) == ""
+    assert measurement.differences(HERE, now) == (
+        "measured with cores 10, here 11, measured with mlx 0.32.4, here 0.33.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"strategy": "data_parallel"}, "data_parallel threadgroups=2 whole=2"),
+        (
+            {"strategy": "stripe", "num_threadgroups": 3, "k_parallel": 2}
+            | {"partition": "ceil"},
+            "stripe threadgroups=3 slices=2 partition=ceil",
+        ),
+        (
+            {"strategy": "stream_k", "num_threadgroups": 4, "minimum": 2, "groups": 2},
+            "stream_k threadgroups=4 slices=4 minimum=2 groups=2",
+        ),
+    ],
+)
+def test_a_label_has_what_is_not_implied(fields: dict[str, Any], text: str) -> None:
+    plan = planner.make(PROBLEM, simdgroups_k=2, **fields)
+    decoded = dequantize_plan(PROBLEM)
+
+    assert label(plan) == f"{text}, gemv 4 rows, 1x1x2 simdgroups"
+    assert label(decoded) == decoded.explain()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(value, True) for value in (1, 1e-300, sys.float_info.max)]
+    + [(value, False) for value in (0, -1.0, math.inf, math.nan, 10**400, True, "1")],
+)
+def test_a_time_is_a_positive_number_that_a_float_can_be(
+    value: object, expected: bool
+) -> None:
+    assert measurement.is_positive(value) is expected
+
+
+def test_a_result_says_why_stock_serves() -> None:
+    ours, theirs = measured(PROBLEM), measured(PROBLEM, stock=True)
+    live = replace(theirs, live=True, medians_us={})
+
+    assert (ours.live, ours.problem, ours.us, ours.reason) == (
+        *(False, PROBLEM),
+        *(12.5, None),
+    )
+    assert theirs.reason == "measured here: stock MLX took 10.2 us, our best 12.5 us"
+    assert (live.us, live.reason) == (
+        None,
+        "measured here: the whole model was slower with our kernels",
+    )
+    with pytest.raises(ValueError, match="live=True with stock=False"):
+        replace(live, stock=False)
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_stock_serves_the_rows_at_which_the_model_was_slower_if_it_may(
+    layout: str, invariant: bool
+) -> None:
+    times = {1: (2.0, 3.0), 4: (5.0, 4.0), 16: (7.0, 7.0)}
+    forwards = Forwards(
+        key="k", layout=layout, seconds=times, date="", invariant=invariant
+    )
+
+    may = layout == "mlx" and not invariant
+    assert forwards.slower == (1,)
+    assert forwards.stock_rows == ((1,) if may else ())
+    assert forwards.served == {1: 2.0 if may else 3.0, 4: 4.0, 16: 7.0}
+    by_default = Forwards(key="k", layout=layout, seconds=times, date="")
+    assert (by_default.invariant, by_default.packed_lost) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layout": "gguf"}, r"layout='gguf', expected one of .*marlin"),
+        ({"seconds": {0: (1.0, 2.0)}}, r"seconds\[0\]=\(1.0, 2.0\), expected two"),
+        ({"seconds": {"1": (1.0, 2.0)}}, r"seconds\['1'\]"),
+        ({"seconds": {1: (1.0,)}}, r"seconds\[1\]=\(1.0,\), expected two times"),
+        ({"seconds": {1: (1.0, 2)}}, r"seconds\[1\]=\(1.0, 2\), expected two times"),
+        ({"seconds": {1: (1.0, 2.0), 2: (0.0, 1.0)}}, r"seconds\[2\]=\(0.0, 1.0\)"),
+        ({"seconds": {1: (1.0, math.inf)}}, r"seconds\[1\]=\(1.0, inf\)"),
+    ],
+)
+def test_times_of_a_model_that_are_none_are_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    good: dict[str, Any] = {"key": "k", "layout": "mlx", "seconds": {1: (1.0, 2.0)}}
+
+    with pytest.raises(ValueError, match=words):
+        Forwards(**good | fields, date="")
+
+
+def test_times_of_a_model_and_its_machine_come_back_with_every_field() -> None:
+    forwards = Forwards(
+        key="a key",
+        layout="marlin",
+        seconds={2: (0.5, 0.25), 16: (1.0, 2.0)},
+        date="a day",
+        invariant=True,
+        packed_lost=True,
+    )
+    rows = measurement_json.forwards_row(forwards), measurement_json.machine_row(HERE)
+    texts = json.loads(json.dumps(rows))
+
+    assert measurement_json.forwards_of(texts[0]) == forwards
+    assert measurement_json.machine_of(texts[1]) == HERE
+    for name in ("invariant", "packed_lost"):
+        other = measurement_json.forwards_of(texts[0] | {name: False})
+        assert other == replace(forwards, **{name: False})
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_row_comes_back_as_the_result_that_it_was(stock: bool) -> None:
+    result = replace(
+        measured(replace(PROBLEM, epilogue=Epilogue(bias=True)), stock=stock),
+        live=stock,
+    )
+    row = json.loads(json.dumps(measurement_json.row(result)))
+    asked = []
+
+    def plan_type(*names: str) -> type:
+        asked.append(names)
+        return MetalPlan
+
+    assert measurement_json.result(row, plan_type) == result
+    assert asked == [("metal", "MetalPlan")]
+    for name, odd in (("served_by", "me"), ("medians_us", [1.0])):
+        with pytest.raises(ValueError, match=rf"{name}=.* is not one"):
+            measurement_json.result(row | {name: odd}, plan_type)
+
+
+ROTATED = Epilogue(rotation=Rotation(64, 64, norm=1e-6, queries=64), parts=(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("type", "value", "odd"),
+    [
+        (Epilogue, ROTATED, [{}, [], {**measurement_json.encoded(ROTATED), "x": 1}]),
+        (int, 7, [True, 7.0, "7", None]),
+        (bool, True, [1, None]),
+        (float, 1.5, [1, None, "1"]),
+        (float | None, None, [1, "1"]),
+        (float | None, 1.5, []),
+        (str, "a", [1, None, ["a"]]),
+        (tuple[int, ...], (1, 20), [[1, "2"], 1, {}]),
+    ],
+)
+def test_a_value_comes_back_as_its_type_and_nothing_else_does(
+    type: Any, value: object, odd: list[object]
+) -> None:
+    text = json.dumps(measurement_json.encoded(value))
+
+    assert measurement_json.decoded(type, json.loads(text)) == value
+    for each in odd:
+        with pytest.raises(ValueError, match=r"is not|has not the fields"):
+            measurement_json.decoded(type, each)
+
+
+def at(m: int, *, stock: bool = False, decodes: bool = False) -> Result:
+    """Returns the result of some rows, with a weight that is decoded first or not."""
+    result = measured(replace(PROBLEM, m=m), stock=stock)
+    if not decodes:
+        return result
+    plan = dequantize_plan(result.problem)  # type: ignore[arg-type]
+    return replace(result, plan=plan, medians_us={label(plan): 9.0, STOCK: 8.0})
+
+
+@pytest.mark.parametrize("lower", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("upper", [(False, False), (False, True), (True, False)])
+def test_between_two_rows_ours_serve_as_they_do_at_both(
+    lower: tuple[bool, bool], upper: tuple[bool, bool]
+) -> None:
+    ends = [
+        at(m, stock=stock, decodes=decodes)
+        for m, (stock, decodes) in ((16, lower), (300, upper))
+    ]
+
+    found = Measured.between(*ends)
+
+    if lower[0] or upper[0]:
+        by = 16 if lower[0] else 300
+        words = f"measured here at 16 and 300 rows: stock MLX serves {by}"
+        assert found == Measured(reason=words)
+    else:
+        same = lower[1] if lower == upper else None
+        assert found == Measured(reason=None, decodes=same)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_beyond_the_most_rows_what_holds_there_holds(decodes: bool) -> None:
+    ours, stock = (at(300, stock=each, decodes=decodes) for each in (False, True))
+
+    assert Measured.beyond(ours) == Measured(reason=None, decodes=decodes)
+    assert Measured.beyond(stock) == Measured(
+        reason="measured here at 300 rows: stock MLX serves them, and it does more"
+    )
+
+
+@pytest.mark.parametrize("most", [255, 256])
+def test_the_verdict_at_the_rows_of_a_prompt_holds_for_more(
+    kept: Path, most: int
+) -> None:
+    here = tuned_results.machine(DEFAULT, "emulator")
+    result_files.write(kept, here, [at(most, stock=True)])
+
+    found = tuned_results.find(replace(PROBLEM, m=400), DEFAULT, "emulator")
+
+    assert (found is None) == (most == 255)
+    fewer = replace(PROBLEM, m=most - 1)
+    assert tuned_results.find(fewer, DEFAULT, "emulator") is None
+
+
+def test_the_half_of_a_prompt_is_timed_before_it() -> None:
+    # By it the race foresees that a prompt takes too long.
+    assert all(m / 2 == half for half, m in pairwise(PROMPTS))
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_what_was_measured_of_experts_holds_for_others_without_its_plan(
+    stock: bool,
+) -> None:
+    experts = GatherProblem(problem=PROBLEM, experts=2)
+    plan = planner.choose_gather(experts, DEFAULT)
+    times = {label(plan): 2.0, STOCK: 1.0}
+    result = Result(plan=plan, stock=stock, medians_us=times, clock="", date="")
+
+    own = Measured.of(result, experts)
+    other = Measured.of(result, replace(experts, bias=True))
+
+    assert own == Measured(reason=result.reason, plan=plan, result=result)
+    assert other == Measured(reason=result.reason)
