@@ -30,13 +30,12 @@ class Stored:
     Attributes:
         results: The results of problems.
         forwards: The times of whole models, by their keys.
-        unfinished: Families of problems whose race is not finished, and the rows or
-            pairs; None: all. No file holds them.
+        unfinished: Families of problems whose race is not finished. No file holds them.
     """
 
     results: Results = field(default_factory=dict)
     forwards: dict[str, Forwards] = field(default_factory=dict)
-    unfinished: set[tuple[AnyProblem, int | None]] = field(default_factory=set)
+    unfinished: set[AnyProblem] = field(default_factory=set)
 
 
 def folder() -> Path:

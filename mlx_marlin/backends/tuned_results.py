@@ -89,7 +89,7 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
     if result is not None:
         return Measured.of(result, problem)
     one, m = measurement.family(measured)
-    if (one, m) in known.unfinished or ((one, None) in known.unfinished and m > 1):
+    if one in known.unfinished and m > 1:
         return Measured(reason=UNFINISHED)
     by_rows = _by_rows(target, backend).get(one, {})
     rows = sorted(by_rows)
@@ -116,30 +116,43 @@ def known(results_folder: Path, here: Machine) -> result_files.Stored:
     )
 
 
-def remember(
-    here: Machine, results: Iterable[Result], forwards: Iterable[Forwards]
+def keep(
+    results_folder: Path,
+    here: Machine,
+    results: Iterable[Result],
+    forwards: Iterable[Forwards] = (),
 ) -> None:
-    """Keeps results for this process only, because they could not be written.
+    """Writes results, with those of this process that could not be written before.
+
+    If that fails, this process remembers them.
 
     Args:
+        results_folder: The folder of all results.
         here: The machine.
         results: The results.
         forwards: Times of whole models.
+
+    Raises:
+        OSError: If they cannot be written.
     """
     own = _own(here)
     own.results.update((each.problem, each) for each in results)
     own.forwards.update((each.key, each) for each in forwards)
+    result_files.write(
+        results_folder, here, own.results.values(), own.forwards.values()
+    )
+    own.results.clear()  # they would hide newer ones of the file
+    own.forwards.clear()
 
 
-def leave_to_stock(here: Machine, problem: AnyProblem, rows: int | None = None) -> None:
-    """Lets stock MLX serve a problem in this process, because its race is unfinished.
+def leave_to_stock(here: Machine, problem: AnyProblem) -> None:
+    """Lets stock MLX serve several rows in this process, as their race is unfinished.
 
     Args:
         here: The machine.
-        problem: The problem.
-        rows: Its rows, or pairs of experts; None for any number that is not measured.
+        problem: The problem, with any number of rows or pairs of experts.
     """
-    _own(here).unfinished.add((_family(problem), rows))
+    _own(here).unfinished.add(_family(problem))
 
 
 def begin_again(here: Machine, problem: AnyProblem) -> None:
@@ -149,8 +162,7 @@ def begin_again(here: Machine, problem: AnyProblem) -> None:
         here: The machine.
         problem: The problem.
     """
-    unfinished, family = _own(here).unfinished, _family(problem)
-    unfinished -= {each for each in unfinished if each[0] == family}
+    _own(here).unfinished.discard(_family(problem))
 
 
 def _family(problem: AnyProblem) -> AnyProblem:

@@ -6,12 +6,11 @@ import math
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import planner, result_files, tuned_results
+from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning import measurement, measurement_json
@@ -239,20 +238,6 @@ def test_beyond_the_most_rows_what_holds_there_holds(decodes: bool) -> None:
     assert Measured.beyond(stock) == Measured(
         reason="measured here at 300 rows: stock MLX serves them, and it does more"
     )
-
-
-@pytest.mark.parametrize("most", [255, 256])
-def test_the_verdict_at_the_rows_of_a_prompt_holds_for_more(
-    kept: Path, most: int
-) -> None:
-    here = tuned_results.machine(DEFAULT, "emulator")
-    result_files.write(kept, here, [at(most, stock=True)])
-
-    found = tuned_results.find(replace(PROBLEM, m=400), DEFAULT, "emulator")
-
-    assert (found is None) == (most == 255)
-    fewer = replace(PROBLEM, m=most - 1)
-    assert tuned_results.find(fewer, DEFAULT, "emulator") is None
 
 
 def test_the_half_of_a_prompt_is_timed_before_it() -> None:

@@ -3,18 +3,22 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import state
+from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, launcher, planner, result_files, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.measurement import Measured, Result
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
+from mlx_marlin.planning.measurement import STOCK, Measured, Result, label, with_rows
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.verdict import AnyPlan
 from mlx_marlin.products import serving
 from support.arguments import activations, weight
 from support.choose import Choose
@@ -65,26 +69,85 @@ def test_an_epilogue_is_added_to_what_was_measured_without(kept: Path) -> None:
     assert found_of(invariant) is None
 
 
-@pytest.mark.parametrize("order", [[4, 8, 24], [24, 8, 4], [8, 24, 4]])
-def test_between_measured_rows_ours_serve_if_they_do_at_both(
-    kept: Path, order: list[int], monkeypatch: pytest.MonkeyPatch
+EXPERTS = GatherProblem(problem=PROBLEM, experts=3)
+
+
+def result_at(problem: AnyProblem, m: int, stock: bool, decodes: bool) -> Result:
+    """Returns a result of a problem with m rows, or pairs that may be sorted."""
+    problem = with_rows(problem, m)
+    plan: AnyPlan
+    if isinstance(problem, GatherProblem):
+        few = replace(problem, pairs_per_row=1)
+        problem = replace(problem, is_sorted=True) if m > 9 else few
+        plan = planner.choose_gather(problem, DEFAULT)
+    else:
+        plan = measured(problem).plan
+        plan = dequantize_plan(problem) if decodes else plan
+    times = {label(plan): 12.5, STOCK: 10.25}
+    return Result(plan=plan, stock=stock, medians_us=times, clock="", date="")
+
+
+def said_by(rows: dict[int, Result], left: bool, m: int) -> Measured | None:
+    """What the documents say of m rows, from the strongest rule to the weakest."""
+    if m in rows:
+        return Measured(reason=rows[m].reason, plan=rows[m].plan, result=rows[m])
+    if left and m > 1:
+        return Measured(reason="not measured yet: stock MLX serves it until it is")
+    fewer = [each for each in sorted(rows) if each < m][-1:]
+    more = [each for each in sorted(rows) if each > m][:1]
+    near = [*fewer, *more]
+    decodes = {isinstance(rows[each].plan, DequantizePlan) for each in near}
+    slower = next((each for each in near if rows[each].stock), None)
+    if not fewer or not (more or fewer[0] >= 256):
+        return None
+    if slower is None:
+        return Measured(reason=None, decodes=min(decodes) if len(decodes) < 2 else None)
+    if more:
+        said = f"at {fewer[0]} and {more[0]} rows: stock MLX serves {slower}"
+    else:
+        said = f"at {slower} rows: stock MLX serves them, and it does more"
+    return Measured(reason=f"measured here {said}")
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, EXPERTS], ids=["product", "experts"])
+@pytest.mark.parametrize(
+    ("stock", "decoded"),
+    [({2}, {300}), ({9, 255}, set()), ({10}, {256, 300}), ({300}, {255, 256, 300})],
+)
+@pytest.mark.parametrize(
+    "rows", [[9, 2, 10, 255], [256, 10, 300, 9], [10, 2], [300], []], ids=str
+)
+def test_the_nearest_measured_rows_decide_about_others(
+    kept: Path,
+    rows: list[int],
+    stock: set[int],
+    decoded: set[int],
+    problem: AnyProblem,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tuned_results, "_of_process", {})
-    *written, last = [measured(replace(PROBLEM, m=m), stock=m == 24) for m in order]
-    for result in written:
-        keep(kept, result)
     here = tuned_results.machine(DEFAULT, "emulator")
-    tuned_results.remember(here, [last], [])  # this process could not write it
+    found = {m: result_at(problem, m, m in stock, m in decoded) for m in rows}
+    result_files.write(kept, here, [*found.values()][:-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "write", Mock(side_effect=OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            tuned_results.keep(kept, here, [*found.values()][-1:])
 
-    def said(m: int, **change: Any) -> Measured | None:
-        return found_of(replace(PROBLEM, m=m, **change))
-
-    slower = "measured here at 8 and 24 rows: stock MLX serves 24"
-    assert [said(m) for m in (1, 3, 25, 100)] == [None] * 4  # outside of them
-    assert [said(m) for m in (5, 7)] == [Measured(reason=None, decodes=False)] * 2
-    assert [said(m) for m in (9, 23)] == [Measured(reason=slower)] * 2
-    for change in ({"n": 128}, {"k": 512}, {"layout": "marlin"}, {"dtype": "bfloat16"}):
-        assert said(5, **change) is None
+    other = replace(PROBLEM, n=128)
+    tuned_results.leave_to_stock(here, other)
+    for left in (False, True, False):
+        change = tuned_results.leave_to_stock if left else tuned_results.begin_again
+        change(here, with_rows(problem, 77))
+        state.reset()
+        assert found_of(other) is not None
+        for m in (1, 2, 3, 5, 9, 10, 11, 254, 255, 256, 257, 299, 300, 301, 5000):
+            asked = found[m].problem if m in found else with_rows(problem, m)
+            assert found_of(asked) == said_by(found, left, m), (m, left)
+        for field in ({"k": 512}, {"layout": "marlin"}, {"dtype": "bfloat16"}):
+            product = replace(PROBLEM, m=11, **field)
+            for each in (product, replace(EXPERTS, problem=product)):
+                assert found_of(each) is None
 
 
 @pytest.mark.parametrize("stock", [False, True])

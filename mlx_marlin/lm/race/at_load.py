@@ -403,10 +403,10 @@ class Race:
         self, results: Sequence[Result], forwards: Sequence[Forwards] = ()
     ) -> None:
         try:
-            result_files.write(self.folder, self.machine, results, forwards)
+            tuned_results.keep(self.folder, self.machine, results, forwards)
+            self._is_kept = True
         except OSError as error:
             self._is_kept = False
-            tuned_results.remember(self.machine, results, forwards)
             warn_once(f"not kept: {error}", f"what was measured is not kept: {error}")
 
 
