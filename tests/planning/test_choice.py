@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
@@ -431,11 +431,52 @@ def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> 
     assert choice.reason == planner.stock_reason(problem, chip)
 
 
+@pytest.mark.parametrize("chip", [None, "M3 Max", "H200"])
+@pytest.mark.parametrize("overrides", [{}, {"strategy": "stream_k"}])
+def test_a_comparison_tells_whom_it_compared_for_what(
+    chip: str | None, overrides: dict[str, Any]
+) -> None:
+    problem = Problem(m=9, n=4096, k=512)
+    device = None if chip is None else named(chip)
+
+    choice = planner.compare(problem, device=device, **overrides)
+
+    chosen_for = device or registry.default_device()
+    assert choice.device == chosen_for
+    assert choice.plan == planner.make(problem, device=device, **overrides)
+    assert choice.prediction == planner.predict(choice.plan, chosen_for)
+    assert choice.stock == registry.of_device(chosen_for).predict_stock(
+        problem, chosen_for
+    )
+    seconds = [each.prediction.seconds for each in choice.candidates]
+    assert len(seconds) > 1
+    assert seconds == pytest.approx(sorted(seconds))
+    strategies = {each.plan.work.strategy for each in choice.candidates}
+    assert strategies == {"stream_k"} or not overrides
+
+
+def test_a_plan_is_for_all_that_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "current", lambda: Device.named("M2"))
+    given: dict[str, Any] = {"group_size": 32, "bits": 8, "dtype": "bfloat16"}
+    asked = Problem(m=3, n=128, k=256, **given, scale_dtype="bfloat16", batch=2)
+
+    choice = planner.plan(3, 128, 256, **given, batch=2)
+
+    assert (choice.plan.problem, choice.device.name) == (asked, "Apple M2")
+    packed = planner.plan(
+        3, 128, 256, **given, layout="marlin", chip="M3 Max, 30 cores"
+    )
+    assert packed.plan.problem == replace(asked, batch=1, layout="marlin")
+    assert packed.device == Device.named("M3 Max", 30)
+    with pytest.raises(ValueError, match="chip=3, expected a name such as 'Apple M3 M"):
+        planner.plan(3, 128, 256, chip=3)  # type: ignore[arg-type]
+
+
 def test_planning_needs_neither_mlx_nor_numpy() -> None:
     program = """
 import sys
 sys.modules["mlx"] = sys.modules["numpy"] = None
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import device
 from mlx_marlin.planning.problem import Problem

@@ -3,7 +3,7 @@
 The back end's answers are given, and a small model of the rules says what to expect.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -22,7 +22,10 @@ EXPERTS = GatherProblem(problem=PROBLEM, experts=2)
 BEST, SECOND, LAST = (planner.compare(PROBLEM).candidates[i].plan for i in (0, 1, 2))
 DECODED = dequantize_plan(PROBLEM)
 BACKWARD = dequantize_plan(PROBLEM, transposed=False)
-GATHERED = registry.of_device(DEFAULT).choose_gather(EXPERTS, DEFAULT)
+GATHERED, FEWER = (
+    registry.of_device(DEFAULT).choose_gather(each, DEFAULT)
+    for each in (EXPERTS, replace(EXPERTS, experts=1))
+)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Answers:
 
     def handover(self, problem: Any, device: Any, predicted: Any) -> str | None:
         self.asked.append(("handover", problem, device))
-        if isinstance(problem, Problem):
+        if isinstance(problem, Problem) and self.predicted:
             assert predicted() == f"prediction of {self.predicted}"
         return self.handover_
 
@@ -90,7 +93,8 @@ def expected(
         return Refusal("stock is fast", "speed") if predicted_slower else GATHERED
     if not transpose:
         return BACKWARD
-    if may and back_end.decoded:
+    known = None if measured is None else measured.decodes
+    if may and (back_end.decoded if known is None else known):
         return DECODED
     return Refusal("stock is fast", "speed") if predicted_slower else BEST
 
@@ -101,6 +105,8 @@ MEASURED = {
     "stock": Measured(reason="measured here: stock", plan=SECOND),
     "ours between": Measured(reason=None),
     "stock between": Measured(reason="measured here at two"),
+    "decoded between": Measured(reason=None, decodes=True),
+    "not decoded between": Measured(reason=None, decodes=False),
 }
 
 
@@ -121,6 +127,18 @@ def test_the_first_rule_that_holds_decides(
         assert answer == expected(back_end, problem, transpose, measured, may)
         assert back_end.asked[0] == ("unsupported", problem, DEFAULT, transpose)
         assert {asked[1:3] for asked in back_end.asked} == {(problem, DEFAULT)}
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("change", [{"batch": 2}, {"norm": 1e-5}, {"invariant": True}])
+def test_only_plain_products_are_decoded_because_measured_ones_were(
+    change: dict[str, Any], decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(Answers(decoded=True), monkeypatch)
+    measured = Measured(reason=None, decodes=decodes)
+    problem = replace(PROBLEM, **change)
+
+    assert planner.serve(problem, DEFAULT, measured=measured) is BEST
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -147,7 +165,7 @@ def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
         return may and (bool(handover) or (measured and index == 0))
 
     if faulty > 1:  # the prediction that is asked for is then the second alternative's
-        monkeypatch.setattr(Answers, "handover", lambda self, *_: self.handover_)
+        back_end.predicted = None
     want: Any = BEST
     for index in range(faulty):
         following = plans[index + 1] if index < 2 else None
@@ -159,6 +177,7 @@ def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
     assert want == planner.usable(
         BEST, DEFAULT, fault, hands_over=may, is_measured=measured
     )
+    assert {*back_end.asked} <= {("handover", PROBLEM, DEFAULT)}
 
 
 def test_other_plans_have_no_alternative_where_a_back_end_has_none(
@@ -166,14 +185,17 @@ def test_other_plans_have_no_alternative_where_a_back_end_has_none(
 ) -> None:
     back_end = installed(Answers(), monkeypatch)
     back_end.alternatives = {DECODED: BEST, GATHERED: GATHERED}
-    refusal = Refusal("anything", "speed")
+    refusal, refused = Refusal("anything", "speed"), Refusal("it failed", "fault")
 
     def failing(plan: Any) -> str | None:
         return None if plan is BEST else "it failed"
 
     assert planner.usable(refusal, DEFAULT, failing) is refusal
     decoded = planner.usable(DECODED, DEFAULT, failing)
-    assert decoded == Refusal("it failed", "fault")  # never asked for
+    assert decoded == refused  # never asked for
+    back_end.alternatives = {GATHERED: FEWER}
+    assert planner.usable(GATHERED, DEFAULT, lambda _: "it failed") == refused
+    assert back_end.asked == [("handover", FEWER.gather, DEFAULT)]
     back_end.alternatives = {}
     gathered = planner.usable(GATHERED, DEFAULT, failing)
-    assert gathered == Refusal("it failed", "fault")
+    assert gathered == refused

@@ -39,7 +39,7 @@ ROOMS = {
     "results": _room(
         0.95,
         "backends/planner.py backends/tuned_results.py backends/result_files.py",
-        "tuning race planning products",
+        "tuning race planning/test_who_serves.py planning/test_choice.py",
     ),
     "guard": _room(0.95, "guard/*.py", "guard"),
     "planning": _room(
