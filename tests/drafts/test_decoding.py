@@ -25,7 +25,6 @@ from drafts.scripted import (
 )
 from mlx_marlin.lm.drafts import decoder as decoder_module
 from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Positions, Token
-from mlx_marlin.lm.drafts.draft_length import best_length
 from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
@@ -239,63 +238,3 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read(
     assert len([*decoding.tokens([1], 10)]) == 10
     steps = ["pass", *["pass", "read"] * 9, "read"]
     assert events == [*steps, "pass"]  # the last one makes the cache complete
-
-
-def lookup_text(text: Sequence[int], cost: dict[int, float]) -> tuple[int, int]:
-    """Returns the drafts of a lookup drafter that is told a text token by token."""
-    drafter, passes = LookupDrafter(), PassCost(cost, "test")
-    drafter.begin(())
-    drafted = wrong = 0
-    for position, token in enumerate(text):
-        drafter.add(token)
-        probabilities = drafter.probabilities(15)
-        if not probabilities:
-            continue
-        length = best_length(probabilities, passes).length
-        if not length:
-            continue
-        draft = drafter.draft(length)
-        following = text[position + 1 : position + 1 + length]
-        pairs = zip(draft, following, strict=False)
-        accepted = next((i for i, (a, b) in enumerate(pairs) if a != b), length)
-        drafted, wrong = drafted + length, wrong + length - accepted
-    return drafted, wrong
-
-
-COST = {1: 1.0, 2: 1.3, 4: 1.6, 8: 2.2, 16: 3.5}
-
-
-def test_drafts_that_are_always_wrong_are_no_longer_offered() -> None:
-    # Pairs that come again, each time followed by something new.
-    text = [each for i in range(2000) for each in (1, 2, 100 + i)]
-
-    drafted, wrong = lookup_text(text, COST)
-
-    assert wrong == drafted
-    assert drafted < 60  # of 2000 matches
-
-
-def test_a_match_is_judged_by_the_token_after_it_without_a_draft() -> None:
-    """So that no pass waits for tokens that would not be drafted."""
-    drafter = LookupDrafter()
-    drafter.begin([1, 2, 99])
-    for i in range(60):
-        for token in (1, 2, 100 + i):
-            drafter.add(token)
-    for token in (1, 2):
-        drafter.add(token)
-    kinds = 2, 3, 4  # of the match, and with each accepted token
-    probabilities = [drafter.acceptance.probability(kind) for kind in kinds]
-    assert drafter.probabilities(3) == probabilities
-    assert probabilities[0] < 0.1 < probabilities[1]
-    for token in [*range(200, 220)] * 4:
-        drafter.add(token)
-    assert drafter.probabilities(2) == [drafter.acceptance.probability(8)] * 2
-    assert drafter.probabilities(1)[0] > 0.9
-
-
-def test_a_text_that_repeats_is_drafted() -> None:
-    drafted, wrong = lookup_text([*range(30)] * 20, COST)
-
-    assert drafted > 2000
-    assert wrong < 0.02 * drafted

@@ -1,15 +1,16 @@
 """The length of a draft has the most expected tokens a second."""
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.lm.drafts import pass_cost
-from mlx_marlin.lm.drafts.draft_length import Acceptance, best_length
+from mlx_marlin.lm.drafts.draft_length import Acceptance, Choice, best_length
 from mlx_marlin.lm.drafts.pass_cost import PassCost, cost_of
 from mlx_marlin.lm.race.forward_race import FORWARDS
 from mlx_marlin.planning.measurement import Forwards
@@ -56,60 +57,114 @@ def test_no_other_length_is_better(
     assert best.rate == pytest.approx(rate(best.length))
 
 
+def test_a_longer_draft_has_to_be_better() -> None:
+    assert best_length([1.0], PassCost({1: 1.0, 2: 2.0}, "")) == Choice(
+        length=0, rate=1.0
+    )
+    assert best_length([0.5, 0.5], PassCost({1: 1.0, 3: 1.5}, "")) == Choice(
+        length=1, rate=1.2
+    )
+
+
 def test_seconds_are_known_between_and_what_is_observed_counts_for_all() -> None:
-    cost = PassCost({1: 1.0, 2: 1.5, 4: 2.0, 8: 4.0}, "test")
-    assert [cost.seconds(m) for m in (1, 2, 3, 4, 6, 8)] == [1, 1.5, 1.75, 2, 3, 4]
-    assert cost.seconds(16) == 8.0
-    for _ in range(100):
-        cost.observe(2.0)
-    assert cost.seconds(1) == pytest.approx(2.0)
-    assert cost.seconds(8) == pytest.approx(5.0)
-    for _ in range(100):
-        cost.observe(0.5)
-    assert cost.seconds(1) == pytest.approx(0.5, rel=1e-3)
-    assert cost.seconds(8) == pytest.approx(2.0, rel=1e-3)
-    assert cost.seconds(16) == pytest.approx(4.0, rel=1e-3)
+    cost = PassCost({8: 4.0, 2: 1.5, 1: 1.0, 4: 2.0}, "test")
+    rows = 1, 2, 3, 4, 6, 8, 9, 16
+    assert cost.most_rows == 8
+
+    def seconds() -> list[float]:
+        return [cost.seconds(m) for m in rows]
+
+    known = [1, 1.5, 1.75, 2, 3, 4, 4.5, 8]
+    assert seconds() == known
+    cost.observe(2.0)  # the first one counts wholly, and each further one as a tenth
+    assert seconds() == pytest.approx([each + 1 for each in known])
+    cost.observe(3.0)
+    assert seconds() == pytest.approx([each + 1.1 for each in known])
+    cost.observe(-16.9)  # so that the average is 0.2
+    assert seconds() == pytest.approx([each * 0.2 for each in known])
 
 
-def test_acceptance_is_learned_and_the_assumption_comes_back() -> None:
+def test_acceptance_is_that_of_tried_tokens_and_of_an_assumption() -> None:
     acceptance = Acceptance()
-    assumed = acceptance.probability(3)
-    for _ in range(50):
-        acceptance.observe(3, 0, 1)
-    assert acceptance.probability(3) < 0.1
-    assert acceptance.probability(4) == assumed
-    for _ in range(20000):
-        acceptance.forget(3)
-    assert acceptance.probability(3) == pytest.approx(assumed, abs=0.01)
-    for _ in range(50):
-        acceptance.observe(3, 4, 4)
-    assert acceptance.probability(3) > 0.9
+
+    def expected(accepted: float, tried: float) -> Any:
+        return pytest.approx((accepted + 2.4) / (tried + 4), rel=1e-9)
+
+    assert acceptance.probability(3) == expected(0, 0) == 0.6
+    acceptance.observe(3, 1, 2)
+    assert acceptance.probability(3) == expected(1, 2)
+    acceptance.observe(3, 4, 5)
+    assert acceptance.probability(3) == expected(4.98, 6.96)
+    acceptance.forget(3)
+    assert acceptance.probability(3) == expected(4.98 * 0.9995, 6.96 * 0.9995)
+    acceptance.forget(4)
+    assert acceptance.probability(4) == 0.6
 
 
-def test_the_cost_is_measured_predicted_or_assumed(
+LAYERS = {"q": (3, 100.0), "down": (2, 10.0)}
+"""Number of layers of a group, and their microseconds for each row."""
+
+
+def a_report(missing: int = 0, names: Sequence[str] = ("q", "down")) -> Any:
+    """Returns a report on groups of layers; a product has no time with some rows."""
+    layers = [SimpleNamespace(group=None, decisions=())]  # not quantized
+    for name in names:
+        count, us = LAYERS[name]
+        decisions = [
+            SimpleNamespace(
+                rows=m, time=None if m == missing else SimpleNamespace(us=us * m)
+            )
+            for m in ROWS
+        ]
+        group = SimpleNamespace(count=count)
+        layers.append(SimpleNamespace(group=group, decisions=decisions))
+    return SimpleNamespace(layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("found", "source", "each"),
+    [
+        (a_report(), "predicted", 320e-6),
+        (a_report(missing=12), "assumed", 0.0),
+        (a_report(names=()), "assumed", 0.0),
+    ],
+)
+@pytest.mark.parametrize("measured", [(), (1,), (2, 4), (1, 2, 4)])
+def test_the_cost_is_measured_or_predicted_or_assumed(
     monkeypatch: pytest.MonkeyPatch,
+    found: Any,
+    source: str,
+    each: float,
+    measured: tuple[int, ...],
 ) -> None:
-    model = tiny_llama()
-    predicted = cost_of(model)
+    """Measured seconds of a pass that is served; predicted ones from microseconds."""
+    model, asked = nn.Module(), []
+
+    def report(*given: Any) -> Any:
+        asked.append(given)
+        return found
+
+    monkeypatch.setattr(pass_cost, "report", report)
+    if measured:
+        times = {m: (0.01 * m, 0.02) for m in measured}
+        kept = Forwards(key="k", layout="mlx", seconds=times, date="2026-11-26")
+        object.__setattr__(model, FORWARDS, kept)
+    cost, again = cost_of(model), cost_of(model)
+
+    seconds = [cost.seconds(m) for m in ROWS]
+    assert seconds == [again.seconds(m) for m in ROWS]
+    if {1, 2} <= {*measured}:
+        assert (cost.source, cost.most_rows, asked) == ("measured", 4, [])
+        assert seconds[:4] == pytest.approx([0.01, 0.02, 0.02, 0.02])
+        return
+    assert asked == [(model, ROWS)]  # which takes long
+    assert (cost.source, cost.most_rows) == (source, 16)
+    expected = [each * m if each else 1 + 0.1 * (m - 1) for m in ROWS]
+    assert seconds == pytest.approx(expected)
+    assert not model.parameters()
+
+
+def test_the_cost_of_a_model_with_quantized_layers_is_predicted() -> None:
+    predicted = cost_of(tiny_llama())
     assert predicted.source == "predicted"
-    assert predicted.seconds(8) >= predicted.seconds(1)
-    monkeypatch.setattr(pass_cost, "report", None)  # which is asked once
-    assert cost_of(model).seconds(1) == predicted.seconds(1)
-
-    times = {m: (0.01 * m, 0.02) for m in ROWS}
-    kept = Forwards(key="k", layout="mlx", seconds=times, date="2026-11-26")
-    object.__setattr__(model, FORWARDS, kept)
-    measured = cost_of(model)
-    assert measured.source == "measured"
-    assert [measured.seconds(m) for m in (1, 2, 4)] == [0.01, 0.02, 0.02]
-
-
-def test_nothing_is_known_of_a_model_without_quantized_layers() -> None:
-    class Float(nn.Module):
-        def __call__(self, x: mx.array, cache: Any = None) -> mx.array:
-            return x
-
-    cost = cost_of(Float())
-
-    assert cost.source == "assumed"
-    assert cost.seconds(1) < cost.seconds(16) < 3 * cost.seconds(1)
+    assert predicted.seconds(8) >= predicted.seconds(1) > 0

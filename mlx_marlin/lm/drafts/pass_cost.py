@@ -29,7 +29,7 @@ class PassCost:
         """Keeps the seconds by rows.
 
         Args:
-            seconds: Rows -> seconds of a pass; has 1 row.
+            seconds: Rows -> seconds of a pass, of 1 row and of more.
             source: Where they are from.
         """
         self._rows = sorted(seconds)
@@ -60,10 +60,7 @@ class PassCost:
         self._observed = (1 - SMOOTHING) * before + SMOOTHING * seconds
 
     def _known(self, rows: int) -> float:
-        index = bisect_left(self._rows, rows)
-        if index < len(self._rows) and self._rows[index] == rows:
-            return self._seconds[index]
-        index = min(max(index, 1), len(self._rows) - 1)
+        index = min(max(bisect_left(self._rows, rows), 1), len(self._rows) - 1)
         low, high = self._rows[index - 1 : index + 1]
         first, second = self._seconds[index - 1 : index + 1]
         return first + (second - first) * (rows - low) / (high - low)
