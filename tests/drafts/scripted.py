@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_marlin.lm.drafts.decoder import Decoder, Picker
@@ -72,6 +73,21 @@ class ScriptedDrafter(Drafter):
 def counting(tokens: mx.array, cache: Any) -> mx.array:
     """A model without a cache: after each token comes the next number, below 50."""
     return mx.eye(50)[(tokens + 1) % 50]
+
+
+class Recalling(nn.Module):
+    """A model whose tokens depend on all that its cache shows, and where, exactly."""
+
+    layers = (None,)
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        mask = create_attention_mask(tokens[..., None], cache[0], return_array=True)
+        places = cache[0].offset + mx.arange(tokens.shape[1])
+        values = ((7 * tokens + 1) * (13 * places + 5) % 101).astype(mx.float32)
+        seen, _ = cache[0].update_and_fetch(*[values[:, None, :, None]] * 2)
+        seen = mx.broadcast_to(seen[..., 0], (1, tokens.shape[1], seen.shape[2]))
+        sums = (seen if mask is None else mx.where(mask, seen, 0)).sum(axis=-1)
+        return mx.eye(50)[sums.astype(mx.uint32) % 50]
 
 
 def plain(

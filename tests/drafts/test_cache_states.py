@@ -12,14 +12,16 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
+    CacheList,
+    KVCache,
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
 )
 
-from drafts.scripted import PROMPT, ScriptedDrafter, decoder, text_of
-from mlx_marlin.lm.drafts.drafters import ModelDrafter
+from drafts.scripted import PROMPT, Recalling, ScriptedDrafter, decoder, text_of
+from mlx_marlin.lm.drafts.drafters import Drafter, ModelDrafter
 from mlx_marlin.lm.drafts.passes import Passes
 from support.architectures import SIZES
 from support.decoder_models import tiny
@@ -141,9 +143,65 @@ def test_a_cache_is_plain_decodings_at_each_token(name: str) -> None:
     assert len({accepted for _, accepted in drafter.lengths}) > 2
 
 
-@sampled(14)
+SIZES_OF_WINDOWS = range(1, len(PROMPT) + COUNT + 2)
+
+
+@pytest.mark.parametrize(("keep", "by_model"), [(0, False), (4, False), (0, True)])
+def test_windows_of_every_size_show_the_tokens_that_they_do_without_drafts(
+    keep: int, by_model: bool
+) -> None:
+    """The window of the model, or of a draft model that drafts what has no window."""
+    model = Recalling()
+    accepted = 0
+    for size in SIZES_OF_WINDOWS[:: 2 if by_model else 1]:
+
+        def windows(size: int = size) -> list[Any]:
+            return [RotatingKVCache(size, min(keep, size - 1))]
+
+        if by_model:
+            cache, own = [KVCache()], windows()
+            steps = plain_steps(model, [KVCache()])
+            expected = plain_cache_states(model, steps, windows())
+            drafter: Drafter = ModelDrafter(Passes(model, own))
+        else:
+            cache = own = windows()
+            expected = steps = plain_steps(model, windows())
+            text = [*PROMPT, *(step.token for step in steps)]
+            drafter = ScriptedDrafter(text, 3, lambda nth: (nth + 2) % 4)
+        decoding = decoder(model, drafter, cache=cache)
+        tokens = decoding.tokens(PROMPT, COUNT)
+        for token, step, state in zip(tokens, steps, expected, strict=True):
+            assert token.token == step.token
+            assert types(own) == state.types
+            assert mx.array_equal(following(model, own), state.following)
+        accepted += decoding.accepted
+    assert accepted > 50
+
+
+@pytest.mark.parametrize("offset", range(12))
+def test_a_pass_has_room_for_rows_that_are_as_if_each_were_alone(offset: int) -> None:
+    keeping, sliding, plain = RotatingKVCache(10, 4), RotatingKVCache(10), KVCache()
+    for each in (keeping, sliding, plain):
+        each.offset = offset
+    before_full = {m for m in range(1, 6) if offset + m < 10}
+    exact = {m for m in range(1, 6) if offset + m <= 8 or offset >= 8}
+
+    def rooms(caches: list[Any], quantized_from: int | None = None) -> list[int]:
+        passes = Passes(nn.Module(), caches, quantized_from=quantized_from)
+        return [passes.room(rows) for rows in range(1, 6)]
+
+    def most(allowed: set[int]) -> list[int]:
+        return [max({0, *range(1, m + 1)} & {0, *allowed}) for m in range(1, 6)]
+
+    assert rooms([keeping]) == most(before_full)
+    assert rooms([plain, sliding]) == [1, 2, 3, 4, 5]
+    assert rooms([plain], 8) == rooms([sliding, CacheList(plain)], 8) == most(exact)
+    assert rooms([CacheList(plain, keeping)], 8) == most(exact & before_full)
+
+
+@sampled(6)
 @pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("size", range(1, len(PROMPT) + COUNT + 2))
+@pytest.mark.parametrize("size", SIZES_OF_WINDOWS)
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_windows_of_every_size(size: int, keep: int, length: int) -> None:
     """Full before, in and after the prompt, and in each row of a pass."""
@@ -188,7 +246,7 @@ def test_a_draft_models_cache_has_the_text_at_each_token(name: str) -> None:
 def test_a_wrong_draft_models_cache_has_the_text_at_each_token() -> None:
     model, other = MODELS["llama"](), tiny("qwen3")
     steps = steps_of("llama")
-    expected = plain_cache_states(other, steps)
+    expected = plain_cache_states(other, steps, make_prompt_cache(other))
     own = make_prompt_cache(other)
     # Soon no draft pays, so that a rejected one is followed by none.
     seconds = {1: 1.0, 2: 1.5, 16: 1.6}
@@ -202,9 +260,11 @@ def test_a_wrong_draft_models_cache_has_the_text_at_each_token() -> None:
     assert token.rows == 1
 
 
-def plain_cache_states(model: nn.Module, steps: list[Step]) -> list[Step]:
+def plain_cache_states(
+    model: nn.Module, steps: list[Step], cache: list[Any]
+) -> list[Step]:
     """Returns the states of another model's cache that is fed the same text."""
-    cache, found = make_prompt_cache(model), []
+    found = []
     model(mx.array([PROMPT]), cache=cache)
     for step in steps:
         model(mx.array([[step.token]]), cache=cache)

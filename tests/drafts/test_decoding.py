@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
@@ -19,12 +20,14 @@ from drafts.scripted import (
     PROMPT,
     ScriptedDrafter,
     assert_same_text,
+    counting,
     decoder,
     plain,
     text_of,
 )
 from mlx_marlin.lm.drafts import decoder as decoder_module
 from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Positions, Token
+from mlx_marlin.lm.drafts.draft_length import Choice
 from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
@@ -238,3 +241,107 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read(
     assert len([*decoding.tokens([1], 10)]) == 10
     steps = ["pass", *["pass", "read"] * 9, "read"]
     assert events == [*steps, "pass"]  # the last one makes the cache complete
+
+
+class Learning(ScriptedDrafter):
+    """Notes what the loop tells it."""
+
+    def __init__(self, text: Sequence[int], events: list[Any]) -> None:
+        super().__init__(text, 20, lambda _: 1)
+        self.events, self.seconds_of_token = events, 0.25
+
+    def observe(self, length: int, accepted: int) -> None:
+        self.events.append(("observed", length, accepted))
+
+    def decline(self) -> None:
+        self.events.append("declined")
+
+
+def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    now, lengths = 0.0, iter([0, 0, 0, 2, 2, 0, 0])
+    runs = iter([7.0, 2.0, 12.0, 9.0, 8.0, 3.0, 4.0])
+
+    class Timed(Passes):
+        def room(self, rows: int) -> int:
+            return rows - 1
+
+        def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
+            nonlocal now
+            now += next(runs)
+            return super().run(tokens, positions)
+
+    class Waited(Positions):
+        def read(self) -> Token:
+            nonlocal now
+            now += 100.0
+            return super().read()
+
+    class Noted(PassCost):
+        def observe(self, seconds: float) -> None:
+            events.append(("seconds", seconds))
+
+    def choose(probabilities: list[float], cost: PassCost, **given: Any) -> Choice:
+        assert {*given} == {"waiting", "seconds_of_draft", "seconds_of_token"}
+        assert (given["waiting"], given["seconds_of_token"]) == (1, 0.25)
+        begun = given["seconds_of_draft"]
+        events.append(("asked", len(probabilities), pytest.approx(begun)))
+        return Choice(length=next(lengths), rate=0.0)
+
+    monkeypatch.setattr(decoder_module, "perf_counter", lambda: now)
+    monkeypatch.setattr(decoder_module, "best_length", choose)
+    monkeypatch.setattr(decoder_module, "Positions", Waited)
+    passes = Timed(counting, [], is_seen=False)  # type: ignore[arg-type]
+    cost = Noted({1: 1.0, 6: 2.0}, "test")
+    picker = Picker(sampler=None, processors=())
+    drafter = Learning([*range(3, 20)], events)
+    decoding = Decoder(passes, drafter, cost, picker, generation_stream)
+    for each in decoding.tokens([3], 8):
+        events.append((each.token, each.from_draft, each.rows))
+
+    declined = "declined"
+    assert events == [
+        # At most as long as the passes whose cost is known; here, room is for one less.
+        ("asked", 5, 0.0),
+        declined,
+        ("asked", 5, 0.0),
+        declined,
+        (4, False, 1),
+        ("asked", 4, 2.0),  # the first pass that was begun ahead
+        declined,
+        ("seconds", 112.0),
+        (5, False, 1),
+        ("asked", 3, 0.9 * 2 + 0.1 * 12),
+        ("seconds", 100.0),
+        ("asked", 3, 3.0),  # again, with the token
+        (6, False, 1),
+        (7, True, 3),  # no time of a plain token
+        ("observed", 2, 1),
+        ("asked", 1, 3.0),
+        declined,
+        (8, False, 3),
+        ("asked", 0, 3.0),
+        declined,
+        (9, False, 1),
+        ("seconds", 104.0),  # before the last token, there is nothing to draft
+        (10, False, 1),
+        ("seconds", 100.0),
+        (11, False, 1),
+    ]
+    assert (decoding.drafted, decoding.accepted) == (2, 1)
+
+
+def test_memory_is_cleared_each_256_tokens_of_a_text_without_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = Passes(counting, [], is_seen=False)  # type: ignore[arg-type]
+    decoding = decoder(nn.Module(), LookupDrafter(), cache=[], passes=passes)
+    cleared: list[int] = []
+    tokens = decoding.tokens([0] * 250, -1)
+    text = [next(tokens).token]
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(len(text)))
+    while len(text) < 270:
+        text.append(next(tokens).token)
+
+    assert text == [each % 50 for each in range(1, 271)]
+    assert cleared == [6, 262]

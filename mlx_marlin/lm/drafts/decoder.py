@@ -219,7 +219,7 @@ class Decoder:
         A draft needs that token.
         """
         left = self._left(end) - 1
-        if current.draft or left <= 0 or self._length(left):
+        if current.draft or left <= 0 or self._length(left - 1):
             return None
         started = perf_counter()
         with mx.stream(self._stream):
