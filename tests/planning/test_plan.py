@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.dequantize_plan import (
     MOST_TEMPORARY,
@@ -157,6 +159,44 @@ def test_a_plan_has_one_simdgroup_and_no_stages_if_it_is_not_told_otherwise() ->
     assert (plan.simdgroups, plan.simdgroup_grid) == (1, (1, 1, 1))
     assert (plan.reduction, plan.buffers, plan.loaders) == ("none", 0, 0)
     assert plan.variant == "gemm_register 8 rows, 1x1x1 simdgroups"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"buffers": 1}, ", 1 buffer"),
+        ({"buffers": 2, "loaders": 1}, ", 2 buffers, 1 loader"),
+    ],
+)
+def test_a_plan_tells_its_stages(fields: Any, words: str) -> None:
+    plan = planner.make(
+        Problem(m=64, n=256, k=1024), kernel="gemm_staged", simdgroups_k=1, **fields
+    )
+
+    rows = plan.tile.m // plan.simdgroup_grid[0]
+    groups = "x".join(map(str, plan.simdgroup_grid))
+    assert plan.variant == f"gemm_staged {rows} rows, {groups} simdgroups{words}"
+    assert f"simdgroups (m x k){words}, " in plan.explain()
+
+
+def test_simdgroups_of_other_back_ends_lie_along_n_and_k() -> None:
+    plan = planner.choose(Problem(m=8, n=512, k=1024), named("NVIDIA H200"))
+    n, k = plan.simdgroups_n, plan.simdgroups_k
+
+    assert plan.simdgroup_grid == (1, n, k)
+    assert f" {n}x{k} simdgroups (n x k), " in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "passes"),  # each written and read; atomic sums are zeroed before
+    [("workspace", 3), ("atomic", 4)],
+)
+def test_sums_of_slices_are_written_and_read(reduction: str, passes: int) -> None:
+    work = Work(strategy="split_k", tiles=4, k_tiles=6, threadgroups=12, slices=3)
+    plan = plan_of(8, 128, 384, work=work, reduction=reduction)
+
+    assert plan.workspace_traffic == 2 * passes * 8 * 128 * 4
+    assert plan_of(8, 128, 384).workspace_traffic == 0
 
 
 STREAM = Work(

@@ -21,6 +21,9 @@ from mlx_marlin.planning.problem import (
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 from support.strategies import ANY_FORMAT, problems
 
+GATED = Epilogue(activation="silu", gated=True)
+PARTS = Epilogue(bias=True, parts=(32, 96))
+
 
 @pytest.mark.parametrize(
     ("fields", "words"),
@@ -53,6 +56,12 @@ from support.strategies import ANY_FORMAT, problems
         ({"dtype": "int8"}, ["dtype='int8'", "float16"]),
         ({"scale_dtype": "half"}, ["scale_dtype='half'", "float16"]),
         ({"layout": "gguf"}, ["layout='gguf'", "marlin"]),
+        ({"norm": -1e-5}, ["norm=-1e-05", "at least 0"]),
+        ({"norm": 0.0, "batch": 2}, ["norm=0.0", "of one product", "batch=2"]),
+        ({"n": 65, "epilogue": GATED}, ["gated=True", "an even n", "n=65"]),
+        ({"batch": 2, "epilogue": GATED}, ["gated=True", "batch=2"]),
+        ({"epilogue": PARTS}, ["parts=(32, 96)", "n=64"]),
+        ({"n": 128, "batch": 2, "epilogue": PARTS}, ["parts=(32, 96)", "batch=2"]),
     ],
 )
 def test_nonsense_is_refused_with_the_value_and_the_expectation(
@@ -111,6 +120,49 @@ def test_sizes_are_those_of_a_known_layer() -> None:
     assert problem.flops == 2 * 8 * 17408 * 5120
     assert problem.activation_bytes == 8 * 5120 * 2
     assert problem.output_bytes == 8 * 17408 * 2
+
+
+def test_sizes_count_every_product_of_a_batch_and_the_half_that_is_stored() -> None:
+    several = Problem(m=5, n=96, k=128, batch=3, bits=8, dtype="float32")
+    gated = Problem(m=5, n=96, k=128, epilogue=GATED)
+
+    assert several.flops == 2 * 3 * 5 * 96 * 128
+    assert (several.code_bytes, several.scale_bytes) == (3 * 96 * 128, 3 * 96 * 2 * 4)
+    assert several.activation_bytes == 3 * 5 * 128 * 4
+    assert several.output_bytes == 3 * 5 * 96 * 4
+    assert (several.columns, several.result_shape) == (96, (3, 5, 96))
+    assert (gated.columns, gated.result_shape) == (48, (5, 48))
+    assert gated.output_bytes == 5 * 48 * 2
+    assert gated.bytes == 96 * 64 + 96 * 2 * 4 + 2 * 5 * (128 + 48)
+
+
+def test_a_problem_tells_its_shape_format_and_what_is_asked_of_it() -> None:
+    plain = Problem(m=1, n=96, k=128, bits=8, group_size=32, layout="marlin")
+    several = replace(plain, m=12, batch=3, dtype="bfloat16", invariant=True)
+    scaled = Problem(
+        m=2,
+        n=128,
+        k=256,
+        mode="nvfp4",
+        group_size=16,
+        scale_dtype="uint8",
+        global_scale=True,
+        norm=1e-6,
+        epilogue=PARTS,
+    )
+
+    form = "affine 8-bit, group 32"
+    assert plain.explain() == (
+        f"1 row of 128→96, {form}, float16 with float16 scales, marlin layout"
+    )
+    assert several.explain() == (
+        f"12 rows of 128→96, each of 3 weights, {form}, bfloat16 with float16 scales, "
+        f"marlin layout, the same bits for any m"
+    )
+    assert scaled.explain() == (
+        "2 rows of 256→128, nvfp4 4-bit, group 16, float16 with uint8 scales, a global "
+        "scale, mlx layout, normalized rows (eps 1e-06), y + bias in parts of 32, 96"
+    )
 
 
 @given(problems(formats=ANY_FORMAT))
@@ -176,6 +228,7 @@ def test_a_weight_has_the_bits_of_its_format(
             Epilogue(bias=True, activation="gelu_approx", multiply=True, residual=True),
             "gelu_approx(y + bias) * multiply + residual",
         ),
+        (Epilogue(activation="silu", multiply=True), "silu(y) * multiply"),
     ],
 )
 def test_an_epilogue_is_a_formula(epilogue: Epilogue, formula: str) -> None:
@@ -189,9 +242,31 @@ def test_an_epilogue_is_a_formula(epilogue: Epilogue, formula: str) -> None:
     assert problem.bytes == plain.bytes + arrays * 8 * 64 * 2
 
 
-def test_an_activation_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"activation='relu' is not one of .*'silu'"):
-        Epilogue(activation="relu")
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"activation": "relu"}, r"activation='relu' is not one of .*'silu'"),
+        ({"gated": True, "bias": True}, "an activation only, got bias=True"),
+        ({"gated": True, "multiply": True}, "activation only, .* multiply=True"),
+        ({"gated": True, "residual": True}, "activation only, .* residual=True"),
+        ({"gated": True, "parts": (32, 32)}, r"activation only, .*parts=\(32, 32\)"),
+        ({"parts": (32,)}, r"parts=\(32,\) are not 2 to 6 numbers"),
+        ({"parts": (32,) * 7}, r"32\) are not 2 to 6 numbers"),
+        ({"parts": (32, 0)}, r"parts=\(32, 0\) are not 2 to 6 numbers"),
+        ({"parts": (1, 2), "multiply": True}, "no multiplier .* multiply=True"),
+        ({"parts": (1, 2), "residual": True}, "no residual, .* residual=True"),
+    ],
+)
+def test_what_is_no_epilogue_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Epilogue(**fields)
+
+
+def test_results_have_as_many_parts_as_a_constant_of_a_kernel_holds() -> None:
+    assert Epilogue(parts=(1,) * 6).parts == (1,) * 6
+    assert Epilogue(gated=True).explain() == "gate * up"
+    assert (GATED.explain(), GATED.is_paired) == ("silu(gate) * up", True)
+    assert not PARTS.is_paired
 
 
 def test_an_invariant_problem_says_so() -> None:
