@@ -54,15 +54,8 @@ def forwards_row(forwards: Forwards) -> dict[str, Any]:
 
 def forwards_of(row: Any) -> Forwards:
     """Returns the times of a model that a row encodes."""
-    seconds = {int(rows): (*pair,) for rows, pair in row["seconds"].items()}
-    return Forwards(
-        key=decoded(str, row["key"]),
-        layout=decoded(str, row["layout"]),
-        seconds=seconds,
-        date=decoded(str, row["date"]),
-        invariant=decoded(bool, row["invariant"]),
-        packed_lost=decoded(bool, row["packed_lost"]),
-    )
+    found: Forwards = decoded(Forwards, row)
+    return found
 
 
 def machine_row(machine: Machine) -> dict[str, Any]:
@@ -96,6 +89,9 @@ def decoded(type_: Any, data: Any) -> Any:
         return build(**{name: decoded(types[name], data[name]) for name in types})
     if get_origin(type_) is tuple and isinstance(data, list):
         return tuple(decoded(get_args(type_)[0], item) for item in data)
+    if get_origin(type_) is dict and isinstance(data, dict):
+        key, each = get_args(type_)
+        return {key(name): decoded(each, value) for name, value in data.items()}
     if NoneType in get_args(type_):
         (type_,) = {*get_args(type_)} - {NoneType}
         return None if data is None else decoded(type_, data)

@@ -187,6 +187,7 @@ ROTATED = Epilogue(rotation=Rotation(64, 64, norm=1e-6, queries=64), parts=(64, 
         (float | None, 1.5, []),
         (str, "a", [1, None, ["a"]]),
         (tuple[int, ...], (1, 20), [[1, "2"], 1, {}]),
+        (dict[int, tuple[float, ...]], {20: (0.5, 1.5)}, [[], {"20": [1]}, {"2": 1.5}]),
     ],
 )
 def test_a_value_comes_back_as_its_type_and_nothing_else_does(
