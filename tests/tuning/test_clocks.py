@@ -1,6 +1,8 @@
 """The clocks of products: wall time on a GPU, the cost model in the emulator."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -35,6 +37,43 @@ def test_wall_time_measures_every_arm_on_all_weights(
     assert all(each.median > 0 for each in measured.values())
     assert all(each.samples >= timing.ROUNDS for each in measured.values())
     assert {*used} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("seconds_each", "seconds", "tried", "length"),
+    [((2e-3, 1e-3), 0.4, [1, 4], 20), ((0.02, 0.01), 1.0, [1], 5)],
+)
+def test_the_quickest_product_says_how_long_all_chains_are(
+    seconds_each: tuple[float, float],
+    seconds: float,
+    tried: list[int],
+    length: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [(mx.zeros(1),), (mx.ones(1),)]
+    inputs: Any = SimpleNamespace(x=mx.zeros(1), weights=weights)
+    products: dict[str, Any] = dict(zip("ab", seconds_each, strict=True))
+    taken: list[tuple[float, int]] = []
+
+    def sampler(product: Any, x: mx.array, weights: Any, length: int) -> float:
+        assert x is inputs.x
+        taken.append((product, length))
+        return float(product)
+
+    def interleaved(samples: dict[str, timing.Sample], **given: Any) -> Any:
+        assert given == {"seconds": seconds, "least": 10}
+        return {arm: timing.Spread(median=each()) for arm, each in samples.items()}
+
+    monkeypatch.setattr(timing, "interleaved", interleaved)
+    measured = clocks.wall_time(products, inputs, seconds, sampler, rounds=10)
+
+    assert {arm: each.median for arm, each in measured.items()} == products
+    one, two = seconds_each
+    assert taken == [
+        *((one, 1), (two, 1)),  # compiles
+        *((each, count) for each in seconds_each for count in tried),
+        *((one, length), (two, length)),
+    ]
 
 
 @needs_emulator

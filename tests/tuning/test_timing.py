@@ -204,7 +204,14 @@ def test_a_weight_comes_again_only_after_all_others() -> None:
 
 @pytest.mark.parametrize(
     ("each", "seconds", "length"),
-    [(1e-3, 0.05, 50), (1.0, 0.01, timing.SHORTEST), (1e-9, 1, timing.LONGEST)],
+    [
+        (1e-3, 0.05, 50),
+        (4.9e-3, 0.001, 4),  # the ends of fewer count
+        (5e-3, 0.001, 1),
+        (1.0, 3.5, 3),
+        (1e-9, 1, 256),
+        (0.0, 1, 256),
+    ],
 )
 def test_a_chain_is_as_long_as_its_time(
     each: float, seconds: float, length: int

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from datetime import date
+from itertools import pairwise, product
 
 import mlx.core as mx
 import numpy as np
@@ -10,10 +11,11 @@ import pytest
 
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.measure import tuner
+from mlx_marlin.measure import rows, tuner
 from mlx_marlin.measure.clocks import Clock
+from mlx_marlin.measure.rows import ProductRow
 from mlx_marlin.measure.timing import Spread
-from mlx_marlin.measure.tuner import Arm
+from mlx_marlin.measure.tuner import Arm, Outcome
 from mlx_marlin.planning.measurement import STOCK, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -162,3 +164,69 @@ def test_nothing_is_kept_if_no_product_is_right(
 
     assert outcome.result is None
     assert {*outcome.wrong} == {arm for arm in outcome.arms if arm is not None}
+
+
+@pytest.mark.parametrize("layout", ["mlx", "marlin"])
+@pytest.mark.parametrize("stock_us", [None, 9.0, 10.3, 10.31, 20.0])
+def test_stock_serves_unless_ours_is_faster_beyond_draw_and_noise(
+    layout: str, stock_us: float | None
+) -> None:
+    ours, other = [
+        each.plan
+        for each in planner.compare(replace(SMALL, layout=layout)).candidates[:2]
+    ]
+    for noisy, is_stock_noisy, is_final in product((False, True), repeat=3):
+        medians = {ours: 10.0, other: 33.123456} | (
+            {None: stock_us} if stock_us else {}
+        )
+        ranges = {ours: 0.11 if noisy else 0.09, None: 0.11 if is_stock_noisy else 0.09}
+        spreads = {
+            arm: Spread(median=us * 1e-6, range=us * 1e-6 * ranges.get(arm, 9.0))
+            for arm, us in medians.items()
+        }
+
+        result = tuner.verdict(ours, spreads, "a clock", is_final)
+
+        is_noise = noisy or (is_stock_noisy and stock_us is not None)
+        if is_noise and not is_final:
+            assert result is None
+            continue
+        assert result is not None
+        faster = not is_noise and stock_us in (10.31, 20.0)  # by 3 percent
+        assert result.stock == (layout == "mlx" and stock_us is not None and not faster)
+        assert result.medians_us == {label(ours): 10.0, label(other): 33.1235} | (
+            {STOCK: stock_us} if stock_us else {}
+        )
+        assert (result.plan, result.clock) == (ours, "a clock")
+        assert result.date == date.today().isoformat()
+
+
+def test_an_outcome_has_a_row_of_each_arm_whose_product_was_right(
+    fake: Callable[..., Clock],
+) -> None:
+    right, wrong = [each.plan for each in planner.compare(SMALL).candidates[:2]]
+    arms: dict[Arm, Spread] = {
+        arm: Spread(median=i, range=i / 8, samples=i + 10, drift=i / 4)
+        for i, arm in enumerate((right, None, wrong), 1)
+    }
+    outcome = Outcome(arms=arms, wrong=(wrong,), result=None)
+
+    assert outcome.rows(SMALL, fake(lambda _: 0.0)) == [
+        ProductRow(
+            problem=SMALL,
+            arm=name,
+            clock=rows.CHAIN,
+            timing=rows.Timing(
+                seconds=i, method="fake", range=i / 8, samples=i + 10, drift=i / 4
+            ),
+            plan=arm,
+        )
+        for i, name, arm in (
+            (1, f"{rows.CANDIDATE}: {label(right)}", right),
+            (2, rows.STOCK, None),
+        )
+    ]
+    kept = tuner.verdict(right, {right: Spread(median=1.0)}, "")
+    assert outcome.is_noisy
+    assert not replace(outcome, result=kept).is_noisy
+    assert not replace(outcome, wrong=(right, wrong)).is_noisy
