@@ -17,7 +17,7 @@ from typing import BinaryIO
 LARGEST_JSON = 100_000_000
 """Bytes of a JSON file that is read; vocabularies are the largest ones."""
 MOST_QUOTED = 200
-"""Characters of a message about a file's content."""
+"""Letters of a file's content that a message shows."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -26,10 +26,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-
-
-MOST_QUOTED = 200
-"""Letters of a value from a file that a message shows."""
 
 
 def quoted(value: object) -> str:
@@ -112,7 +108,7 @@ def decoding() -> Iterator[None]:
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         (line, *_) = f"{kind}{error}".splitlines() or [""]
-        raise ValueError(line[:MOST_QUOTED]) from error
+        raise ValueError(short(line)) from error
 
 
 def check(path: str | Path, most_bytes: int | None = None) -> None:
