@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from mlx_marlin.lm.verification.checked_layers import (
 )
 from mlx_marlin.lm.verification.comparison import compare
 from mlx_marlin.lm.verification.exact_weights import ExactWeight
-from mlx_marlin.lm.verification.perplexity import Tick, passes, perplexity
+from mlx_marlin.lm.verification.perplexity import passes, perplexity
 from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
 from mlx_marlin.lm.verification.texts import on_stock, windows
 from mlx_marlin.progress import bar
@@ -212,32 +211,26 @@ def _with_progress(
     reports: Iterator[LayerReport], total: int, progress: bool
 ) -> Iterator[LayerReport]:
     """Yields reports, with a progress bar of so many layers if `progress` is true."""
-    with _bar("verify", total, "layer", progress) as tick:
+    with bar("verify", "layer", total if progress else 0) as steps:
         last = ""
         for report in reports:
             if report.name != last:
-                tick()
+                steps.update()
             last = report.name
             yield report
-
-
-@contextmanager
-def _bar(label: str, total: int, unit: str, shown: bool) -> Iterator[Tick]:
-    """Yields a function that moves a progress bar on by one, if it is shown."""
-    with bar(label, unit, total if shown else 0) as steps:
-        yield steps.update
 
 
 def _perplexities(
     model: nn.Module, source: ModelSource | None, tokens: mx.array, progress: bool
 ) -> Perplexities:
-    with _bar("perplexity", 2 * passes(tokens[:, 1:]), "pass", progress) as tick:
-        after = perplexity(model, tokens, tick)
+    total = 2 * passes(tokens[:, 1:]) if progress else 0
+    with bar("perplexity", "pass", total) as steps:
+        after = perplexity(model, tokens, steps.update)
         if source is not None:
-            before = perplexity(load_model(source), tokens, tick)
+            before = perplexity(load_model(source), tokens, steps.update)
         else:
             with on_stock():
-                before = perplexity(model, tokens, tick)
+                before = perplexity(model, tokens, steps.update)
     count = tokens.shape[0] * (tokens.shape[1] - 1)
     return Perplexities(before=before, after=after, tokens=count)
 
