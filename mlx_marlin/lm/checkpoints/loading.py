@@ -28,7 +28,7 @@ from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource, open_source
-from mlx_marlin.lm.checkpoints.model_source import ModelSource
+from mlx_marlin.lm.checkpoints.model_source import NARROW, ModelSource
 from mlx_marlin.lm.known_layers import is_plain_heads, marlin_experts, marlin_heads
 from mlx_marlin.lm.stock_layers import keep_on_stock
 from mlx_marlin.regular_files import short
@@ -198,8 +198,7 @@ def check_written(folder: Path, destination: Path) -> None:
 
 def _dtype(plain: list[tuple[str, mx.array]]) -> mx.Dtype:
     """Returns the dtype of a model: the first of its plain parameters with 16 bits."""
-    narrow = (mx.float16, mx.bfloat16)
-    found = (array.dtype for _, array in plain if array.dtype in narrow)
+    found = (array.dtype for _, array in plain if array.dtype in NARROW)
     return next(found, mx.float32)
 
 
