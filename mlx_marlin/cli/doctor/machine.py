@@ -4,7 +4,6 @@ A section that cannot be collected is a mapping with the key "error", so that an
 in one section does not hide the others.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Collection
@@ -207,5 +206,5 @@ def _source_of_device() -> str:
 def _count(file: Path) -> int | None:
     """Returns the number of results in a file, or None if it cannot be read."""
     with suppress(OSError, ValueError), regular_files.decoding():
-        return len(json.loads(regular_files.read(file))["results"])
+        return len(cache.read_json(file)["results"])
     return None
