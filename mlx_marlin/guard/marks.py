@@ -58,11 +58,12 @@ class Mark:
 
     def take_back(self) -> None:
         """Removes the mark."""
-        if self._process == os.getpid():  # not in a forked child
-            self._write(self._otherwise)
+        self._write(self._otherwise)
         _present.pop(self, None)
 
     def _write(self, content: bytes) -> None:
+        if self._process != os.getpid():
+            return  # a forked child, which evaluates nothing
         with suppress(OSError, ValueError):  # a full device, a closed file
             rewrite(self._file, content)
 
