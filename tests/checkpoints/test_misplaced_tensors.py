@@ -120,6 +120,10 @@ def test_the_head_of_a_tied_model_is_left_out_if_it_is_the_embedding(
     assert rows == {n for n in arrays if not n.endswith(("scales", "biases"))}
     if kind == "llama":  # whose `sanitize` drops any
         return
+    bias = {"lm_head.bias": mx.ones(64)}
+    mx.save_safetensors(str(tmp_path / FILE), arrays | bias)
+    with pytest.raises(ValueError, match=r"'lm_head\.bias' .*no such tensor"):
+        list(open_source(tmp_path).parameters())
     head["lm_head.weight"] = head["lm_head.weight"] + 1
     mx.save_safetensors(str(tmp_path / FILE), arrays | head)
     with pytest.raises(ValueError, match=r"'lm_head\.weight' differs .*tie_word_embed"):

@@ -161,7 +161,7 @@ class FolderSource(ModelSource):
                 own, *others = (
                     _parts(layer, weights, arrays) for layer in (head, *embeddings)
                 )
-                if not any(_are_equal(own, other) for other in others):
+                if own and not any(_are_equal(own, other) for other in others):
                     raise ValueError(
                         f"{self.path}: tensor {head + '.weight'!r} differs from the "
                         f"embedding, which is this model's head (tie_word_embeddings): "
