@@ -151,7 +151,7 @@ class Measured:
         slower = next((each for each in (lower, upper) if each.stock), None)
         if slower is None:
             ways = {isinstance(each.plan, DequantizePlan) for each in (lower, upper)}
-            return Measured(reason=None, decodes=min(ways) if len(ways) == 1 else None)
+            return Measured(reason=None, decodes=ways.pop() if len(ways) == 1 else None)
         return Measured(
             reason=f"measured here at {product_of(lower.problem).m} and "
             f"{product_of(upper.problem).m} rows: stock MLX serves "
@@ -161,10 +161,12 @@ class Measured:
     @staticmethod
     def beyond(most: Result) -> "Measured":
         """Returns what is assumed of more rows than the most that were measured."""
-        reason = f"measured here at {product_of(most.problem).m} rows: stock MLX serves"
-        if most.stock:
-            return Measured(reason=f"{reason} them, and it does more")
-        return Measured(reason=None, decodes=isinstance(most.plan, DequantizePlan))
+        if not most.stock:
+            return Measured(reason=None, decodes=isinstance(most.plan, DequantizePlan))
+        rows = product_of(most.problem).m
+        return Measured(
+            reason=f"measured here up to {rows} rows: stock MLX serves {rows} and more"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
