@@ -147,7 +147,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = _fitting(columns)
     if not _fits(widths):
         return "\n".join(_paragraph(rows[0], row) for row in rows[1:])
-    numeric = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+    numeric = [all(_shows_number(cell) for cell in column[1:]) for column in columns]
     return "\n".join(
         INDENT.join(
             cell.rjust(width) if right else cell.ljust(width)
@@ -222,5 +222,5 @@ def _divided(cell: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _is_number(cell: str) -> bool:
+def _shows_number(cell: str) -> bool:
     return not cell or NUMBER.fullmatch(cell) is not None
