@@ -327,7 +327,15 @@ def test_a_cut_near_a_border_moves_to_the_nearer_one() -> None:
 
     # floor(i * 48 / 5) = 0, 9, 19, 28, 38, 48: only 8 k tiles from both borders is far.
     assert [work.cut(member) for member in range(6)] == [0, 16, 16, 32, 32, 48]
-    assert work.idle == 2
+    assert (work.idle, work.longest) == (2, 16)
+
+
+def test_even_parts_that_end_with_tiles_split_none() -> None:
+    by_ceil = replace(stripe(7, 4, "ceil"), k_tiles=2, slices=2)
+
+    # 14 slices: 4, 4, 4 and 2, or 3, 4, 3 and 4.
+    assert (by_ceil.is_split, by_ceil.pieces) == (False, 7)
+    assert replace(by_ceil, partition="balanced").is_split
 
 
 @drawn(100, units=st.integers(1, 2000), parts=st.integers(1, 300))
