@@ -4,13 +4,15 @@ import warnings
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 import mlx_marlin
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
-from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.checkpoints.loading import _embedding, _largest, load_model
 from support import foreign_checkpoints as foreign
 from support.foreign_models import HIDDEN, VOCABULARY, write
 from support.models import Tokenizer
@@ -89,6 +91,37 @@ def test_optimize_keeps_it_and_restore_decodes_it(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # zero points are rounded
         mlx_marlin.restore(model)
     assert mx.allclose(model(tokens), expected, rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ("symmetric", {}),
+        ("zero_point", {"biases": (0.0, 15.0)}),
+        ("affine", {"biases": (-100.0, -200.0)}),
+        ("codebook", {"codebook": (-4.0, 1.0, *[0.5] * 13, 3.0)}),
+    ],
+)
+def test_no_value_of_an_embedding_is_above_its_bound(
+    mode: str, more: dict[str, tuple[float, ...]]
+) -> None:
+    own = {name: mx.array(values, mx.float32) for name, values in more.items()}
+    if "biases" in own:
+        own["biases"] = own["biases"].reshape(2, 1)
+    scales = mx.array([[3.0], [-20.0]])
+    values, bounds = [], []
+    for code in (0, 0x77777777, 0xFFFFFFFF):
+        codes = mx.full((2, 8), code, mx.uint32)
+        stored = StoredWeight(
+            codes=codes, scales=scales, group_size=64, bits=4, mode=mode, **own
+        )
+        bounds.append(_largest(stored))
+        values.append(stored.decoded())
+        layer = _embedding(nn.Embedding(2, 64), stored, "", mx.float16)
+        assert mx.allclose(layer(mx.arange(2)), values[-1], rtol=1e-3)
+    largest = mx.abs(mx.stack(values)).max().item()
+    assert bounds[0] == bounds[1] == bounds[2]
+    assert largest <= bounds[0] <= 2 * largest
 
 
 def test_act_order_is_refused(tmp_path: Path) -> None:

@@ -424,6 +424,11 @@ def test_layers_that_draft_tokens_are_left_out_at_any_depth(
     config = folder.config | DRAFTS[part]
     foreign.Folder(config, arrays).write(tmp_path)
     assert [each for each, _ in open_source(tmp_path).parameters()] == before
+    if name == "granitemoehybrid":  # mlx-lm's DeepSeek takes layer 20 for layer 2
+        arrays["model.layers.20.enorm.weight"] = np.ones(128, np.float16)
+        foreign.Folder(config, arrays).write(tmp_path)
+        with pytest.raises(ValueError, match=r"layers\.20\.enorm.*no such tensor"):
+            [*open_source(tmp_path).parameters()]
 
 
 def tags(rows: int, number: int = 0) -> mx.array:
@@ -622,6 +627,26 @@ def test_more_bits_do_not_hide_a_zero_point_that_is_no_code() -> None:
     rows = Rows.of((2, 4), np.repeat([0, 1], 4), np.r_[0:4, 0:4])
     with pytest.raises(ValueError, match="a zero point is 16, expected at most 15"):
         moved(rows, weights)
+
+
+@pytest.mark.parametrize("module", renaming.STACKED)
+def test_experts_are_stacked_in_the_order_of_their_numbers(module: str) -> None:
+    values = np.arange(2 * 13 * 6, dtype=np.float32).reshape(2, 13, 2, 3)
+    arrays = {
+        f"m.{layer}.experts.{expert}.up.weight": mx.array(values[layer, expert])
+        for layer in (0, 1)
+        for expert in sorted(range(13), key=str, reverse=True)
+    }
+    arrays |= {name: mx.zeros(1) for name in ("m.0.up.weight", "n.experts.0.up.bias")}
+    places = {f"m.{layer}.{module}.up" for layer in (0, 1)}
+    found = renaming.stack(arrays, lambda name: object() if name in places else None)
+    assert {*found} == {
+        *(f"{place}.weight" for place in places),
+        *("m.0.up.weight", "n.experts.0.up.bias"),
+    }
+    for layer in (0, 1):
+        stacked = found[f"m.{layer}.{module}.up.weight"]
+        np.testing.assert_array_equal(stacked, values[layer])
 
 
 def test_a_bias_of_rows_that_are_turned_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Arrays are written one at a time, and any reader of safetensors reads them."""
 
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -48,17 +49,21 @@ def test_mlx_and_the_safetensors_library_read_what_was_written(tmp_path: Path) -
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
-    names = [f"layer.{i}" for i in range(7)]
-    with Shards(tmp_path, names, {}, shard_bytes=100) as shards:
-        for i, name in enumerate(names):
-            shards.add(name, mx.full((10,), i, mx.float32))
+    names = [f"layer.{i}" for i in range(23)]
+    arrays = [mx.arange(10.0) + 10 * i for i in range(23)]
+    with Shards(tmp_path, names, {}, shard_bytes=100) as shards:  # two in a file
+        for name, array in zip(names, arrays, strict=True):
+            shards.add(name, array)
     (tmp_path / "config.json").write_text("{}")
 
     files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
-    assert files == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert files == [f"model-{i:05}-of-00012.safetensors" for i in range(1, 13)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 23 * 40}
+    assert index["weight_map"] == {n: files[i // 2] for i, n in enumerate(names)}
     folder = Folder(tmp_path)
-    for i, name in enumerate(names):
-        assert mx.array_equal(folder.read(name), mx.full((10,), i))
+    for name, array in zip(names, arrays, strict=True):
+        assert mx.array_equal(folder.read(name), array)
 
 
 def test_a_name_may_occur_once(tmp_path: Path) -> None:

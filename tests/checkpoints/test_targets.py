@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_marlin.checkpoints import targets
 from mlx_marlin.checkpoints.formats.column_order import order_of_columns
 from mlx_marlin.checkpoints.formats.integers import integer_weight
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
@@ -40,7 +41,9 @@ def test_symmetric_weights_are_exact_in_mlx(bits: int) -> None:
     np.testing.assert_array_equal(decoded(written, bits), weight.values)
 
 
-def test_a_rounded_bias_is_reported() -> None:
+@pytest.mark.parametrize("rows", [1, 7, 96])
+def test_a_rounded_bias_is_reported(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "DECODED_BYTES", rows * 256 * 4)
     weight = foreign.drawn_weight(np.random.default_rng(0), 96, 256, 64, 4)
     weight.zeros[:] = 11  # not a power of two: the product needs more digits
     written = mlx_target(stored(weight))

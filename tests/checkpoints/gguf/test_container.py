@@ -107,6 +107,26 @@ def test_tensors_lie_where_the_file_says(alignment: int, folder: Path) -> None:
         assert bytes(container.data(info)) == tensor.data
 
 
+def test_each_of_twelve_parts_has_its_own_tensors(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    tensors = [random_tensor(f"t.{i}", "F32", (2, 3), random) for i in range(25)]
+    files = [tmp_path / f"m-{part:05}-of-00012.gguf" for part in range(1, 13)]
+    for part, file in enumerate(files):
+        split = {"split.no": ("u16", part), "split.count": ("u16", 12)}
+        split |= {"split.tensors.count": ("i32", 25)}
+        file.write_bytes(gguf_bytes(split, tensors[part::12]))
+
+    container = Container(files[0])
+
+    order = [tensor for part in range(12) for tensor in tensors[part::12]]
+    assert [*container.tensors] == [tensor.name for tensor in order]
+    for tensor in tensors:
+        info = container.tensors[tensor.name]
+        assert bytes(container.data(info)) == tensor.data
+        container.release(info)
+        assert bytes(container.data(info)) == tensor.data
+
+
 def test_the_gguf_package_reads_the_same(folder: Path) -> None:
     random = np.random.default_rng(0)
     tensors = [
