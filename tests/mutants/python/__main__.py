@@ -67,7 +67,7 @@ def tried(
     tests: runner.Runner, drawn: Sequence[Mutant], name: str
 ) -> dict[Mutant, str | None]:
     """Returns what noticed each mutant: "" for nothing, None where no test calls it."""
-    called = tests.called()
+    called = tests.called
     print(f"{len(called.seconds)} tests, {sum(called.seconds.values()):.0f} s")
     kept = runner.KEPT / name
     rows = kept.read_text().splitlines() if kept.exists() else []

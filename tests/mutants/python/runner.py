@@ -5,6 +5,7 @@ function is replaced; a mutant outside of functions is a process of its own.
 """
 
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib
@@ -36,6 +37,11 @@ HANGS = "no end"
 Act = Callable[[], object]
 
 
+def place_of(mutant: Mutant) -> str:
+    """Returns the name of a mutant's function or file in the map of calls."""
+    return f"{mutant.file}:{mutant.function}" if mutant.function else mutant.file
+
+
 @dataclass
 class Called:
     """The seconds of each test, and the tests that call each function or file."""
@@ -44,10 +50,17 @@ class Called:
     tests: dict[str, list[str]] = field(default_factory=dict)
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Returns a mutant's tests, quickest first, as many as the budget allows."""
-        place = f"{mutant.file}:{mutant.function}" if mutant.function else mutant.file
+        """Returns a mutant's tests, quickest first, as many as the budget allows.
+
+        A file of which nothing is called has data, which its neighbours use.
+        """
+        found = self.tests.get(place_of(mutant)) or self.tests.get(mutant.file)
+        if found is None:
+            folder = f"{Path(mutant.file).parent}/"
+            near = [tests for key, tests in self.tests.items() if folder in key]
+            found = [*dict.fromkeys(test for tests in near for test in tests)]
         chosen, total = [], 0.0
-        for test in sorted(self.tests.get(place, ()), key=self.seconds.__getitem__):
+        for test in sorted(found, key=self.seconds.__getitem__):
             total += self.seconds[test]
             if chosen and total > BUDGET:
                 break
@@ -84,6 +97,7 @@ class Runner:
         self.act(self)
         return True
 
+    @functools.cached_property
     def called(self) -> Called:
         """Runs every test once and notes who calls what, until a file changes."""
         digest = hashlib.sha256(repr(sorted(self.items)).encode())
@@ -152,8 +166,17 @@ class Runner:
         return act
 
     def _plant(self, mutant: Mutant) -> bool:
-        """Replaces a function's code; False if that does not carry the whole change."""
+        """Replaces a function's code; False if that does not carry the whole change.
+
+        Such as of one that is called at import, or has left functions that it defines.
+        """
         found = self.functions.get((mutant.file, mutant.function), [])
+        inner = f"{mutant.function}.<locals>."
+        if place_of(mutant) not in self.called.tests or any(
+            file == mutant.file and name.startswith(inner)
+            for file, name in self.functions
+        ):
+            return mutant.old == mutant.new
         path = ROOT / mutant.file
         source = path.read_bytes()
         if not mutant.function or not found:
