@@ -31,7 +31,7 @@ from mlx_marlin.planning.work.work import Work
 
 ENVIRONMENT = "MLX_MARLIN_TUNED"
 """If it is 0, no results are read."""
-UNFINISHED = "not measured yet: stock MLX serves it until it is"
+UNFINISHED = "not measured: stock MLX serves it"
 
 
 _of_process: dict[Machine, result_files.Stored] = {}

@@ -17,6 +17,10 @@ STOCK = "stock MLX"
 PROMPTS = (256, 512, 1024, 2048)
 """Rows of prompts that the race times. If it has, its verdict at the most rows holds
 for more."""
+MOST_TRIES, TRIED, WAITED = 30, 10, 1
+"""What is left is not measured any more after so many tries. A load is `TRIED` of them,
+or `WAITED` if processes still compile MLX's own kernels at its end: such a process may
+be ended before it is done, again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +185,8 @@ class Forwards:
         invariant: Whether our kernels serve whatever they cost.
         packed_lost: Whether packed weights, whose products were faster, made the model
             slower.
+        tries: How often something was left to measure at a later load, in the unit of
+            `MOST_TRIES`.
     """
 
     key: str
@@ -189,6 +195,7 @@ class Forwards:
     date: str
     invariant: bool = False
     packed_lost: bool = False
+    tries: int = 0
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -198,6 +205,11 @@ class Forwards:
                 raise ValueError(f"seconds[{rows!r}]={pair!r}, expected two times")
             if not all(type(each) is float and is_positive(each) for each in pair):
                 raise ValueError(f"seconds[{rows}]={pair!r}, expected two times")
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether what is left is not measured any more: stock MLX serves it."""
+        return self.tries >= MOST_TRIES
 
     @property
     def slower(self) -> tuple[int, ...]:

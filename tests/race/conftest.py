@@ -1,6 +1,6 @@
 """A Mac with an M3 Max whose clocks a test makes up; nothing runs on it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,13 @@ class SimulatedMac:
         us = self.ours(entry.layout, m) if entry.plan else self.stock(m)
         return Spread(median=us * US, range=self.range * us * US, samples=3)
 
-    def sample(
-        self, model: nn.Module, rows: Sequence[int], samples: int, is_over: Any
-    ) -> forward_race.Samples:
+    def time_passes(self, model: nn.Module, m: int, count: int) -> list[float]:
         assert forward_race.can_run(model)
         ours = any(map(is_marlin_layer, computing_layers(model)))
-        self.passes += [(m, ours) for m in rows]
-        return {m: [self.forward(m, ours) * 1e-3] * samples for m in rows}
+        self.passes.append((m, ours))
+        seconds = self.forward(m, ours) * 1e-3
+        self.now += count * seconds
+        return [seconds] * count
 
     def optimize(self, model: nn.Module, **options: Any) -> nn.Module:
         """Optimizes a model as in a new process that has begun to race."""
@@ -112,7 +112,7 @@ def mac(
     monkeypatch.setattr(at_load, "clock", simulated.clock)
     monkeypatch.setattr(at_load, "monotonic", lambda: simulated.now)
     monkeypatch.setattr(at_load, "sleep", simulated.pass_by)
-    monkeypatch.setattr(forward_race, "sample", simulated.sample)
+    monkeypatch.setattr(forward_race, "passes", simulated.time_passes)
     yield simulated
     forget_process()
 

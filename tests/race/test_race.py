@@ -1,7 +1,9 @@
 """Who serves a model's products after the race, whatever the clocks say."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +28,7 @@ from mlx_marlin.lm.race import (
     product_race,
     stock_kernels,
 )
+from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.race.product_race import AGAIN, BETWEEN, ROWS
 from mlx_marlin.lm.warn_once import forget
 from mlx_marlin.planning.measurement import PROMPTS, STOCK
@@ -187,7 +190,7 @@ def test_forward_passes_have_the_same_cache_before_them(
         return y
 
     monkeypatch.setattr(type(attention), "__call__", noted)
-    found = forward_race.sample(model, [1, 3], 2, lambda: False)
+    found = forward_race.sample(model, [1, 3], 2, Budget(now=float, end=1.0))
 
     assert {m: len(times) for m, times in found.items()} == {1: 2, 3: 2}
     before = forward_race.PREFIX
@@ -203,7 +206,7 @@ def test_an_interrupt_leaves_a_working_model_with_what_is_known(
 
     reasons = served(first, ROWS)
     assert [m for m in ROWS if reasons[m] is None] == [*ROWS[:3]]
-    assert "not measured yet" in str(served(first, [9])[9])
+    assert "not measured" in str(served(first, [9])[9])
     mac.interrupted_after = None
     reasons = served(one_layer(mac), ROWS)
     assert [m for m, _ in mac.raced] == [*RACED[3:]]
@@ -213,14 +216,14 @@ def test_an_interrupt_leaves_a_working_model_with_what_is_known(
 def test_an_interrupt_in_stocks_turn_leaves_a_converted_model(
     mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = mac.sample
-
-    def interrupted(model: nn.Module, *arguments: Any) -> Any:
-        if mac.passes and mac.passes[-1][1]:
+    def interrupted(model: nn.Module, m: int, count: int) -> list[float]:
+        times = mac.time_passes(model, m, count)
+        # Stock MLX's first turn is before the model is converted.
+        if (True, False) in pairwise(ours for _, ours in mac.passes):
             raise KeyboardInterrupt
-        return whole(model, *arguments)
+        return times
 
-    monkeypatch.setattr(forward_race, "sample", interrupted)
+    monkeypatch.setattr(forward_race, "passes", interrupted)
 
     model = mac.optimize(tiny_llama(), layout="mlx")
 
@@ -264,7 +267,7 @@ def test_products_race_though_a_forward_pass_fails(
     def fails(*_: Any) -> Any:
         raise TypeError("it takes pixels")
 
-    monkeypatch.setattr(forward_race, "sample", fails)
+    monkeypatch.setattr(forward_race, "passes", fails)
 
     with pytest.warns(RuntimeWarning, match="not compared: TypeError: it takes pixels"):
         mac.optimize(tiny_llama(), layout="mlx")
@@ -488,39 +491,96 @@ def test_wrong_rows_to_warm_up_are_named(rows: Any) -> None:
 
 
 class Compiling:
-    """Processes of which none is done before a test says so."""
+    """Processes that compile for some seconds of a test's clock, whoever waits."""
 
-    done = False
+    def __init__(self, mac: SimulatedMac, *seconds: float, fails: bool = False) -> None:
+        self.mac, self.seconds, self.fails = mac, iter(seconds), fails
+        self.ends: dict[str, float] = {}
 
     def start(self, jobs: Any) -> None:
-        self.jobs = jobs
+        for job in jobs:
+            if job.mark not in self.ends:
+                self.ends[job.mark] = self.mac.now + next(self.seconds, 0.0)
+
+    def has_ended(self, job: Any) -> bool:
+        return self.mac.now >= self.ends[job.mark]
 
     def is_done(self, job: Any) -> bool:
-        return self.done
+        return self.has_ended(job) and not self.fails
 
     def is_running(self, job: Any) -> bool:
-        return not self.done
+        return not self.has_ended(job)
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = stock_kernels.for_race
+
+        def compiling(*given: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(metal_backend, "ahead", lambda version: self)
+                return own(*given)
+
+        monkeypatch.setattr(stock_kernels, "for_race", compiling)
 
 
 def test_rows_wait_for_stocks_kernels_and_race_at_the_next_load(
     mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead: Any = Compiling()
-    own = stock_kernels.for_race
-
-    def compiling(*given: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(metal_backend, "ahead", lambda version: ahead)
-            return own(*given)
-
-    monkeypatch.setattr(stock_kernels, "for_race", compiling)
+    ahead = Compiling(mac, *[math.inf] * 5)
+    ahead.use(monkeypatch)
     mac.ours = lambda layout, m: 9.0
     mac.optimize(tiny_llama(), layout="mlx")
 
     assert {m for m, _ in mac.raced} == {2, 4, 5}
     assert not mac.passes
     assert mac.now == pytest.approx(at_load.SECONDS, abs=2 * at_load.WAIT)
-    ahead.done = True
+    ahead.ends = dict.fromkeys(ahead.ends, 0.0)
     mac.optimize(tiny_llama(), layout="mlx")
     assert {m for m, _ in mac.raced} == {*RACED} - {2, 4, 5}
     assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS}
+
+
+def test_later_loads_keep_to_their_time_and_end(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Compiling(mac, 12, 15, 30, 35, 40).use(monkeypatch)
+    mac.ours, mac.seconds_each = (lambda layout, m: 9.0), 0.25
+    mac.forward = lambda m, ours: 20.0 + 0.3 * m
+
+    seconds = []
+    for _ in range(6):
+        began = mac.now
+        mac.optimize(tiny_llama(), layout="mlx")
+        seconds.append(mac.now - began)
+        mac.now += 14  # the first kernels of stock MLX's are done
+
+    first, *later, last = seconds
+    assert at_load.SECONDS / 2 < first <= at_load.SECONDS
+    assert all(0 < each <= at_load.MORE_SECONDS for each in later)
+    assert last == 0.0
+    for found in results_of(tiny_llama(), 2048):
+        assert found is not None
+        assert found.result is not None  # nothing was given up
+
+
+def test_what_is_not_finished_in_three_loads_is_stocks(
+    mac: SimulatedMac,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ahead = Compiling(mac, fails=True)
+    ahead.use(monkeypatch)
+    # Longer than the time of a later load, but one is finished at each.
+    mac.ours, mac.seconds_each = (lambda layout, m: 9.0), 15.0
+    raced = []
+    for _ in range(5):
+        ahead.ends.clear()
+        one_layer(mac)
+        raced.append([m for m, _ in mac.raced])
+
+    assert raced == [[2], [4], [5], [], []]
+    assert not ahead.ends  # no process was started
+    said = capfd.readouterr().err
+    assert said.count("the rest is measured at the next loads") == 2
+    assert said.count("stock MLX serves the rest") == 1
+    reasons = served(one_layer(mac), (2, 3, 4, 5, 8, 300))
+    assert [m for m, why in reasons.items() if why is None] == [2, 4, 5]

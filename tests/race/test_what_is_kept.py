@@ -82,16 +82,15 @@ def test_seconds_of_packed_weights_do_not_count_for_others(mac: SimulatedMac) ->
     """Packed weights that lose are given back; then the model is timed as it is."""
     mac.ours = lambda layout, m: 9.0 if layout == "marlin" else 9.6
     milliseconds = {None: 1.0, "marlin": 2.0, "mlx": 0.5}
-    whole = mac.sample
 
-    def by_layout(model: nn.Module, *given: Any) -> forward_race.Samples:
+    def by_layout(model: nn.Module, m: int, count: int) -> list[float]:
         layouts = {getattr(each, "layout", None) for each in model.modules()}
         layout = next((each for each in ("marlin", "mlx") if each in layouts), None)
         mac.forward = lambda m, ours: milliseconds[layout]
-        return whole(model, *given)
+        return mac.time_passes(model, m, count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_race, "sample", by_layout)
+        patch.setattr(forward_race, "passes", by_layout)
         model = mac.optimize(tiny_llama(tied=False))
 
     assert cost_of(model).seconds(4) == pytest.approx(0.5e-3)
@@ -156,7 +155,7 @@ def test_another_models_race_does_not_end_what_is_left_to_stock(
     mac.seconds_each = 0.0
     mlx_marlin.optimize(Layers(layer(2048)), layout="mlx")
 
-    assert "not measured yet" in str(served(begun, [8])[8])
+    assert "not measured" in str(served(begun, [8])[8])
 
     mlx_marlin.optimize(Layers(layer()), layout="mlx")
     assert set(served(begun, [*ROWS, 3]).values()) == {None}

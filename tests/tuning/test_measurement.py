@@ -111,6 +111,7 @@ def test_stock_serves_the_rows_at_which_the_model_was_slower_if_it_may(
     assert forwards.served == {1: 2.0 if may else 3.0, 4: 4.0, 16: 7.0}
     by_default = Forwards(key="k", layout=layout, seconds=times, date="")
     assert (by_default.invariant, by_default.packed_lost) == (False, False)
+    assert by_default.tries == 0
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ def test_times_of_a_model_and_its_machine_come_back_with_every_field() -> None:
         date="a day",
         invariant=True,
         packed_lost=True,
+        tries=9,
     )
     rows = measurement_json.forwards_row(forwards), measurement_json.machine_row(HERE)
     texts = json.loads(json.dumps(rows))

@@ -19,6 +19,7 @@ from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.race import forward_race, product_race, stock_kernels, summary
+from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.race.forward_race import Samples
 from mlx_marlin.lm.race.layout_choice import faster_layout
 from mlx_marlin.lm.race.model_products import ModelProduct, products_of
@@ -31,6 +32,7 @@ from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.measure import clocks
 from mlx_marlin.measure.clocks import Clock
+from mlx_marlin.planning import measurement
 from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import PROMPTS, Forwards, Result
 from mlx_marlin.planning.verdict import Refusal
@@ -87,7 +89,9 @@ class Race:
         self._ours: list[Samples] = []
         stored = tuned_results.known(self.folder, self.machine)
         self._kernels = StockKernels()
-        self._conversion, self._reserve = 0.0, 0.0
+        self._conversion = 0.0
+        given_up = self.recipe.raced is not None and self.recipe.raced.is_given_up
+        self._is_given_up = given_up
         self.products = ProductRace(
             device=self.target.device,
             clock=self.clock,
@@ -96,7 +100,7 @@ class Race:
             stock=self.recipe.decides_layout or self.recipe.layout == "mlx",
             known=stored.results,
             store=self._unwritten.append,
-            is_over=self._is_products_over,
+            budget=self._budget(self.deadline),
             is_ready=lambda m: self._kernels.has_products(m),
         )
 
@@ -124,12 +128,13 @@ class Race:
         if not self._has_stopped and (raced is None or not raced.packed_lost):
             self._use_layout(faster_layout(self.products, found))
         state.reset()  # calls were prepared without the results
-        seconds = self._compare(rows)
+        # Without ours, stock MLX's passes were timed for nothing.
+        seconds = self._compare(rows, is_needed=bool(self._stock))
         lost = self._loses_packed(seconds)
         if lost:
             self._use_layout("mlx")
             self._ours.clear()
-            seconds = self._compare(rows)
+            seconds = self._compare(rows, is_needed=False)
         self._ensure_converted()
         kept = self._keep_forwards(seconds, lost)
         state.reset()
@@ -149,7 +154,9 @@ class Race:
             rounds = 1 if self.recipe.layout == "mlx" else forward_race.ROUNDS
             third = self._began + (self.deadline - self._began) / 3
             self._stock.append(self._sample(ready, rounds, third))
-            self._reserve = self.now() - self._began
+            # Passes of ours take about as long.
+            self.products.budget.end -= self.now() - self._began
+            self.products.budget.needs_one = False
 
     def _tell(self, kept: Forwards) -> None:
         """Tells who serves which rows, and whether something is left."""
@@ -157,10 +164,11 @@ class Race:
         served = summary.served(self.products, found, kept)
         seconds = self.now() - self._began
         stored = "kept" if self._is_kept else "not kept"
-        left = any(map(self.products.left, found))
-        if forward_race.can_run(self.model):
-            left = left or bool(forward_race.missing(kept.seconds))
-        more = "; the rest is measured at the next loads" if left else ""
+        more = ""
+        if self._is_left(found, kept.seconds):
+            rest = "stock MLX serves the rest"
+            later = "the rest is measured at the next loads"
+            more = f"; {rest if kept.is_given_up else later}"
         decision_log.tell(f"measured: {served}; {seconds:.0f} s, {stored}{more}")
 
     @contextmanager
@@ -181,12 +189,15 @@ class Race:
                 f"{type(error).__name__}: {error}",
             )
 
-    def _is_over(self) -> bool:
-        return self._has_stopped or self.now() >= self.deadline
+    def _is_left(self, found: Sequence[ModelProduct], seconds: Seconds) -> bool:
+        """Returns whether a product or a pass of the model is not measured."""
+        if any(map(self.products.left, found)):
+            return True
+        can_run = forward_race.can_run(self.model)
+        return can_run and bool(forward_race.missing(seconds))
 
-    def _is_products_over(self) -> bool:
-        """Returns whether the time of products is over: passes of ours follow."""
-        return self._has_stopped or self.now() >= self.deadline - self._reserve
+    def _budget(self, end: float) -> Budget:
+        return Budget(now=self.now, end=end)
 
     def _convert_as(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -212,7 +223,7 @@ class Race:
         """Returns the rows of forward passes to time; they need a model of mlx-lm's."""
         if any(map(is_marlin_layer, computing_layers(self.model))):
             return ()  # stock MLX does not run it now
-        if not forward_race.can_run(self.model):
+        if self._is_given_up or not forward_race.can_run(self.model):
             return ()
         raced = self.recipe.raced
         return forward_race.missing(raced.seconds if raced else {})
@@ -235,6 +246,9 @@ class Race:
             tuned_results.begin_again(self.machine, problem)
         left = [each for each in found if race.left(each)]
         if not left:
+            return
+        if self._is_given_up:
+            self._leave(left)
             return
         has_failed = True
         with self._stopping("the cost model decides who serves what is left"):
@@ -268,7 +282,7 @@ class Race:
         while True:
             for product in left:
                 self._time_product(product)
-            if self._is_products_over() or not self._kernels.waits_for_pass:
+            if self.products.budget.is_over or not self._kernels.waits_for_pass:
                 return
             self._bar.say(self._kernels.told)
             self.wait(WAIT)
@@ -285,14 +299,18 @@ class Race:
                 self._write(self._unwritten)
                 self._unwritten.clear()
 
-    def _compare(self, rows: Sequence[int]) -> Seconds:
-        """Returns the seconds of forward passes with stock MLX and our kernels."""
+    def _compare(self, rows: Sequence[int], is_needed: bool) -> Seconds:
+        """Returns the seconds of forward passes with stock MLX and our kernels.
+
+        Args:
+            rows: Numbers of rows.
+            is_needed: Whether passes of ours are timed though the time is over.
+        """
         ready = [m for m in rows if self._kernels.has_pass(m)]
         if self._stock:
             ready = [m for m in rows if m in self._stock[0]]
-        # Stock MLX's turn takes two more conversions.
-        turn = 0.0 if self._stock else 2 * self._conversion
-        if ready and self.now() + turn < self.deadline and not self._has_stopped:
+        may_begin = is_needed or self._has_time_for_turn()
+        if ready and may_begin and not self._has_stopped:
             with self._stopping("its forward passes are not compared"):
                 self._take_turns(ready)
         found = forward_race.medians(self._stock, self._ours)
@@ -320,7 +338,7 @@ class Race:
         in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
         passes, turns = (1, rounds) if in_place else (rounds, 1)
         for turn in range(turns):
-            if turn and self._is_over():
+            if turn and not self._has_time_for_turn():
                 return
             self._ensure_converted()
             self._bar.say("timing forward passes")
@@ -337,10 +355,12 @@ class Race:
                 self._stock.append(self._sample([*ours], passes, end))
             rows = [m for m in ours if m not in PROMPTS]
 
+    def _has_time_for_turn(self) -> bool:
+        """Returns whether stock MLX can have a turn, which takes two conversions."""
+        return self.now() + 2 * self._conversion < self.deadline
+
     def _sample(self, rows: Sequence[int], samples: int, end: float) -> Samples:
-        return forward_race.sample(
-            self.model, rows, samples, lambda: self._has_stopped or self.now() >= end
-        )
+        return forward_race.sample(self.model, rows, samples, self._budget(end))
 
     def _keep_forwards(self, found: Seconds, lost: bool) -> Forwards:
         """Keeps the times of the model; stock MLX serves rows at which it was slower.
@@ -358,8 +378,11 @@ class Race:
             date=date.today().isoformat(),
             invariant=self.recipe.conversion.invariant,
             packed_lost=lost or (raced is not None and raced.packed_lost),
+            tries=raced.tries if raced is not None else 0,
         )
         products = products_of(self.model, self.target)
+        if self._is_left(products, kept.seconds):
+            kept = replace(kept, tries=kept.tries + self._tries())
         ours = {
             m: [each for each in (self._ours_of(p, m) for p in products) if each]
             for m in kept.slower
@@ -373,6 +396,12 @@ class Race:
         if slower:
             decision_log.tell(summary.slower(slower, kept))
         return kept
+
+    def _tries(self) -> int:
+        """Returns by how many tries a load has come closer to giving up."""
+        if self._has_stopped or self._is_given_up:
+            return 0
+        return measurement.WAITED if self._kernels.running else measurement.TRIED
 
     def _ours_of(self, product: ModelProduct, m: int) -> AnyProblem | None:
         """Returns the problem of a product in MLX's layout, if our kernels serve it.

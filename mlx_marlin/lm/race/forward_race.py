@@ -1,13 +1,14 @@
 """Times a model's forward passes: few rows and prompts, with a short cache."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.warm_up import cache_factory
 from mlx_marlin.planning.measurement import PROMPTS, Forwards
 
@@ -67,7 +68,7 @@ def _is_short(m: int, seconds: Mapping[int, float]) -> bool:
 
 
 def sample(
-    model: nn.Module, rows: Sequence[int], samples: int, is_over: Callable[[], bool]
+    model: nn.Module, rows: Sequence[int], samples: int, budget: Budget
 ) -> Samples:
     """Returns seconds of forward passes, the first of which does not count.
 
@@ -75,21 +76,25 @@ def sample(
         model: A model of mlx-lm's.
         rows: Numbers of rows, ascending: tokens of one stream.
         samples: Passes to time for each; of prompts one.
-        is_over: Whether there is no more time; then all rows but the first are left
-            out.
+        budget: The time for all rows.
     """
-    make_cache = cache_factory(model)
-    assert make_cache is not None
     found: Samples = {}
     for m in rows:
         known = {rows: times[0] for rows, times in found.items()}
-        if (found and is_over()) or not _is_short(m, known):
+        if not budget.fits(m) or not _is_short(m, known):
             break
         count = 1 if m in PROMPTS else samples
-        # The first pass compiles its kernels.
-        times = [_seconds(model, make_cache(), m) for _ in range(count + 1)]
-        found[m] = times[1:]
+        with budget.spending(m):
+            # The first pass compiles its kernels.
+            found[m] = passes(model, m, count + 1)[1:]
     return found
+
+
+def passes(model: nn.Module, m: int, count: int) -> list[float]:
+    """Returns the seconds of passes of m rows, each with a cache of its own."""
+    make_cache = cache_factory(model)
+    assert make_cache is not None
+    return [_seconds(model, make_cache(), m) for _ in range(count)]
 
 
 def with_prompt(found: Mapping[int, tuple[float, float]]) -> tuple[float, float] | None:

@@ -10,6 +10,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.lm.race import product_calls
+from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.race.model_products import ModelProduct
 from mlx_marlin.lm.race.product_calls import Entry
 from mlx_marlin.measure import timing, tuner
@@ -81,7 +82,7 @@ class ProductRace:
         stock: Whether stock MLX competes: it does not if the weights stay packed.
         known: The results that are stored already, by their problems.
         store: Keeps a result.
-        is_over: Whether there is no more time.
+        budget: The time for all products.
         is_ready: Whether stock MLX's products of so many rows compile nothing now.
     """
 
@@ -92,7 +93,7 @@ class ProductRace:
     stock: bool
     known: dict[AnyProblem, Result]
     store: Store
-    is_over: Callable[[], bool]
+    budget: Budget
     is_ready: Callable[[int], bool] = lambda m: True
     _kept_for: ModelProduct | None = None
     _kept: dict[str, list[Weight]] = field(default_factory=dict)
@@ -104,9 +105,9 @@ class ProductRace:
         """
         for rows in (self.rows, self._between):
             for m in rows(product):
-                if self.is_over() or self._is_known(product, m):
+                if self._is_known(product, m) or not self.is_ready(m):
                     continue
-                if self.is_ready(m):
+                if self.budget.fits(m):
                     yield m
                     self._race(product, m)
 
@@ -176,7 +177,10 @@ class ProductRace:
         count = product.count(m, self.device)
         calls, inputs = self._prepared(product, m, entries, count)
         for trial in range(1 + AGAIN):
-            spreads = self.clock.measure(calls, inputs)
+            if trial and not self.budget.fits(m):
+                return
+            with self.budget.spending(m):
+                spreads = self.clock.measure(calls, inputs)
             if self._judge(problems, spreads, is_final=trial == AGAIN):
                 return
 

@@ -65,11 +65,17 @@ class StockKernels:
         return self.ahead is not None and any(map(self.ahead.is_running, self.passes))
 
     @property
+    def running(self) -> int:
+        """Number of the processes that still compile."""
+        if self.ahead is None:
+            return 0
+        return sum(map(self.ahead.is_running, [*self.passes, *self.products.values()]))
+
+    @property
     def told(self) -> str:
         """What is being done, and how much of it is done."""
-        jobs = [*self.passes, *self.products.values()]
-        running = sum(self.ahead is not None and self.ahead.is_running(j) for j in jobs)
-        return f"compiling MLX's own kernels, {len(jobs) - running} of {len(jobs)}"
+        count = len(self.passes) + len(self.products)
+        return f"compiling MLX's own kernels, {count - self.running} of {count}"
 
 
 def for_race(
@@ -161,13 +167,14 @@ def _pass(model: bytes, options: dict[str, Any] | None, rows: Sequence[int]) -> 
     layers: Any = _Unpickler(io.BytesIO(model)).load()
     del layers.layers[LAYERS:]
     if options is None:
-        forward_race.sample(layers, [1], 1, lambda: False)
+        forward_race.passes(layers, 1, 1)
         return
     from mlx_marlin.lm.optimize import optimize
 
     optimize(layers, **options)
     compile_steps(partial(forward_race.one_pass, layers, m) for m in rows)
-    forward_race.sample(layers, rows, 1, lambda: False)
+    for m in rows:
+        forward_race.passes(layers, m, 1)
 
 
 def _multiply_all(products: Sequence[LayerProduct], rows: Rows) -> None:
