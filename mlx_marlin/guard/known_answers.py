@@ -175,7 +175,7 @@ def _drawn_epilogue_arrays(problem: Problem) -> EpilogueArrays:
     with mx.stream(mx.cpu):
         positions = mx.arange(problem.m if rotation.per_row else 1, dtype=mx.int32) + 3
         positions[-1] = FAR
-        freqs = mx.power(10000.0, mx.arange(features // 2) / (features / 2))
+        freqs = mx.power(10000.0, mx.arange(0, features, 2) / features)
         mx.eval(positions, freqs)
     norms = () if rotation.norm is None else (drawn(6, features), drawn(7, features))
     return replace(arrays, positions=positions, freqs=freqs, head_norms=norms)

@@ -59,7 +59,7 @@ def _fault_of_sums(plan: CombinePlan) -> str | None:
     with running():
         y = launcher.call(plan)(results, scores, residual)
     with mx.stream(mx.cpu):
-        terms = reference.wide(results.squeeze(-2)) * reference.wide(scores)[..., None]
+        terms = reference.wide(results[:, :, 0]) * reference.wide(scores)[..., None]
         values = reference.wide(residual) + terms.sum(1)
         size = mx.abs(reference.wide(residual)) + mx.abs(terms).sum(1)
         bound = size * 2.0**-18 + reference.rounding(values, plan.dtype)

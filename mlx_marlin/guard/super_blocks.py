@@ -31,10 +31,10 @@ def rows(
     factor = mx.where(row % TILE_N == small_row, tiny, size) * signs
     groups = (*shape, per_block)
     if symmetric:
-        octets = mx.random.randint(0, BYTE, groups, mx.uint8, key=keys[2])
+        octets = mx.random.randint(0, BYTE, groups, key=keys[2])
         return _records([octets], [factor])
-    scales = mx.random.randint(1, most, groups, mx.uint8, key=keys[2])
-    minima = mx.minimum(scales + mx.arange(per_block).astype(mx.uint8) % 3, most - 1)
+    scales = mx.random.randint(1, most, groups, key=keys[2])
+    minima = mx.minimum(scales + mx.arange(per_block) % 3, most - 1)
     both = [scales | minima << 4] if most == 16 else [scales, minima]
     return _records(both, [factor, factor * 2.0 ** (problem.bits - 1)])
 

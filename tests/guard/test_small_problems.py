@@ -18,11 +18,12 @@ from mlx_marlin.guard import experts, known_answers, operands, reference
 from mlx_marlin.guard.answers import KernelError
 from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
-from mlx_marlin.planning.dequantize_plan import dequantize_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, MODES
 from support import cuda_on_cpu
@@ -433,7 +434,9 @@ def test_rows_of_x_are_multiples_and_no_two_are_equal(dtype: str) -> None:
 @pytest.mark.parametrize("count", [5, 12])
 def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
     problem = problem_of(1, 83, 256, layout=layout)
-    drawn = operands.draw(experts._of_all_experts(problem, count))
+    every = experts._of_all_experts(problem, count)
+    assert every == replace(problem, n=32 * (3 + count - 1))
+    drawn = operands.draw(every)
     firsts = [experts._first_tiles(count, nth) for nth in (0, 1)]
     for first in firsts:
         words = experts._stored(problem, drawn, first)[0]
@@ -448,6 +451,142 @@ def test_problems_keep_what_decides_their_kernels() -> None:
     assert isinstance(small, Plan)
     assert not small.problem.invariant
     assert small.operand == plan.operand
+
+
+REGISTER = {"kernel": "gemm_register", "strategy": "data_parallel"}
+SPLIT = {"kernel": "gemm_register", "strategy": "split_k", "k_parallel": 2}
+SIZES: list[tuple[Any, dict[str, Any], dict[str, Any], int, int]] = [
+    # Columns beyond whole tiles, and what k is a multiple of at least twice.
+    (DEVICE, {"m": 3, "batch": 3}, {"kernel": "gemv"}, 32, 64),
+    (DEVICE, {"m": 3, "n": 4090}, {"kernel": "gemv"}, 19, 64),
+    (DEVICE, {"m": 9, "invariant": True}, REGISTER, 32, 64),
+    (DEVICE, {"m": 40, "n": 4090}, REGISTER, 19, 64),
+    (DEVICE, {"m": 9, "group_size": 32}, SPLIT, 32, 32),
+    (DEVICE, {"m": 9, "group_size": 256, "layout": "marlin"}, REGISTER, 32, 256),
+    (DEVICE, {"m": 9, "mode": "k_quant", "layout": "marlin"}, REGISTER, 32, 256),
+    (DEVICE, {"m": 64}, {"kernel": "gemm_staged"}, 32, 64),
+    (named("Apple M5 Max"), {"m": 24}, {"kernel": "gemm_tensor"}, 19, 64),
+    *(
+        (h200(), {"layout": "marlin", **change}, {}, 19, 64)
+        for change in (
+            *({"m": m} for m in (1, 16, 30, 64)),
+            {"m": 3, "norm": 1e-5},
+            {"m": 8, "norm": 1e-5},
+            {"m": 8, "n": 256, "epilogue": Epilogue(rotation=ROTATION)},
+            {"m": 8, "epilogue": GATED},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "options", "tail", "unit"), SIZES, ids=str
+)
+def test_small_problems_have_the_least_sizes_with_edges(
+    device: Any, change: dict[str, Any], options: dict[str, Any], tail: int, unit: int
+) -> None:
+    """Three rows miss in two tiles, and some slices of k have two k tiles."""
+    problem = problem_of(**{"n": LARGE, "k": LARGE, **change})
+    plan = planner.make(problem, device=device, **options)
+    tile, few = plan.tile, problem.norm is not None
+    rows = {"gemv": tile.m}.get(plan.kernel, (plan.row_limit or 2 * tile.m) - 3)
+    columns = tail + (96 if tile.n == 32 else tile.n)
+    if plan.has_wide_tiles:
+        columns = plan.wide_n + 32 + tail
+    if problem.epilogue.rotation is not None or problem.epilogue.gated:
+        columns = problem.n if problem.epilogue.rotation else 2 * tile.n
+    least = max(2 * unit, (plan.simdgroups_k + 2) * tile.k)
+    if plan.buffers:
+        least = max(least, (plan.buffers + 1) * plan.stage_k)
+    k = -(-least // unit) * unit
+    k += 32 if unit == 32 and k % 64 == 0 else 0  # half of a packed tile
+    for small in miniatures(plan):
+        found = small.problem
+        assert found.m == (min(problem.m, 5) if few else rows)
+        assert (found.n, found.k, found.group_size) == (columns, k, problem.group_size)
+        assert (found.batch, found.invariant) == (min(problem.batch, 2), False)
+
+
+def test_small_problems_of_whole_rows_have_a_k_that_is_no_other_group_size() -> None:
+    whole: dict[str, Any] = {"group_size": LARGE, "layout": "marlin"}
+    found = []
+    for m, options in ((40, {"kernel": "gemm_register"}), (9, REGISTER)):
+        problem = problem_of(m, LARGE, LARGE, **whole)
+        plan = planner.make(problem, device=DEVICE, **options)
+        small = miniatures(plan)[0].problem
+        found.append((plan.simdgroups_k, small.k, small.group_size))
+    assert found == [(1, 192, 192), (2, 320, 320)]  # not 256
+
+
+SMALL_WORK: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        SPLIT,
+        [
+            {"strategy": "split_k", "slices": 2, "threadgroups": 16},
+            {"strategy": "stream_k", "slices": 5, "threadgroups": 15},
+            {"strategy": "stream_k", "slices": 5, "threadgroups": 12, "groups": 2},
+            {"strategy": "hybrid", "slices": 5, "threadgroups": 10, "whole": 1},
+            {
+                "strategy": "stripe",
+                "slices": 3,
+                "threadgroups": 22,
+                "partition": "ceil",
+            },
+        ],
+    ),
+    (
+        REGISTER | {"strategy": "stripe", "k_parallel": 1, "num_threadgroups": 3},
+        [{"strategy": "stripe", "threadgroups": each} for each in (7, 9)],
+    ),
+    (REGISTER, [{"strategy": "data_parallel", "threadgroups": 8, "whole": 8}]),
+]
+
+
+@pytest.mark.parametrize(("options", "works"), SMALL_WORK, ids=str)
+def test_each_division_of_the_work_ends_in_the_midst_of_tiles(
+    options: dict[str, Any], works: list[dict[str, Any]]
+) -> None:
+    plan = planner.make(
+        problem_of(9, LARGE, LARGE, group_size=32), device=DEVICE, **options
+    )
+    step = (plan.simdgroups_k + 2) * plan.tile.k + 32
+    k_tiles = -(-step // plan.tile.k)
+    expected = [Work(tiles=8, k_tiles=k_tiles, **each) for each in works]
+    assert [small.work for small in miniatures(plan)] == expected
+
+
+@pytest.mark.parametrize(("per_row", "pairs"), [(0, 8), (19, 57), (8, 400), (2, 2)])
+@pytest.mark.parametrize("device", [DEVICE, h200()], ids=lambda each: each.name)
+@pytest.mark.parametrize("n", [LARGE, LARGE - 6])
+def test_small_problems_of_experts_fill_a_tile_of_one_and_leave_some_without(
+    n: int, device: Any, per_row: int, pairs: int
+) -> None:
+    problem = problem_of(pairs, n, 2048, layout="marlin", invariant=True)
+    gather = GatherProblem(problem=problem, experts=16, pairs_per_row=per_row)
+    plan = planner.choose_gather(gather, device)
+    (found,) = miniatures(plan)
+    small, per_row = found.problem, plan.pairs_per_row
+    count = 10 if plan.by_pair else 2 * plan.rows + 2 * 32 + 5
+    count += -count % (per_row or 1)
+    experts = count + 2 if plan.by_pair else 5
+    assert (small.m, found.experts, found.pairs_per_row) == (count, experts, per_row)
+    assert small.n == plan.columns + (19 if plan.has_ragged_tiles else 32)
+    assert (small.k, small.invariant) == (64 * (plan.simdgroups_k + 2), False)
+
+
+def test_the_parts_of_a_small_problem_differ_and_decoding_has_no_epilogue() -> None:
+    problem = problem_of(
+        9, LARGE, LARGE, epilogue=Epilogue(parts=(3000, 596, 500), bias=True)
+    )
+    (small,) = miniatures(planner.make(problem, device=DEVICE, **REGISTER))
+    assert small.problem.epilogue == Epilogue(parts=(42, 41, 45), bias=True)
+    decoding = problem_of(300, LARGE, LARGE, layout="marlin", norm=1e-5, invariant=True)
+    decoding = replace(decoding, epilogue=Epilogue(bias=True))
+    plain = problem_of(1, 51, 192, layout="marlin")
+    assert miniatures(dequantize_plan(decoding)) == tuple(
+        DequantizePlan(problem=plain, transposed=transposed, chunk=chunk)
+        for transposed, chunk in ((True, 32), (False, 64))
+    )
 
 
 @needs_emulator

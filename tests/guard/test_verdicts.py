@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -234,14 +235,20 @@ assert open(file.name).read() == "started"
 def test_a_check_changes_no_handler_and_calls_those_that_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called: list[bytes] = []
+    called: list[Any] = []
     path = tmp_path / "key"
-    before = signal.signal(signal.SIGTERM, lambda *_: called.append(path.read_bytes()))
+    before = signal.signal(
+        signal.SIGTERM,
+        lambda number, frame: called.append((number, frame, path.read_bytes())),
+    )
     try:
         known = [signal.getsignal(each) for each in marks.ENDING]
         with path.open("w+b") as file, marks.Mark(file, b"started", b"").present():
             signal.raise_signal(signal.SIGTERM)
-            assert (called, path.read_bytes()) == ([b""], b"started")
+            ((number, frame, content),) = called
+            assert (number, content) == (signal.SIGTERM, b"")
+            assert isinstance(frame, FrameType)
+            assert path.read_bytes() == b"started"
         assert [signal.getsignal(each) for each in marks.ENDING] == known
     finally:
         signal.signal(signal.SIGTERM, before)
