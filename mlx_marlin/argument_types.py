@@ -32,14 +32,7 @@ def check_integers(**numbers: object) -> None:
 def check_format(
     group_size: object, bits: object, mode: object, *, may_be_row: bool = False
 ) -> None:
-    """Raises TypeError if an argument that describes a format has the wrong type.
-
-    Args:
-        group_size: Weights that share a scale, or None.
-        bits: Bits of a code, or None.
-        mode: The quantization mode.
-        may_be_row: Whether `group_size` may be "channel".
-    """
+    """Raises TypeError if an argument that describes a format has the wrong type."""
     if group_size is not None and not is_integer(group_size):
         if may_be_row and group_size != "channel":
             raise _wrong("group_size", group_size, "an int, 'channel' or None")

@@ -54,12 +54,6 @@ def why_untrusted(path: Path) -> str | None:
     folder may be a link, because a user may move the cache; a file may not. The
     folder of a file is checked as well, and so are all folders up to the package's
     root.
-
-    Args:
-        path: A file or a folder.
-
-    Raises:
-        OSError: If the path does not exist or its owner cannot be read.
     """
     if path.is_symlink() and not path.is_dir():
         return f"{path} is a link, expected a file of the cache"
@@ -92,11 +86,7 @@ def _why_unusable(path: Path) -> str | None:
 
 
 def make(folder: Path) -> None:
-    """Creates a folder that only this user can read and write, if it is missing.
-
-    Raises:
-        OSError: If it cannot be created or is not trusted.
-    """
+    """Creates a folder that only this user can read and write, if it is missing."""
     # `parents=True` would create the parents with the mode of the umask.
     for path in (*reversed(folder.parents), folder):
         path.mkdir(mode=0o700, exist_ok=True)
@@ -105,11 +95,7 @@ def make(folder: Path) -> None:
 
 
 def open_to_write(file: Path) -> BinaryIO:
-    """Opens a file to read, change or lock it; creates it if it is missing.
-
-    Raises:
-        OSError: If it cannot be opened, or is a link or no regular file.
-    """
+    """Opens a file to read, change or lock it; creates it if it is missing."""
     try:
         return regular_files.open_file(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except ValueError as error:
@@ -121,10 +107,6 @@ def locked(file: Path) -> Iterator[BinaryIO]:
     """Opens a file as `open_to_write` does, and locks it against other processes.
 
     Where the file system has no locks, the file is open without one.
-
-    Raises:
-        LockedError: If another process holds the lock for `LONGEST_WAIT`.
-        OSError: If the file cannot be opened.
     """
     with open_to_write(file) as opened:
         _lock(opened, file)
@@ -150,12 +132,7 @@ def _lock(opened: BinaryIO, file: Path) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file of the cache.
-
-    Raises:
-        OSError: If it cannot be read, or other users may have written it.
-        ValueError: If it is no JSON, or not a regular file.
-    """
+    """Returns the content of a JSON file of the cache."""
     import json
 
     if reason := why_untrusted(file):
@@ -169,14 +146,6 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
     """Writes a file that only this user can read and write, and returns its path.
 
     The file is replaced atomically.
-
-    Args:
-        folder: The folder, created if it is missing.
-        file_name: Name of the file.
-        content: Content of the file.
-
-    Raises:
-        OSError: If the file cannot be written, or the folder is not trusted.
     """
     import tempfile
 
@@ -196,12 +165,7 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
 
 
 def find(name: str, file_name: str) -> Path | None:
-    """Returns the path of a stored file if it exists and is trusted, or None.
-
-    Args:
-        name: Name of the folder in the cache.
-        file_name: Name of the file.
-    """
+    """Returns the path of a stored file if it exists and is trusted, or None."""
     path = folder(name) / file_name
     try:
         return path if why_untrusted(path) is None else None

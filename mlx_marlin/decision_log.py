@@ -22,11 +22,7 @@ class Explained(Protocol):
 
 @state.cache()
 def is_on() -> bool:
-    """Returns whether decisions are logged.
-
-    Raises:
-        ValueError: If `MLX_MARLIN_LOG` is neither 0 nor 1.
-    """
+    """Returns whether decisions are logged."""
     setting = os.environ.get(ENVIRONMENT, "")
     if setting not in ("", "0", "1"):
         raise ValueError(f"{ENVIRONMENT}={setting!r}, expected 0, 1 or nothing")

@@ -42,16 +42,7 @@ def short(text: str) -> str:
 
 
 def open_file(path: str | Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """Opens a file for reading, or for reading and writing.
-
-    Args:
-        path: The file.
-        flags: Flags of `os.open`. A file that they create is the user's alone.
-
-    Raises:
-        OSError: If the file cannot be opened.
-        ValueError: If it is not a regular file; the message names it.
-    """
+    """Opens a file for reading, or for reading and writing."""
     # Opening a FIFO without O_NONBLOCK waits for a writer.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
     try:
@@ -64,17 +55,7 @@ def open_file(path: str | Path, flags: int = os.O_RDONLY) -> BinaryIO:
 
 
 def read(path: str | Path, most_bytes: int = LARGEST_JSON) -> bytes:
-    """Returns the content of a file.
-
-    Args:
-        path: The file.
-        most_bytes: The largest size.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not a regular file, or larger; the message names the file,
-            its size and the bound.
-    """
+    """Returns the content of a file."""
     with open_file(path) as file:
         status = os.fstat(file.fileno())
         _check_size(path, status, most_bytes)
@@ -82,12 +63,7 @@ def read(path: str | Path, most_bytes: int = LARGEST_JSON) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Returns the content of a file in UTF-8.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: As for `read`, or if it is not UTF-8.
-    """
+    """Returns the content of a file in UTF-8."""
     try:
         return read(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -114,13 +90,7 @@ def decoding() -> Iterator[None]:
 def check(path: str | Path, most_bytes: int | None = None) -> None:
     """Checks a file that a library will open by its name.
 
-    Args:
-        path: The file.
-        most_bytes: The largest size; None if it has no bound.
-
-    Raises:
-        OSError: If the file does not exist.
-        ValueError: As for `read`.
+    `most_bytes`: the largest size; None if it has no bound.
     """
     status = os.stat(path)
     if reason := why_irregular(status):
@@ -141,21 +111,13 @@ def named(path: str | Path) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file in UTF-8.
-
-    Raises:
-        OSError: If it cannot be written; the message names it.
-    """
+    """Writes a file in UTF-8."""
     with named(path):
         path.write_text(text, encoding="utf-8")
 
 
 def why_irregular(status: os.stat_result) -> str | None:
-    """Returns why a file is not a regular one, or None.
-
-    Args:
-        status: Status of the file, links followed.
-    """
+    """Returns why a file is not a regular one, or None."""
     if stat.S_ISREG(status.st_mode):
         return None
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")

@@ -13,20 +13,7 @@ from pathlib import Path
 def opened(
     path: str | Path, within: int | None = None, *, any_owner: bool = False
 ) -> Iterator[int]:
-    """Opens a folder whose entries are to be removed.
-
-    Args:
-        path: The folder.
-        within: Descriptor of the folder that a relative path begins at.
-        any_owner: Whether it may belong to another user, such as /tmp.
-
-    Yields:
-        Its descriptor.
-
-    Raises:
-        OSError: If it cannot be opened, or belongs to another user.
-        ValueError: If it is a link or a file.
-    """
+    """Opens a folder whose entries are to be removed."""
     status = os.lstat(path, dir_fd=within)
     if not stat.S_ISDIR(status.st_mode):
         kind = "a link, which is not followed" if stat.S_ISLNK(status.st_mode) else ""

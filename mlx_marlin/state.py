@@ -29,11 +29,7 @@ def register(container: Container) -> Container:
 
 
 def cache(maxsize: int | None = None) -> Callable[[Function], Function]:
-    """Returns a decorator like `functools.lru_cache` whose cache `reset` clears.
-
-    Args:
-        maxsize: Results that are kept. Default: all.
-    """
+    """Returns a decorator like `functools.lru_cache` whose cache `reset` clears."""
 
     def decorate(function: Function) -> Function:
         cached = lru_cache(maxsize)(function)

@@ -30,39 +30,27 @@ the graph."""
 
 
 class Prepared(NamedTuple):
-    """A kernel that a back end has prepared, or can compile.
+    """A kernel that a back end has prepared, or can compile."""
 
-    Attributes:
-        source: The text to launch.
-        name: A name of the compiled kernel; empty if there is nothing to compile.
-        compile: Compiles and keeps the kernel, or None if that is done.
-    """
-
-    source: Source
+    source: Source  # The text to launch
+    # A name of the compiled kernel; empty if there is nothing to compile
     name: str = ""
+    # Compiles and keeps the kernel, or None if that is done
     compile: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A launch with known results. If they differ, no plan that depends on it is used.
+    """A launch with known results. If they differ, no plan that depends on it is
+    used."""
 
-    Attributes:
-        launch: The kernel; its only input is an array that it does not read.
-        fault: Returns what is wrong with the output's elements, or None.
-    """
-
-    launch: Launch
+    launch: Launch  # The kernel; its only input is an array that it does not read
+    # Returns what is wrong with the output's elements, or None
     fault: Callable[[Sequence[float]], str | None]
 
 
 class Backend(Protocol):
-    """Plans products for a kind of GPU, and has the kernels that compute them.
-
-    Attributes:
-        name: The value of `MLX_MARLIN_BACKEND` that selects it.
-        traits: What other code has to know about it.
-    """
+    """Plans products for a kind of GPU, and has the kernels that compute them."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -72,13 +60,7 @@ class Backend(Protocol):
     def find_device(self, name: str, cores: int | None) -> Any:
         """Returns a device by its name.
 
-        Args:
-            name: A name with or without the maker, such as "M3 Max".
-            cores: Number of cores; None for the largest variant.
-
-        Raises:
-            UnknownDeviceError: If another back end may know the name.
-            ValueError: If no back end can.
+        `cores`: number of cores; None for the largest variant.
         """
         ...
 
@@ -93,23 +75,13 @@ class Backend(Protocol):
     def unsupported(
         self, problem: AnyProblem, device: Any, transpose: bool = True
     ) -> str | None:
-        """Returns why its kernels cannot compute a problem on a device, or None.
-
-        Args:
-            problem: The product to compute, or experts' products.
-            device: A device of this back end.
-            transpose: Whether the product is x @ w.T.
-        """
+        """Returns why its kernels cannot compute a problem on a device, or None."""
         ...
 
     def candidates(
         self, problem: Problem, device: Any, overrides: PlanOverrides
     ) -> Iterable[Candidate]:
-        """Yields the plans to compare, at least one.
-
-        Raises:
-            ValueError: If no plan has the fields in `overrides`.
-        """
+        """Yields the plans to compare, at least one."""
         ...
 
     def ahead(self, mlx: str) -> Ahead | None:
@@ -154,13 +126,7 @@ class Backend(Protocol):
     def handover(
         self, problem: AnyProblem, device: Any, predicted: Callable[[], Prediction]
     ) -> str | None:
-        """Returns why stock MLX should serve a problem for speed, or None.
-
-        Args:
-            problem: The product to compute, or experts' products.
-            device: A device of this back end.
-            predicted: Returns the prediction of the best plan of a product.
-        """
+        """Returns why stock MLX should serve a problem for speed, or None."""
         ...
 
     def dequantize_first(
@@ -181,11 +147,7 @@ class Backend(Protocol):
         ...
 
     def launches(self, plan: Any) -> tuple[Launch, ...]:
-        """Returns the launches that compute a plan, in order.
-
-        Raises:
-            ValueError: If the back end has no kernel for this kind of plan.
-        """
+        """Returns the launches that compute a plan, in order."""
         ...
 
     def kernel(self, launch: Launch) -> KernelCall:

@@ -15,17 +15,11 @@ _ended: set[Process] = set()
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a process does.
+    """What a process does."""
 
-    Attributes:
-        name: What is the same for the same job in any process.
-        module: Name of the module whose `work` takes the argument.
-        argument: The argument, pickled.
-    """
-
-    name: str
-    module: str
-    argument: bytes
+    name: str  # What is the same for the same job in any process
+    module: str  # Name of the module whose `work` takes the argument
+    argument: bytes  # The argument, pickled
 
     @property
     def mark(self) -> str:
@@ -64,13 +58,7 @@ def start(command: Sequence[str], **options: Any) -> Process:
 
 
 def run(command: Sequence[str], given: bytes) -> bytes:
-    """Runs a process, and returns its output.
-
-    Raises:
-        EndedError: If `end_all` has ended it.
-        OSError: If it cannot be started.
-        subprocess.CalledProcessError: If it fails.
-    """
+    """Runs a process, and returns its output."""
     process = start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     output, _ = process.communicate(given)
     _running.discard(process)

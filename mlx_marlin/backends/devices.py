@@ -26,13 +26,6 @@ def current(backend: str | None = None) -> PlanningDevice:
     It is the device that the environment variable MLX_MARLIN_DEVICE names, if it is
     set; otherwise this machine's GPU; otherwise the default device of the first back
     end. Variables of MLX that change a device are respected.
-
-    Args:
-        backend: The back end in use. Others are imported only if the variable names a
-            device that this one does not know.
-
-    Raises:
-        ValueError: If a variable does not name a device or an architecture.
     """
     wish = os.environ.get(ENVIRONMENT)
     if not wish:
@@ -47,18 +40,7 @@ def current(backend: str | None = None) -> PlanningDevice:
 def named(
     name: str, cores: int | None = None, first: str | None = None
 ) -> PlanningDevice:
-    """Returns a device by its name.
-
-    Args:
-        name: "Apple M3 Max", "M3 Max", "NVIDIA H200" or "H200", or the same with a
-            number of cores: "M3 Max, 30 cores", "M3 Max:30", or a `variant`.
-        cores: GPU cores or multiprocessors. Default: the name's, or the largest
-            variant's.
-        first: The back end to ask first.
-
-    Raises:
-        ValueError: If no back end knows the name, or it contradicts `cores`.
-    """
+    """Returns a device by its name."""
     parts = NAME.fullmatch(name)
     if parts is None:
         raise ValueError(

@@ -17,66 +17,46 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """An array that a kernel reads.
+    """An array that a kernel reads."""
 
-    Attributes:
-        name: An argument of the call, an output of an earlier launch, or an array of
-            `Launch.integers`.
-        dtype: The dtype that the kernel is compiled for.
-        may_be_small: Whether the array may have so few elements that the back end has
-            to pad it (`Traits.pads_small_inputs`).
-        reinterpreted: Whether the array has another dtype, of which the kernel reads
-            the bytes.
-    """
-
+    # An argument of the call, an output of an earlier launch, or an array of
+    # `Launch.integers`
     name: str
-    dtype: str
+    dtype: str  # The dtype that the kernel is compiled for
+    # Whether the array may have so few elements that the back end has to pad it
+    # (`Traits.pads_small_inputs`)
     may_be_small: bool = False
+    # Whether the array has another dtype, of which the kernel reads the bytes
     reinterpreted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An array that a kernel writes.
+    """An array that a kernel writes."""
 
-    Attributes:
-        name: Its name, for later launches.
-        dtype: Its dtype.
-        shape: Its last axes, or the whole shape.
-        leading: The argument whose first axes precede `shape`, and how many of its last
-            axes do not; None if `shape` is the whole shape.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: str  # Its name, for later launches
+    dtype: str  # Its dtype
+    shape: tuple[int, ...]  # Its last axes, or the whole shape
+    # The argument whose first axes precede `shape`, and how many of its last axes do
+    # not; None if `shape` is the whole shape
     leading: tuple[str, int] | None = ("x", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One dispatch of a kernel.
+    """One dispatch of a kernel."""
 
-    Attributes:
-        source: The text of the kernel.
-        template: Its template arguments.
-        inputs: The arrays of its buffers, in the order of `source.input_names`.
-        integers: Constant arrays of int32 that it reads, by their names.
-        grid: Threads in each dimension.
-        threadgroup: Threads of a threadgroup in each dimension.
-        shared_bytes: Bytes of dynamic shared memory of a threadgroup.
-        outputs: What it writes, in the order of `source.output_names`.
-        start: What the outputs contain before the launch, if it adds to them.
-    """
-
-    source: Source
-    template: tuple[tuple[str, TemplateValue], ...]
+    source: Source  # The text of the kernel
+    template: tuple[tuple[str, TemplateValue], ...]  # Its template arguments
+    # The arrays of its buffers, in the order of `source.input_names`
     inputs: tuple[Operand, ...]
+    # Constant arrays of int32 that it reads, by their names
     integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    grid: Grid
-    threadgroup: Grid
-    shared_bytes: int = 0
-    outputs: tuple[Output, ...]
+    grid: Grid  # Threads in each dimension
+    threadgroup: Grid  # Threads of a threadgroup in each dimension
+    shared_bytes: int = 0  # Bytes of dynamic shared memory of a threadgroup
+    outputs: tuple[Output, ...]  # What it writes, in the order of `source.output_names`
+    # What the outputs contain before the launch, if it adds to them
     start: float | None = None
 
     @property
@@ -103,13 +83,7 @@ def inputs_of(
 ) -> tuple[Operand, ...]:
     """Returns the operands of a kernel in the order of its buffers.
 
-    Args:
-        text: The kernel.
-        dtypes: Dtypes of operands, by their names.
-        stand_ins: For inputs that the kernel declares and does not read: the name of
-            an operand of the same type.
-        small: Operands that may have few elements.
-        reinterpreted: Operands whose bytes the kernel reads.
+    `reinterpreted`: operands whose bytes the kernel reads.
     """
     names = ((stand_ins or {}).get(name, name) for name in text.input_names)
     return tuple(

@@ -56,23 +56,7 @@ def plans_built() -> list[Plan]:
 
 
 def product(plan: Plan, *, listed: bool = True) -> Product:
-    """Builds the call that runs a plan.
-
-    Args:
-        plan: The plan.
-        listed: Whether `plans_built` lists it.
-
-    Returns:
-        A function from x [..., k] in the problem's dtype, codes, scales and biases in
-        the problem's layout to y [..., n] in the problem's dtype. Packed scales contain
-        the biases: the argument is not read, unless it is a global scale, float32 [2].
-        If the problem has an epilogue or a norm, bias, multiplier and residual follow,
-        in the problem's dtype; absent operands are not read. After them come the
-        positions and freqs of a rotation, both weights of its norms if it has them,
-        and the norm's weight [k].
-        If the epilogue has parts, the function returns a tuple of results [...,
-        columns], or with a rotation [m, heads, 1, features].
-    """
+    """Builds the call that runs a plan."""
     if listed:
         _built.append(plan)
     problem, rotation = plan.problem, plan.problem.epilogue.rotation
@@ -86,18 +70,7 @@ def product(plan: Plan, *, listed: bool = True) -> Product:
 
 
 def gather_product(plan: GatherPlan) -> Product:
-    """Builds the call that multiplies rows by the experts that they chose.
-
-    Returns:
-        A function from x [..., k] in the problem's dtype, codes, scales and biases
-        [experts, n, ...] to y [..., 1, n] in the problem's dtype. After the biases it
-        takes, in this order:
-
-        - codes and scales of the second weights, if the problem has a gate;
-        - the bias [experts, n] of each weight, if the problem has biases;
-        - the expert of each pair, uint32 [...], whose shape y begins with;
-        - the row of x of each pair (uint32), if the plan has no `pairs_per_row`.
-    """
+    """Builds the call that multiplies rows by the experts that they chose."""
     gather = plan.gather
     second = SECOND if gather.gate else ()
     biases = EXPERT_BIASES[: gather.weights] if gather.bias else ()
@@ -107,12 +80,7 @@ def gather_product(plan: GatherPlan) -> Product:
 
 
 def decoded_blocks(plan: DequantizePlan) -> Callable[..., list[mx.array]]:
-    """Builds the call that decodes a weight block by block.
-
-    Returns:
-        A function from codes, scales and biases to the blocks that `plan.chunks`
-        lists, in the problem's dtype.
-    """
+    """Builds the call that decodes a weight block by block."""
     backend = selection.of_plan(plan)
     decoders = [
         _step(backend, launch, OPERANDS[1:]) for launch in backend.launches(plan)
@@ -121,12 +89,8 @@ def decoded_blocks(plan: DequantizePlan) -> Callable[..., list[mx.array]]:
 
 
 def dequantized_product(plan: DequantizePlan) -> Product:
-    """Builds the call that decodes a weight and multiplies it with MLX's own product.
-
-    Returns:
-        A function as `product` builds it, without an epilogue's arrays. If the problem
-        is a batch, x and the weights are broadcast.
-    """
+    """Builds the call that decodes a weight and multiplies it with MLX's own
+    product."""
     decode, problem = decoded_blocks(plan), plan.problem
 
     def multiply(
@@ -145,14 +109,7 @@ def dequantized_product(plan: DequantizePlan) -> Product:
 
 @state.cache(256)
 def call(plan: Any) -> Run:
-    """Returns the call of a plan with one launch that is no product; cached.
-
-    Args:
-        plan: A plan of `planning.block_plans`.
-
-    Returns:
-        A function of the arrays that the kernel reads, in the order of its buffers.
-    """
+    """Returns the call of a plan with one launch that is no product; cached."""
     backend = selection.of_plan(plan)
     (launch,) = backend.launches(plan)
     return run_alone(backend, launch)
@@ -167,15 +124,7 @@ def run_alone(backend: Backend, launch: Launch) -> Run:
 
 
 def _sequence(plan: Plan | GatherPlan, arguments: Sequence[str]) -> Run:
-    """Builds the call of a plan's launches, one after the other.
-
-    Args:
-        plan: The plan; its second launch reads what the first one writes.
-        arguments: Names of the arrays that the call takes, in order.
-
-    Returns:
-        A function to the output of the last launch, or to a tuple of its outputs.
-    """
+    """Builds the call of a plan's launches, one after the other."""
     backend = selection.of_plan(plan)
     first, *others = backend.launches(plan)
     multiply = _step(backend, first, arguments)

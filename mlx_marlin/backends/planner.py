@@ -26,46 +26,26 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, device: PlanningDevice) -> Plan:
-    """Returns the plan with the shortest predicted time; cached.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for, such as `devices.current()`.
-    """
+    """Returns the plan with the shortest predicted time; cached."""
     return make(problem, device=device)
 
 
 def choose_dequantize(
     problem: Problem, device: PlanningDevice
 ) -> DequantizePlan | None:
-    """Returns the plan that decodes the weight first, if it is faster.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-    """
+    """Returns the plan that decodes the weight first, if it is faster."""
     predicted = partial(_of_chosen, problem, device)
     return registry.of_device(device).dequantize_first(problem, device, predicted)
 
 
 def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve a product for speed, or None.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-    """
+    """Returns why stock MLX should serve a product for speed, or None."""
     predicted = partial(_of_chosen, problem, device)
     return registry.of_device(device).handover(problem, device, predicted)
 
 
 def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
-    """Returns the plan for experts' products.
-
-    Args:
-        gather: The products to compute.
-        device: The chip to plan for.
-    """
+    """Returns the plan for experts' products."""
     return registry.of_device(device).choose_gather(gather, device)
 
 
@@ -80,13 +60,6 @@ def serve(
     """Decides who serves a problem on a GPU; the only place that does.
 
     Kernels may still fail their check on a machine.
-
-    Args:
-        problem: The product to compute, or experts' products.
-        device: The device to plan for.
-        transpose: Whether the product is x @ w.T.
-        measured: What was measured for the problem, which then decides.
-        hands_over: Whether stock MLX serves what it computes faster.
     """
     backend = registry.of_device(device)
     reason = backend.unsupported(problem, device, transpose)
@@ -121,20 +94,7 @@ def usable(
     hands_over: bool = True,
     is_measured: bool = False,
 ) -> Answer:
-    """Returns what serves where the kernels of a plan may have failed their check.
-
-    Args:
-        plan: What `serve` returns.
-        device: The device to plan for.
-        fault: Returns why a plan's kernels must not be used, or None.
-        hands_over: As for `serve`.
-        is_measured: Whether the plan was measured: its alternative was not.
-
-    Returns:
-        The plan if its kernels may be used. Otherwise the back end's alternative, or
-        the alternative of that, if it has one that may be used and stock MLX is not
-        known to be faster, or a refusal with the fault.
-    """
+    """Returns what serves where the kernels of a plan may have failed their check."""
     if isinstance(plan, Refusal):
         return plan
     reason = fault(plan)
@@ -164,17 +124,7 @@ def make(
     device: PlanningDevice | None = None,
     **overrides: Unpack[PlanOverrides],
 ) -> Plan:
-    """Returns the best plan that has the given fields.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for. Default: a small one.
-        **overrides: Fields of `Plan` and `Work` to keep as given, such as
-            `strategy="stream_k"`; the remaining ones are chosen.
-
-    Raises:
-        ValueError: If no plan has these fields.
-    """
+    """Returns the best plan that has the given fields."""
     device = device or registry.default_device()
     backend = registry.of_device(device)
     return search.best(backend.candidates(problem, device, overrides))
@@ -186,16 +136,7 @@ def compare(
     device: PlanningDevice | None = None,
     **overrides: Unpack[PlanOverrides],
 ) -> "Choice":
-    """Returns the plan that `make` returns, and the candidates it was compared to.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for. Default: a small one.
-        **overrides: As for `make`.
-
-    Raises:
-        ValueError: If no plan has these fields.
-    """
+    """Returns the plan that `make` returns, and the candidates it was compared to."""
     from mlx_marlin.planning.choice import Choice
 
     device = device or registry.default_device()
@@ -213,12 +154,7 @@ def compare(
 
 
 def experiments(problem: Problem, device: PlanningDevice) -> Sequence[Plan]:
-    """Returns plans for a tuner to try in addition to the candidates.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-    """
+    """Returns plans for a tuner to try in addition to the candidates."""
     return registry.of_device(device).experiments(problem, device)
 
 

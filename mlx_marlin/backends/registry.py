@@ -28,11 +28,7 @@ def named(name: str) -> Backend:
 
 
 def every(first: str | None = None) -> Iterator[Backend]:
-    """Yields all back ends; each is imported when it is its turn.
-
-    Args:
-        first: The name of one that precedes the others.
-    """
+    """Yields all back ends; each is imported when it is its turn."""
     known = [first] if first in MODULES else []
     yield from map(named, dict.fromkeys([*known, *MODULES]))
 
@@ -54,11 +50,7 @@ def kernels() -> tuple[str, ...]:
 
 
 def plan_type(kernel: str) -> type[Plan]:
-    """Returns the type of the plans that name a kernel.
-
-    Raises:
-        ValueError: If no back end has it.
-    """
+    """Returns the type of the plans that name a kernel."""
     for backend in every():
         if kernel in backend.traits.kernels:
             return backend.traits.plan_type

@@ -25,16 +25,12 @@ Results = dict[AnyProblem, Result]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """What is known of a machine.
+    """What is known of a machine."""
 
-    Attributes:
-        results: The results of problems.
-        forwards: The times of whole models, by their keys.
-        unfinished: Families of problems whose race is not finished. No file holds them.
-    """
-
-    results: Results = field(default_factory=dict)
+    results: Results = field(default_factory=dict)  # The results of problems
+    # The times of whole models, by their keys
     forwards: dict[str, Forwards] = field(default_factory=dict)
+    # Families of problems whose race is not finished. No file holds them
     unfinished: set[AnyProblem] = field(default_factory=set)
 
 
@@ -44,12 +40,7 @@ def folder() -> Path:
 
 
 def read(results_folder: Path, here: Machine) -> Stored:
-    """Reads what was measured on a machine; warns once if some is not valid.
-
-    Args:
-        results_folder: The folder of all results.
-        here: The machine.
-    """
+    """Reads what was measured on a machine; warns once if some is not valid."""
     complaints: list[str] = []
     stored = _read(results_folder / here.file_name, here, complaints)
     if complaints:
@@ -64,12 +55,8 @@ def read(results_folder: Path, here: Machine) -> Stored:
 
 
 def changes(results_folder: Path, here: Machine) -> str:
-    """Returns what has changed since this chip was measured last, or "" if it was not.
-
-    Args:
-        results_folder: The folder of all results.
-        here: The machine.
-    """
+    """Returns what has changed since this chip was measured last, or "" if it was
+    not."""
     prefix = here.file_name.rsplit("-", 1)[0]
     files = [*results_folder.glob(f"{prefix}-*.json")]
     for file in sorted(files, key=_written_at, reverse=True):
@@ -98,18 +85,6 @@ def write(
     """Adds results to a machine's file; they replace older ones for the same problems.
 
     Several processes may write at the same time; no results are lost.
-
-    Args:
-        results_folder: The folder of all results; created if it is missing.
-        here: The machine.
-        results: The results to add.
-        forwards: Times of whole models to add.
-
-    Returns:
-        The file.
-
-    Raises:
-        OSError: As for `locked`.
     """
     with locked(results_folder):
         before = read(results_folder, here)
@@ -122,12 +97,7 @@ def write(
 
 
 def clear(results_folder: Path) -> int:
-    """Removes the results of all machines and returns the number of files.
-
-    Raises:
-        OSError: If the folder is not trusted.
-        ValueError: If it is a link.
-    """
+    """Removes the results of all machines and returns the number of files."""
     if not os.path.lexists(results_folder):
         return 0
     from mlx_marlin import removal
@@ -138,12 +108,7 @@ def clear(results_folder: Path) -> int:
 
 @contextmanager
 def locked(results_folder: Path) -> Iterator[None]:
-    """Locks a folder against other writers; creates it if it is missing.
-
-    Raises:
-        OSError: If the folder cannot be written to, is not trusted, or is locked by
-            another process for longer than `cache.LONGEST_WAIT`.
-    """
+    """Locks a folder against other writers; creates it if it is missing."""
     cache.make(results_folder)
     with cache.locked(results_folder / "lock"):
         yield

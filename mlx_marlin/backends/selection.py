@@ -79,11 +79,7 @@ def choice() -> tuple[str, str]:
 
 @state.cache()
 def forced_backend() -> str | None:
-    """Returns the back end that `MLX_MARLIN_BACKEND` names, or None.
-
-    Raises:
-        ValueError: If there is no such back end.
-    """
+    """Returns the back end that `MLX_MARLIN_BACKEND` names, or None."""
     wish = os.environ.get(ENVIRONMENT)
     if wish and wish not in BACKENDS:
         raise ValueError(f"{ENVIRONMENT}={wish!r} is not one of {', '.join(BACKENDS)}")

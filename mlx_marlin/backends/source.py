@@ -24,23 +24,14 @@ EXPERT_BIASES = ("expert_bias", "second_bias")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """The text of one kernel, as `mx.fast.metal_kernel` or `cuda_kernel` takes it.
+    """The text of one kernel, as `mx.fast.metal_kernel` or `cuda_kernel` takes it."""
 
-    Attributes:
-        name: Name of the kernel.
-        input_names: Names of the buffers that it reads, in order.
-        output_names: Names of the buffers that it writes, in order.
-        header: Functions that the body calls.
-        source: The body.
-        atomic: Whether it adds to its output instead of writing it.
-    """
-
-    name: str
-    input_names: tuple[str, ...]
-    output_names: tuple[str, ...]
-    header: str
-    source: str
-    atomic: bool = False
+    name: str  # Name of the kernel
+    input_names: tuple[str, ...]  # Names of the buffers that it reads, in order
+    output_names: tuple[str, ...]  # Names of the buffers that it writes, in order
+    header: str  # Functions that the body calls
+    source: str  # The body
+    atomic: bool = False  # Whether it adds to its output instead of writing it
 
 
 @cache

@@ -40,12 +40,7 @@ outlives `state.reset`, since no file has it."""
 
 
 def machine(target: PlanningDevice, backend: str) -> Machine:
-    """Returns what the times of kernels depend on in this process.
-
-    Args:
-        target: The device that plans are made for.
-        backend: "metal", "cuda" or "emulator".
-    """
+    """Returns what the times of kernels depend on in this process."""
     import platform
 
     import mlx.core as mx
@@ -75,11 +70,6 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
     result holds for any. Gated, rotated and normalized products have plans of their
     own, which the cost model chooses. Between two measured numbers of rows, our kernels
     serve only if they do at both.
-
-    Args:
-        problem: The problem to compute.
-        target: As for `machine`.
-        backend: "metal", "cuda" or "emulator".
     """
     known = _found(target, backend)
     if not known.results and not known.unfinished:
@@ -102,12 +92,7 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
 
 
 def known(results_folder: Path, here: Machine) -> result_files.Stored:
-    """Returns what a machine's file holds and what only this process knows.
-
-    Args:
-        results_folder: The folder of all results.
-        here: The machine.
-    """
+    """Returns what a machine's file holds and what only this process knows."""
     stored, own = result_files.read(results_folder, here), _own(here)
     return result_files.Stored(
         results=stored.results | own.results,
@@ -125,15 +110,6 @@ def keep(
     """Writes results, with those of this process that could not be written before.
 
     If that fails, this process remembers them.
-
-    Args:
-        results_folder: The folder of all results.
-        here: The machine.
-        results: The results.
-        forwards: Times of whole models.
-
-    Raises:
-        OSError: If they cannot be written.
     """
     own = _own(here)
     own.results.update((each.problem, each) for each in results)
@@ -146,22 +122,13 @@ def keep(
 
 
 def leave_to_stock(here: Machine, problem: AnyProblem) -> None:
-    """Lets stock MLX serve several rows in this process, as their race is unfinished.
-
-    Args:
-        here: The machine.
-        problem: The problem, with any number of rows or pairs of experts.
-    """
+    """Lets stock MLX serve several rows in this process, as their race is
+    unfinished."""
     _own(here).unfinished.add(_family(problem))
 
 
 def begin_again(here: Machine, problem: AnyProblem) -> None:
-    """Takes back what `leave_to_stock` did for a problem with any number of rows.
-
-    Args:
-        here: The machine.
-        problem: The problem.
-    """
+    """Takes back what `leave_to_stock` did for a problem with any number of rows."""
     _own(here).unfinished.discard(_family(problem))
 
 
@@ -183,9 +150,6 @@ def kernels(backend: str) -> str:
     """Returns a digest of all kernels' texts and of the fields of a result.
 
     MLX is not imported.
-
-    Args:
-        backend: As for `machine`.
     """
     import hashlib
 

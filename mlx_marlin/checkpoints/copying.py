@@ -11,17 +11,7 @@ BLOBS = Path("..", "..", "blobs")
 
 
 def copy_within(file: Path, target: Path) -> None:
-    """Copies a file of a checkpoint.
-
-    Args:
-        file: The file. If it is a link, it leads to a file of the same folder, or to
-            the blobs of the Hugging Face Hub's cache that the folder belongs to.
-        target: The file to make; it must not exist.
-
-    Raises:
-        OSError: If it cannot be read or written.
-        ValueError: If it leads elsewhere, or is not a regular file.
-    """
+    """Copies a file of a checkpoint."""
     real = Path(os.path.realpath(file))
     folder = Path(os.path.realpath(file.parent))
     homes = [folder]

@@ -34,22 +34,10 @@ INDEX = "model.safetensors.index.json"
 
 
 class Folder:
-    """The arrays of a checkpoint by name; each is read when it is asked for.
-
-    Attributes:
-        path: The folder.
-        config: Contents of config.json.
-        arrays: What the headers of its files say, checked against their sizes.
-    """
+    """The arrays of a checkpoint by name; each is read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        """Reads config, index and headers.
-
-        Raises:
-            OSError: If a file is missing or cannot be read.
-            ValueError: If config, index or a header is malformed, or an array occurs
-                in two files.
-        """
+        """Reads config, index and headers."""
         check_location(path)
         self.path = path
         self.config = read_json(path / "config.json")
@@ -68,9 +56,6 @@ class Folder:
         """Returns an array, which MLX reads from the file when it is evaluated.
 
         No reference to it is kept, so that its memory is freed with the caller's.
-
-        Raises:
-            ValueError: If there is no such array.
         """
         if name not in self.arrays:
             raise ValueError(f"{self.path}: tensor {quoted(name)} is missing")
@@ -92,11 +77,7 @@ class Folder:
 
 
 def new_model(config: dict[str, Any]) -> nn.Module:
-    """Returns mlx-lm's model of a config; its random parameters are never computed.
-
-    Raises:
-        Exception: Of any kind: mlx-lm does not check the values of a config.
-    """
+    """Returns mlx-lm's model of a config; its random parameters are never computed."""
     from mlx_lm import utils
 
     if config.get("model_file") is not None:
@@ -107,20 +88,7 @@ def new_model(config: dict[str, Any]) -> nn.Module:
 
 
 def check_sizes(path: Path, config: dict[str, Any]) -> dict[str, list[int]]:
-    """Checks a config's numbers that make a model larger than what is stored.
-
-    Args:
-        path: A folder; only the headers of its files are read.
-        config: Contents of config.json.
-
-    Returns:
-        The shapes of the stored arrays by name, not compared with the files' sizes.
-
-    Raises:
-        OSError: If a file cannot be read.
-        ValueError: If there are more layers than arrays, or a size is larger than any
-            of an array, and that is more than usual; or a header is not one.
-    """
+    """Checks a config's numbers that make a model larger than what is stored."""
     shapes: dict[str, list[int]] = {}
     for file in path.glob("*.safetensors"):
         shapes |= safetensors_header.shapes(file)
@@ -162,12 +130,7 @@ def naming(path: Path, tensor: str) -> Iterator[None]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is no regular file, too large or not a JSON object.
-    """
+    """Returns the object in a JSON file."""
     return parse_json(regular_files.read(file), str(file))
 
 
@@ -186,10 +149,6 @@ def _weight_files(path: Path) -> list[Path]:
     mlx-lm does not look at the index, and tools that write other weights into a folder
     leave it behind. So it decides nothing if none of its files is there, and it need
     not know the tensors.
-
-    Raises:
-        FileNotFoundError: If only some files of the index are there.
-        ValueError: If the index is malformed.
     """
     listed: list[Path] = []
     if (path / INDEX).exists():

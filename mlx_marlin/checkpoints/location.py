@@ -29,9 +29,6 @@ def gguf_file(path: Path) -> Path | None:
 
     A folder without safetensors files stands for the one GGUF file in it, or for the
     first part of a divided one. The part of a model for images is not such a file.
-
-    Raises:
-        ValueError: If a folder holds several models.
     """
     if not path.is_dir():
         return path if path.suffix == ".gguf" else None
@@ -61,13 +58,7 @@ def _is_later_part(file: Path) -> bool:
 
 
 def check_location(path: Path) -> None:
-    """Checks that a path is a folder with a config and weights, or a GGUF file.
-
-    Raises:
-        OSError: If a file is missing.
-        ValueError: If it is a file of another kind, or a file in the folder is not a
-            regular one, too large to be read or a pointer of Git LFS.
-    """
+    """Checks that a path is a folder with a config and weights, or a GGUF file."""
     if (file := gguf_file(path)) is not None:
         if not file.exists():
             raise FileNotFoundError(f"{file}: no such file, expected a GGUF file")
@@ -120,11 +111,7 @@ def _check_pointer(file: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Checks the files that mlx-lm and transformers will open by their names.
-
-    Raises:
-        ValueError: If one is not a regular file, too large or a pointer of Git LFS.
-    """
+    """Checks the files that mlx-lm and transformers will open by their names."""
     for file in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*")]):
         # Whoever reads a link that leads nowhere says that the file is missing.
         if file.exists() and not file.is_dir():
@@ -135,15 +122,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_name(name: str) -> bool:
-    """Checks a model's name, and returns whether it has to be downloaded.
-
-    Args:
-        name: A folder, a GGUF file, or a repository on the Hugging Face Hub.
-
-    Raises:
-        OSError: If it is none of them, or a file is missing.
-        ValueError: As for `check_location`.
-    """
+    """Checks a model's name, and returns whether it has to be downloaded."""
     path = Path(name)
     if path.exists() or path.suffix == ".gguf":
         check_location(path)

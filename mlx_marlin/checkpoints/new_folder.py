@@ -16,17 +16,6 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     If the block raises, the folder is removed, with the parents that were made for it.
     A folder that a killed process left is emptied and used again.
-
-    Args:
-        path: The folder to make; it must not exist.
-
-    Yields:
-        The folder to write to, which is empty.
-
-    Raises:
-        OSError: If the folder cannot be made.
-        ValueError: If `path` exists, another process is writing it, or its partial
-            folder is a link.
     """
     if path.exists():
         raise ValueError(f"{path} exists, expected the name of a new folder")
@@ -59,11 +48,7 @@ def _parents(path: Path) -> Iterator[None]:
 
 
 def _lock(opened: int, partial: Path) -> None:
-    """Locks an open folder; the lock ends with the process.
-
-    Raises:
-        ValueError: If another process has locked the folder, or just renamed it.
-    """
+    """Locks an open folder; the lock ends with the process."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_mine = os.path.samestat(os.fstat(opened), partial.stat())

@@ -32,21 +32,14 @@ Parts = tuple[mx.array, mx.array, mx.array | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How plain weights are quantized.
+    """How plain weights are quantized."""
 
-    Attributes:
-        bits: Bits of a code.
-        group_size: Weights along k that share a scale; 0 for a whole row.
-        mode: A scheme of `weights.formats.MODES`.
-        quantizer: One of `QUANTIZERS`.
-        embedding_bits: Bits of embeddings and the output head, as affine codes; 0 for
-            plain ones, None for the format of the others, as in `mlx_lm.convert`.
-    """
-
-    bits: int = 4
-    group_size: int = 64
-    mode: str = "affine"
-    quantizer: str = "nearest"
+    bits: int = 4  # Bits of a code
+    group_size: int = 64  # Weights along k that share a scale; 0 for a whole row
+    mode: str = "affine"  # A scheme of `weights.formats.MODES`
+    quantizer: str = "nearest"  # One of `QUANTIZERS`
+    # Bits of embeddings and the output head, as affine codes; 0 for plain ones, None
+    # for the format of the others, as in `mlx_lm.convert`
     embedding_bits: int | None = None
 
     def __post_init__(self) -> None:
@@ -72,13 +65,7 @@ class Quantization:
         bits: int | None = None,
         mode: str = "affine",
     ) -> "Quantization":
-        """Returns the quantization of a layer that has a format of MLX's.
-
-        Args:
-            group_size: Weights along k that share a scale. Default: the mode's.
-            bits: Bits of a code. Default: the mode's.
-            mode: MLX's scheme.
-        """
+        """Returns the quantization of a layer that has a format of MLX's."""
         default_size, default_bits = MODE_DEFAULTS[mode]
         return Quantization(
             group_size=default_size if group_size is None else group_size,
@@ -93,16 +80,7 @@ class Quantization:
         return format.why_not(self.group_size or k, k, "marlin") is None
 
     def apply(self, w: mx.array) -> tuple[StoredWeight, float]:
-        """Quantizes a weight [..., n, k] of float16, bfloat16 or float32.
-
-        Returns:
-            The quantized weight, and the Frobenius norm of what rounding changed,
-            relative to that of the weight.
-
-        Raises:
-            ValueError: If the weight has another dtype, a value is not finite, or k is
-                not a multiple of the group size.
-        """
+        """Quantizes a weight [..., n, k] of float16, bfloat16 or float32."""
         if dtype_name(w.dtype) not in DTYPE_BYTES or w.ndim < 2:
             raise ValueError(
                 f"weight {dtype_name(w.dtype)} {w.shape}, expected a matrix of one of "
@@ -118,17 +96,8 @@ class Quantization:
     ) -> tuple[StoredWeight, float]:
         """Quantizes a weight whose rows come a few at a time.
 
-        Args:
-            parts: Rows [r, k], in order.
-            shape: Shape [..., n, k] of the weight.
-            dtype: Dtype of its scales.
-
-        Returns:
-            As `apply`; rounding to `dtype` is part of the error.
-
-        Raises:
-            ValueError: If a value is not finite in `dtype`, or k is not a multiple of
-                the group size.
+        `parts`: rows [r, k], in order.
+        `shape`: shape [..., n, k] of the weight.
         """
         if not self.applies_to(shape[-1]):
             raise ValueError(

@@ -112,17 +112,7 @@ def read_checkpoint(
 
 
 def tensors(path: str | Path, requantize: int | None = None) -> list[Tensor]:
-    """Returns the tensors of a checkpoint, checked by their headers, not read yet.
-
-    Args:
-        path: As for `read_checkpoint`.
-        requantize: As for `read_checkpoint`.
-
-    Raises:
-        ImportError: As for `read_checkpoint`.
-        OSError: If a file is missing or cannot be read.
-        ValueError: If a file is malformed or its method is not known.
-    """
+    """Returns the tensors of a checkpoint, checked by their headers, not read yet."""
     check_location(Path(path))
     how = gguf.quantization_of(requantize)
     file = gguf_file(Path(path))
@@ -135,15 +125,7 @@ def tensors(path: str | Path, requantize: int | None = None) -> list[Tensor]:
 def folder_tensors(
     folder: Folder, *, for_model: bool = False, check_values: bool = True
 ) -> list[Tensor]:
-    """Returns the tensors of an open folder, as `tensors` does.
-
-    Args:
-        folder: The checkpoint.
-        for_model: Whether mlx-lm's model will rename them first: then reading does not
-            call `StoredWeight.checked`, which evaluates scales, and layers in MLX's
-            formats stay arrays, because the model tells their columns.
-        check_values: Whether reading looks at scales, which evaluates them.
-    """
+    """Returns the tensors of an open folder, as `tensors` does."""
     method, settings = method_of(folder)
     if method in SCHEMES:
         try:

@@ -44,21 +44,13 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """An array in a safetensors file.
+    """An array in a safetensors file."""
 
-    Attributes:
-        file: The file.
-        dtype: Name in the header, such as "F16".
-        shape: Shape.
-        begin: First byte, counted from the end of the header.
-        end: Byte after the last.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+    file: Path  # The file
+    dtype: str  # Name in the header, such as "F16"
+    shape: tuple[int, ...]  # Shape
+    begin: int  # First byte, counted from the end of the header
+    end: int  # Byte after the last
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +59,7 @@ class StoredArray:
 
 
 def read_header(file: Path) -> dict[str, StoredArray]:
-    """Returns the arrays of a file by name, checked against the file's size.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not a regular file, or the header is too large, truncated
-            or inconsistent; the message names the file and the tensor.
-    """
+    """Returns the arrays of a file by name, checked against the file's size."""
     parsed, data_bytes = _parsed(file)
     arrays = {
         name: _stored_array(file, name, entry, data_bytes)
@@ -84,12 +70,7 @@ def read_header(file: Path) -> dict[str, StoredArray]:
 
 
 def shapes(file: Path) -> dict[str, list[int]]:
-    """Returns the shapes of arrays by name, not compared with the file's size.
-
-    Raises:
-        OSError: As for `read_header`.
-        ValueError: If the header is not one.
-    """
+    """Returns the shapes of arrays by name, not compared with the file's size."""
     return {
         name: entry["shape"]
         for name, entry in _parsed(file)[0].items()
@@ -115,15 +96,7 @@ def _parsed(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def parse_json(text: bytes | str, source: str) -> dict[str, Any]:
-    """Returns a JSON object.
-
-    Args:
-        text: The JSON text.
-        source: Name of the file, for messages.
-
-    Raises:
-        ValueError: If the text is not a JSON object, or a key occurs twice in it.
-    """
+    """Returns a JSON object."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -49,18 +49,14 @@ ABSENT: tuple[object, ...] = (None, False, {}, [])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """What the keys of an object of settings decide. Other keys are refused.
+    """What the keys of an object of settings decide. Other keys are refused."""
 
-    Attributes:
-        used: A reader uses them, or compares them with the tensors.
-        neutral: The values that a reader takes; others change weights or the model in
-            ways that it does not know.
-        irrelevant: They decide no number of a weight.
-    """
-
+    # A reader uses them, or compares them with the tensors
     used: frozenset[str] = frozenset()
+    # The values that a reader takes; others change weights or the model in ways that it
+    # does not know
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    irrelevant: frozenset[str] = frozenset()
+    irrelevant: frozenset[str] = frozenset()  # They decide no number of a weight
 
     def check(self, settings: Mapping[str, Any], where: str) -> None:
         """Raises a ValueError that names a key or value that is not known.

@@ -54,12 +54,8 @@ def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
-    """Returns how a checkpoint is quantized, and the settings: ("", {}) if it is not.
-
-    Raises:
-        ValueError: If settings are malformed or contradict each other, the method is
-            not known, or a key that may decide numbers is not.
-    """
+    """Returns how a checkpoint is quantized, and the settings: ("", {}) if it is
+    not."""
     place, settings = in_config(folder.config)
     where = f"{folder.path / 'config.json'}: {place}"
     if settings is not None and not isinstance(settings, dict):
@@ -100,12 +96,8 @@ def method_of(folder: Folder) -> tuple[str, dict[str, Any]]:
 
 
 def _of_auto_round(settings: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """Returns the method of AutoRound's folder, and its settings in the method's terms.
-
-    Raises:
-        ValueError: If it is packed in another way than GPTQ's or AWQ's, or like
-            GPTQModel's with zero points, of which tools read two versions.
-    """
+    """Returns the method of AutoRound's folder, and its settings in the method's
+    terms."""
     packing = str(settings.get("packing_format") or settings.get("backend") or "")
     name = packing.lower().removeprefix("auto_round:").partition(":")[0]
     symmetric = settings.get("sym") is True
@@ -150,9 +142,6 @@ def one_value(settings: Mapping[str, Any], where: str, *keys: str) -> Any:
     """Returns the value of a setting with several names; None if it has none.
 
     Strings are returned in lower case.
-
-    Raises:
-        ValueError: If two names have different values.
     """
     found = {key: settings[key] for key in keys if settings.get(key) is not None}
     values = [v.lower() if isinstance(v, str) else v for v in found.values()]

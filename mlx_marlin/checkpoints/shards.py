@@ -46,11 +46,7 @@ class Shards:
     Only the array that is being written is in memory. At the end of the block the files
     get their final names, and there is an index if there are several.
 
-    Args:
-        path: The folder, which exists.
-        names: Names of all arrays that will be written, or more.
-        metadata: Strings for the header of each file.
-        shard_bytes: Bytes of arrays after which another file is begun.
+    `shard_bytes`: bytes of arrays after which another file is begun.
     """
 
     def __init__(
@@ -92,12 +88,7 @@ class Shards:
                 self._file.close()
 
     def add(self, name: str, array: mx.array) -> None:
-        """Writes an array.
-
-        Raises:
-            ValueError: If there is an array of this name already.
-            OSError: If the file cannot be written.
-        """
+        """Writes an array."""
         if name in self._shard_of:
             raise ValueError(f"{self._path}: tensor {name!r} occurs twice")
         if self._file is None or self._end + array.nbytes > self._shard_bytes:

@@ -26,36 +26,29 @@ class StoredWeight:
 
     Reading it from a checkpoint rounds nothing: `codes`, `scales` and `biases` hold the
     same numbers as the file, unless `original` says otherwise.
-
-    Attributes:
-        codes: uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes.
-        scales: [..., n, k / group_size]; of "k_quant" and "k_codebook" the parameters
-            of super-blocks, as in `weights.super_blocks`.
-        biases: Biases of "affine", or whole zero points of "zero_point", in the dtype
-            of `scales`; None for other modes.
-        group_size: Weights along k that share a scale.
-        bits: Bits of a code.
-        mode: A mode of `weights.formats`.
-        global_scale: As in `PackedWeight`.
-        input_order: int32 [k]: column i multiplies feature `input_order[i]` of x. None
-            if columns are in the order of x.
-        original: The type that was decoded and quantized anew, such as "IQ2_XS"; empty
-            if the numbers are the file's.
-        error: Frobenius norm of what that changed, relative to that of the weight.
-        codebook: As for `pack`.
     """
 
+    # uint32 [..., n, k * bits / 32], low code first, as `mx.quantize` writes
     codes: mx.array
+    # [..., n, k / group_size]; of "k_quant" and "k_codebook" the parameters of super-
+    # blocks, as in `weights.super_blocks`
     scales: mx.array
+    # Biases of "affine", or whole zero points of "zero_point", in the dtype of
+    # `scales`; None for other modes
     biases: mx.array | None = None
-    group_size: int
-    bits: int
-    mode: str
-    global_scale: mx.array | None = None
+    group_size: int  # Weights along k that share a scale
+    bits: int  # Bits of a code
+    mode: str  # A mode of `weights.formats`
+    global_scale: mx.array | None = None  # As in `PackedWeight`
+    # int32 [k]: column i multiplies feature `input_order[i]` of x. None if columns are
+    # in the order of x
     input_order: mx.array | None = None
+    # The type that was decoded and quantized anew, such as "IQ2_XS"; empty if the
+    # numbers are the file's
     original: str = ""
+    # Frobenius norm of what that changed, relative to that of the weight
     error: float = 0.0
-    codebook: mx.array | None = None
+    codebook: mx.array | None = None  # As for `pack`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,10 +74,6 @@ class StoredWeight:
 
         Readers do not evaluate scales, because the layers of a checkpoint are renamed
         before the first of them is used: evaluated scales would stay in memory.
-
-        Raises:
-            ValueError: If a scale, bias or zero point or a number of the codebook is
-                NaN or infinite, or a zero point is no code.
         """
         if self.global_scale is not None:
             self._check_global_scale(self.global_scale)
@@ -143,11 +132,7 @@ class StoredWeight:
         return values if order is None else mx.take(values, mx.argsort(order), axis=-1)
 
     def packed(self) -> PackedWeight:
-        """Returns the same weight in the packed layout, exactly.
-
-        Raises:
-            ValueError: If our kernels have no such format.
-        """
+        """Returns the same weight in the packed layout, exactly."""
         return self._given_to(pack)
 
     def _given_to(self, function: Callable[..., Result]) -> Result:
@@ -197,20 +182,12 @@ class PackedLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of a checkpoint, not read yet.
+    """A tensor of a checkpoint, not read yet."""
 
-    Attributes:
-        name: Name of the parameter in mlx-lm, such as
-            "model.layers.0.self_attn.q_proj.weight".
-        format: Name of the stored format, such as "Q4_K", "gptq" or "F16".
-        shape: Shape of the weight or array; of a foreign layer in a folder, that of its
-            codes.
-        nbytes: Bytes in the file.
-        read: Reads it.
-    """
-
+    # Name of the parameter in mlx-lm, such as "model.layers.0.self_attn.q_proj.weight"
     name: str
-    format: str
+    format: str  # Name of the stored format, such as "Q4_K", "gptq" or "F16"
+    # Shape of the weight or array; of a foreign layer in a folder, that of its codes
     shape: tuple[int, ...]
-    nbytes: int
-    read: Callable[[], StoredWeight | PackedLayer | mx.array]
+    nbytes: int  # Bytes in the file
+    read: Callable[[], StoredWeight | PackedLayer | mx.array]  # Reads it

@@ -16,25 +16,16 @@ DECODED_BYTES = 32_000_000
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Written:
-    """A quantized layer's part of a checkpoint.
+    """A quantized layer's part of a checkpoint."""
 
-    Attributes:
-        arrays: Arrays by the last part of their name.
-        record: What config.json says about the layer.
-        error: Relative Frobenius error of the weight, 0 if nothing is rounded.
-    """
-
-    arrays: dict[str, mx.array]
-    record: dict[str, Any]
+    arrays: dict[str, mx.array]  # Arrays by the last part of their name
+    record: dict[str, Any]  # What config.json says about the layer
+    # Relative Frobenius error of the weight, 0 if nothing is rounded
     error: float = 0.0
 
 
 def packed_target(weight: StoredWeight | PackedLayer) -> Written:
-    """Returns a weight in our packed layout, exactly.
-
-    Raises:
-        ValueError: If our kernels have no such format.
-    """
+    """Returns a weight in our packed layout, exactly."""
     packed = weight.packed()
     arrays = {"words": packed.words, "packed_scales": packed.scales}
     if packed.global_scale is not None:
@@ -61,9 +52,6 @@ def mlx_target(weight: StoredWeight | PackedLayer) -> Written:
 
     Zero points become biases, and super-blocks get float32 scales. A bias is rounded if
     the product of scale and zero point has more digits than the scales' dtype.
-
-    Raises:
-        ValueError: If MLX has no such format.
     """
     if isinstance(weight, PackedLayer):
         weight = weight.stored()

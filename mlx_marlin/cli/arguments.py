@@ -21,13 +21,7 @@ FORMAT = ("mode", "bits", "group_size")
 def add_format(
     group: "argparse._ActionsContainer", modes: Sequence[str] = MODES, default: str = ""
 ) -> None:
-    """Adds the options of `FORMAT`; they are None if they are not given.
-
-    Args:
-        group: The parser or group.
-        modes: Modes that can be chosen.
-        default: Further words on the defaults.
-    """
+    """Adds the options of `FORMAT`; they are None if they are not given."""
     group.add_argument("--mode", choices=modes, help=f"default: affine{default}")
     group.add_argument("--bits", type=int, help="bits of a code; default: the mode's")
     group.add_argument("--group-size", type=int, help=f"default: the mode's{default}")
@@ -45,13 +39,7 @@ def add_dtype(group: "argparse._ActionsContainer", default: str = "float16") -> 
 def add_layout(
     group: "argparse._ActionsContainer", *more: str, default: str = "that of `optimize`"
 ) -> None:
-    """Adds `--layout`, which is None if it is not given.
-
-    Args:
-        group: The parser or group.
-        *more: Values besides the layouts.
-        default: The default, in words.
-    """
+    """Adds `--layout`, which is None if it is not given."""
     group.add_argument(
         "--layout",
         choices=(*LAYOUTS, *more),
@@ -93,19 +81,7 @@ def device(name: str | None, cores: int | None = None) -> PlanningDevice:
 def problem(
     args: argparse.Namespace, m: int, n: int, k: int, layout: str, **more: Any
 ) -> Problem:
-    """Returns a product in the format and with the dtype that the options choose.
-
-    Args:
-        args: The arguments.
-        m: Rows of the activations.
-        n: Rows of the weight.
-        k: Columns of the weight.
-        layout: Layout of the weight.
-        **more: Further arguments of `problem_of`.
-
-    Raises:
-        ValueError: If it is not supported.
-    """
+    """Returns a product in the format and with the dtype that the options choose."""
     return problem_of(
         *(m, n, k),
         mode=args.mode or "affine",
@@ -128,25 +104,13 @@ def refuse_format_of_model(args: argparse.Namespace, name: str) -> None:
 
 
 def check_range(option: str, value: float, least: float, most: float) -> None:
-    """Refuses a number that is out of range.
-
-    Raises:
-        ValueError: If the value is not from `least` to `most`.
-    """
+    """Refuses a number that is out of range."""
     if not least <= value <= most:
         raise ValueError(f"{option} {value:.12g}, expected {least:.12g} to {most:.12g}")
 
 
 def numbers(text: str, option: str = "--rows") -> list[int]:
-    """Parses positive integers, such as "1,4,8".
-
-    Args:
-        text: The numbers.
-        option: The option that has them, for messages.
-
-    Raises:
-        ValueError: If a number is not a positive decimal integer.
-    """
+    """Parses positive integers, such as "1,4,8"."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
         raise ValueError(f"{option} {text!r}, expected numbers such as 1,2,4,8")
@@ -168,15 +132,7 @@ def shape(text: str) -> tuple[int | None, int, int] | None:
 
 
 def product(text: str, option: str = "") -> tuple[int, int, int]:
-    """Returns m, n and k of a shape.
-
-    Args:
-        text: The shape, such as "8x4096x4096" or "8,4096,4096".
-        option: The option that has it, for messages.
-
-    Raises:
-        ValueError: If it is not a shape with m.
-    """
+    """Returns m, n and k of a shape."""
     m, n, k = shape(text) or (None, 0, 0)
     if m is None:
         where = f"{option} {text!r}".strip()

@@ -111,11 +111,7 @@ def _remove_files(args: argparse.Namespace) -> int | None:
 
 
 def size(text: str) -> int:
-    """Parses a size such as 500MB, 1.5 GiB or 4096.
-
-    Raises:
-        ValueError: If it is not a size.
-    """
+    """Parses a size such as 500MB, 1.5 GiB or 4096."""
     found = SIZE.fullmatch(text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ValueError(f"--limit {text!r}, expected a size such as 500MB or 2GiB")
@@ -139,13 +135,6 @@ def clear(name: str) -> int:
     """Removes one folder of the cache or all, and returns the number of files removed.
 
     Of a folder that is a link, the link alone is removed.
-
-    Args:
-        name: Name of the folder, or `ALL`.
-
-    Raises:
-        OSError: If the cache or a folder belongs to another user.
-        ValueError: If there is no folder of that name, or the cache is a link.
     """
     folders = {path.name: path for path in _folders()}
     if name != ALL and name not in folders:
@@ -170,12 +159,7 @@ def _check_owner(path: Path) -> None:
 
 
 def forget(kernel: str) -> int:
-    """Removes the verdicts on a kernel, and returns their number.
-
-    Raises:
-        OSError: If one cannot be removed.
-        ValueError: If there is none.
-    """
+    """Removes the verdicts on a kernel, and returns their number."""
     from mlx_marlin.guard import verdicts
 
     try:
@@ -189,12 +173,7 @@ def shrink(limit: int) -> int:
 
     The modification time of a kernel's file is that of its last use.
 
-    Args:
-        limit: Maximum bytes of the remaining kernels.
-
-    Raises:
-        OSError: If a folder of kernels belongs to another user.
-        ValueError: If a folder of kernels is a link.
+    `limit`: maximum bytes of the remaining kernels.
     """
     removed = 0
     total = 0

@@ -23,25 +23,15 @@ CONTENTS = {
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """A folder of the cache.
+    """A folder of the cache."""
 
-    Attributes:
-        name: Name of the folder.
-        path: Path of the folder.
-        contents: Description of its contents, or "".
-        files: Number of files, including those in subfolders.
-        bytes: Total size of the files.
-        rights: Its access rights; None if it does not exist.
-        problem: Why it cannot be used, or None.
-    """
-
-    name: str
-    path: str
-    contents: str
-    files: int
-    bytes: int
-    rights: str | None
-    problem: str | None
+    name: str  # Name of the folder
+    path: str  # Path of the folder
+    contents: str  # Description of its contents, or ""
+    files: int  # Number of files, including those in subfolders
+    bytes: int  # Total size of the files
+    rights: str | None  # Its access rights; None if it does not exist
+    problem: str | None  # Why it cannot be used, or None
 
 
 def listed() -> list[CacheFolder]:
@@ -107,15 +97,7 @@ def _refuses_files(path: Path) -> str | None:
 
 
 def check_writable(folder: Path, prepare: Callable[[Path], Any]) -> None:
-    """Checks before measurements, which take minutes, that results can be kept.
-
-    Args:
-        folder: The folder of the results.
-        prepare: Creates it, and may return a context to write files in.
-
-    Raises:
-        OSError: If the folder cannot be written to, or is not trusted.
-    """
+    """Checks before measurements, which take minutes, that results can be kept."""
     try:
         with prepare(folder) or nullcontext():
             tempfile.TemporaryFile(dir=folder).close()

@@ -85,14 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts, and prints what became of the parameters.
-
-    Raises:
-        ImportError: If mlx-lm cannot be imported, or --requantize needs the package
-            gguf, which cannot.
-        OSError: If a file cannot be read or written.
-        ValueError: If an argument is not valid, or a weight cannot be represented.
-    """
+    """Converts, and prints what became of the parameters."""
     requantize, quantization = _requantization(args), _quantization(args)
     conversion, sources = _modules()
     conversion.check(args.destination, args.layout, args.only)
@@ -204,12 +197,7 @@ def _summary(rows: "list[Row]", args: argparse.Namespace) -> str:
 
 
 def _plain(rows: "list[Row]", is_asked: bool) -> Iterator[str]:
-    """Yields lines that say which weights of layers stay plain, and why.
-
-    Args:
-        rows: The parameters.
-        is_asked: Whether an option asks for a quantization.
-    """
+    """Yields lines that say which weights of layers stay plain, and why."""
     if all(row.source == row.target for row in rows):
         options = " or ".join(f"--{name.replace('_', '-')}" for name in QUANTIZATION)
         without = "" if is_asked else f": plain weights stay plain without {options}"

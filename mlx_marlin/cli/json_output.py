@@ -16,12 +16,7 @@ STDOUT = Path("-")
 
 
 def add_option(parser: "argparse._ActionsContainer", *aliases: str) -> None:
-    """Adds the option.
-
-    Args:
-        parser: The parser or group.
-        aliases: Other names of the option.
-    """
+    """Adds the option."""
     parser.add_argument(
         OPTION,
         *aliases,
@@ -40,11 +35,7 @@ def is_printed(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def instead_of_text(args: argparse.Namespace) -> Iterator[None]:
-    """Checks the file of the option; prints JSON alone if there is none.
-
-    Raises:
-        ValueError: If the file cannot be written.
-    """
+    """Checks the file of the option; prints JSON alone if there is none."""
     path = getattr(args, "json", None)
     if path is None or path != STDOUT:
         if path is not None:
@@ -62,11 +53,7 @@ def write(args: argparse.Namespace, value: Any) -> None:
 
 
 def write_text(args: argparse.Namespace, text: str) -> None:
-    """Writes a JSON text, if the option is given.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Writes a JSON text, if the option is given."""
     if is_printed(args):
         args.json_text = text
     elif args.json is not None:

@@ -66,15 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a command of mlx-lm, and returns its exit status.
-
-    Raises:
-        ImportError: If mlx-lm cannot be imported.
-        SystemExit: If the command ends so; its status is unchanged.
-        OSError: If the model is not there.
-        ValueError: If mlx-lm has no such command, `MLX_MARLIN_OPTIONS` is malformed, or
-            the model cannot be loaded.
-    """
+    """Runs a command of mlx-lm, and returns its exit status."""
     if args.lookup and args.lm_command not in GENERATE:
         raise ValueError(
             f"lm: --lookup {args.lm_command}, expected one of {', '.join(GENERATE)}, "
@@ -117,12 +109,7 @@ def _functions(error: Exception) -> Iterator[CodeType]:
 
 
 def _called(command: str | None, arguments: Sequence[str], model: str | None) -> int:
-    """Calls mlx-lm's command line, and returns the exit status.
-
-    Raises:
-        ValueError: If mlx-lm has no such command, or the model that the arguments name
-            cannot be loaded.
-    """
+    """Calls mlx-lm's command line, and returns the exit status."""
     from mlx_lm import cli
 
     main: Any = cli.main  # which has no annotations

@@ -84,11 +84,7 @@ CLOSED_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns its exit status.
-
-    Args:
-        argv: The arguments after the program name; default: those of the process.
-    """
+    """Runs a command and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     terminal.replace_unknown_characters()
     try:

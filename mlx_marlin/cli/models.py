@@ -44,31 +44,14 @@ def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
 
 
 def check(name: str) -> None:
-    """Looks for a model before anything is imported that takes seconds, and says so.
-
-    Args:
-        name: As for `load`.
-
-    Raises:
-        OSError: If there is no such model on this machine, and it cannot be on the
-            Hugging Face Hub.
-        ValueError: If a file of it cannot be read.
-    """
+    """Looks for a model before anything is imported that takes seconds, and says so."""
     is_remote = check_name(name)
     where = "from the Hugging Face Hub, it is not on this machine" if is_remote else ""
     terminal.print_note(f"loading {name} {where}".rstrip())
 
 
 def downloaded(name: str) -> Path:
-    """Returns a model's folder or file, which is downloaded if it is not here.
-
-    Args:
-        name: As for `load`.
-
-    Raises:
-        OSError: As for `check`.
-        ValueError: If it cannot be downloaded.
-    """
+    """Returns a model's folder or file, which is downloaded if it is not here."""
     if check_name(name):
         check(name)
     if Path(name).exists():
@@ -82,14 +65,7 @@ def downloaded(name: str) -> Path:
 
 
 def clock(seconds: float) -> "Clock":
-    """Returns the clock of this machine.
-
-    Args:
-        seconds: Measuring time of a problem.
-
-    Raises:
-        ValueError: If this machine cannot measure.
-    """
+    """Returns the clock of this machine."""
     from mlx_marlin.backends import devices, selection, tuned_results
     from mlx_marlin.measure import clocks
     from mlx_marlin.products import eligibility
@@ -108,18 +84,7 @@ def load_lazily(name: str) -> Any:
 
 
 def products(name: str, layouts: Sequence[str]) -> "tuple[Counter[Problem], int]":
-    """Returns the products of a model's layers, whose weights are not read.
-
-    Args:
-        name: As for `load`.
-        layouts: Layouts of the weights.
-
-    Returns:
-        As `model_products.single_products`.
-
-    Raises:
-        ValueError: If the model cannot be loaded, or no layer has a supported format.
-    """
+    """Returns the products of a model's layers, whose weights are not read."""
     from mlx_marlin.lm.race import model_products
 
     counts, others = model_products.single_products(load_lazily(name), layouts)
@@ -134,16 +99,7 @@ def products(name: str, layouts: Sequence[str]) -> "tuple[Counter[Problem], int]
 def problems(
     name: str, counts: Sequence[int], layout: str | None = None
 ) -> list[Problem]:
-    """Returns the problems of a model's layers.
-
-    Args:
-        name: As for `load`.
-        counts: Rows of the activations.
-        layout: Layout of the weights. Default: that which `optimize` uses.
-
-    Raises:
-        ValueError: As for `products`.
-    """
+    """Returns the problems of a model's layers."""
     from mlx_marlin.backends import selection
 
     found, _ = products(name, [layout or selection.traits().default_layout])

@@ -25,11 +25,7 @@ def replace_unknown_characters() -> None:
 
 
 def flush() -> None:
-    """Writes buffered output.
-
-    Raises:
-        BrokenPipeError: If the reader has closed the pipe.
-    """
+    """Writes buffered output."""
     for stream in _streams():
         stream.flush()
 

@@ -53,13 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verifies a model and prints a line for each layer.
-
-    Raises:
-        ImportError: If mlx-lm cannot be imported.
-        OSError: If a file cannot be read or written.
-        ValueError: If an argument is not valid, or a file is malformed.
-    """
+    """Verifies a model and prints a line for each layer."""
     rows = arguments.numbers(args.rows) if args.rows else ROWS
     for name in filter(None, (args.model, args.against)):
         check_location(Path(name))

@@ -23,9 +23,6 @@ def is_on() -> bool:
 
     They are not if the device is missing, where graphs can be built and exported but
     not run.
-
-    Raises:
-        ValueError: If `MLX_MARLIN_GUARD` is neither 0 nor 1.
     """
     setting = os.environ.get(ENVIRONMENT, "")
     if setting not in ("", "0", "1"):
@@ -94,12 +91,7 @@ def verdict_of(plan: Any) -> "Verdict":
 
 
 def condemn(plan: Any, fault: str) -> None:
-    """Records that a plan's kernels gave a wrong result, and warns.
-
-    Args:
-        plan: The plan whose result was wrong.
-        fault: What was wrong.
-    """
+    """Records that a plan's kernels gave a wrong result, and warns."""
     if is_on():
         from mlx_marlin.guard import checks
 

@@ -15,11 +15,7 @@ from mlx_marlin.weights.formats import TILE_N
 
 
 def fault_of(plan: GatherPlan) -> str | None:
-    """Returns how the result of a small plan differs from its known answer, or None.
-
-    Args:
-        plan: A plan of few pairs; its kernel runs once.
-    """
+    """Returns how the result of a small plan differs from its known answer, or None."""
     problem, gather = plan.problem, plan.gather
     rows = problem.m // plan.pairs_per_row if plan.pairs_per_row else problem.m + 1
     x = operands.activations(problem, (rows, problem.k))

@@ -37,9 +37,6 @@ def fault_of(plan: object) -> str | None:
     several groups and, if the plan splits tiles, several splits. Results are compared
     with float64. Then one row of x becomes NaN, and all other rows of the result must
     stay bitwise equal.
-
-    Args:
-        plan: The plan to check; the call compiles its kernels.
     """
     raise TypeError(f"no known answer of {plan!r}")
 

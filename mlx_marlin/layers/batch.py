@@ -14,9 +14,6 @@ class BatchLayer(GuardedParameters):
 
     With `layout="mlx"` they are mlx-lm's own. With `layout="marlin"` they are `words`
     and `packed_scales`; reading `weight`, `scales` or `biases` unpacks them.
-
-    Attributes:
-        layout: "mlx" or "marlin".
     """
 
     stock: type[nn.Module]
@@ -28,13 +25,7 @@ class BatchLayer(GuardedParameters):
     def from_quantized(
         cls, layer: Any, *, layout: str = "mlx", invariant: bool = False
     ) -> Self:
-        """Returns a layer with the parameters of mlx-lm's, or of another package's.
-
-        Args:
-            layer: The layer, which is not changed.
-            layout: "mlx" shares the layer's arrays; "marlin" packs them.
-            invariant: Whether a row's bits must not depend on the other rows.
-        """
+        """Returns a layer with the parameters of mlx-lm's, or of another package's."""
         is_marlin = isinstance(layer, cls)
         keeps_packed = is_marlin and layout == layer.layout == "marlin"
         given = layer.to_stock() if is_marlin and not keeps_packed else layer
@@ -55,9 +46,6 @@ class BatchLayer(GuardedParameters):
         If the layer comes from another package's, it is of that class.
 
         A zero point becomes a bias, rounded to the scales' dtype.
-
-        Raises:
-            ValueError: If MLX has no such group size.
         """
         layer = self._in_mlxs_layout(self._stock or self.stock)
         if layer is None:
@@ -68,11 +56,8 @@ class BatchLayer(GuardedParameters):
 
 
 def as_batch(packed: PackedWeight, axis: str) -> PackedWeight:
-    """Returns packed weights [..., n, k], if they are one batch without a global scale.
-
-    Raises:
-        ValueError: If they are not; the message names the axis.
-    """
+    """Returns packed weights [..., n, k], if they are one batch without a global
+    scale."""
     if len(packed.batch) != 1 or packed.global_scale is not None:
         raise ValueError(
             f"packed has batch={packed.batch} and global_scale="

@@ -18,10 +18,6 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
     It is a `QuantizedSwitchLinear`. With `layout="mlx"` it has the same parameters.
     With `layout="marlin"` its parameters are `words` and `packed_scales`; reading
     `weight`, `scales` or `biases` unpacks them.
-
-    Attributes:
-        layout: "mlx" or "marlin".
-        invariant: Whether a row's bits must not depend on the other rows.
     """
 
     stock = QuantizedSwitchLinear
@@ -30,12 +26,8 @@ class MarlinSwitchLinear(BatchLayer, QuantizedSwitchLinear):
     def from_packed(cls, packed: PackedWeight, bias: mx.array | None = None) -> Self:
         """Returns a layer with a batch of packed weights, in any of our formats.
 
-        Args:
-            packed: The weights [experts, n, k], without a global scale.
-            bias: Biases [experts, n], or None.
-
-        Raises:
-            ValueError: If the weights are no such batch, or the bias has another shape.
+        `packed`: the weights [experts, n, k], without a global scale.
+        `bias`: biases [experts, n], or None.
         """
         as_batch(packed, "experts")
         if bias is not None and bias.shape != (*packed.batch, packed.n):

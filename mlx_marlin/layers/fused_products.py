@@ -53,9 +53,7 @@ class FusedProducts(GuardedParameters):
     def parts(self, x: mx.array, sizes: tuple[int, ...]) -> tuple[mx.array, ...]:
         """Returns the product in parts, for a layer that joins several.
 
-        Args:
-            x: Activations [..., k].
-            sizes: Rows of each part, as for `linears`.
+        `x`: activations [..., k].
         """
         known = self._stock_calls
         cuts = known.get((x.shape, x.dtype, sizes)) if known else None
@@ -83,8 +81,7 @@ class FusedProducts(GuardedParameters):
         the planner decides, and leaves one row in MLX's layout to stock MLX. Otherwise
         the result is rounded three times, as by separate layers.
 
-        Args:
-            x: Activations [..., k].
+        `x`: activations [..., k].
         """
         fused = "bias" not in self and self._has_fused_kernels()
         y: Any = fused_linear(x, self._weight, GATED, ()) if fused else None
@@ -106,11 +103,7 @@ class FusedProducts(GuardedParameters):
         leave them to stock MLX; on CUDA, for a packed weight, up to 8 rows of 4096
         values, and fewer if they are longer.
 
-        Args:
-            x: Activations [..., k].
-            norm: The norm before the layer.
-            parts: Rows of each part, to return the result of `parts`.
-            gated: Whether to return the result of `gated`.
+        `x`: activations [..., k].
         """
         bias: mx.array | None = self.get("bias")
         if self._takes(norm, x) and not (gated and bias is not None):
@@ -140,23 +133,10 @@ class FusedProducts(GuardedParameters):
         multiple of 64 features, with norms up to 256 features. For more than 128 rows,
         MLX multiplies by the decoded weight, normalizes and rotates.
 
-        Args:
-            x: Activations [..., k]; every row is the next token of a stream.
-            norm: The norm before the layer.
-            rotation: How the heads are rotated.
-            parts: Rows of each part; empty for one result.
-            positions: Position of each row, int32 [m]; or int32 of any length, whose
-                first element is the position of all rows.
-            freqs: As in `Rotation`, float32 [features / 2].
-            norms: Weights [features] of the heads' RMSNorms, in the dtype of x.
-
-        Returns:
-            The heads [m, heads, 1, features] of each part; None if no kernel rotates
-            them, or a separate rope is faster.
-
-        Raises:
-            ValueError: If positions, freqs or norms do not fit the rotation, or the
-                weight does not consist of whole heads.
+        `x`: activations [..., k]; every row is the next token of a stream.
+        `positions`: position of each row, int32 [m]; or int32 of any length, whose
+        first element is the position of all rows.
+        `norms`: weights [features] of the heads' RMSNorms, in the dtype of x.
         """
         check_rotation(x.size // x.shape[-1], rotation, positions, freqs, norms)
         if not self._may_fuse(x) or any(weight.dtype != x.dtype for weight in norms):
@@ -195,8 +175,7 @@ class FusedProducts(GuardedParameters):
     def halves(self, x: mx.array) -> Iterable[mx.array]:
         """Returns both halves of the product, such as gate and up.
 
-        Args:
-            x: Activations [..., k]. For one row, both results are parts of one array.
+        `x`: activations [..., k]. For one row, both results are parts of one array.
         """
         if x.size == x.shape[-1] and not self.invariant:
             return mx.split(self(x), 2, axis=-1)

@@ -115,12 +115,7 @@ class GuardedParameters(RefusingModule):
         global_scale: mx.array | None = None,
         codebook: mx.array | None = None,
     ) -> None:
-        """Packs the layer's arrays, which are in MLX's layout, in place.
-
-        Args:
-            global_scale: As in `PackedWeight`.
-            codebook: As in `PackedWeight`.
-        """
+        """Packs the layer's arrays, which are in MLX's layout, in place."""
         format = {name: getattr(self, name) for name in ("group_size", "bits", "mode")}
         packed = pack(
             *self.native(), global_scale=global_scale, codebook=codebook, **format
@@ -224,10 +219,6 @@ class GuardedParameters(RefusingModule):
 
         `state.reset` drops it too. The value must not hold parameters, because
         `mx.compile` replaces them unnoticed.
-
-        Args:
-            call: Everything that decides who serves.
-            known: A value for the next such call.
         """
         calls = self._stock_calls
         if len(calls) >= MOST_CALLS:

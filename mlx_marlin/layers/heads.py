@@ -23,11 +23,6 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):
 
     Products that are not transposed make keys of latents: they are part of attention,
     which is MLX's also in an invariant model.
-
-    Attributes:
-        layout: "mlx" or "marlin".
-        invariant: Whether a row's bits, in a transposed product, must not depend on the
-            other rows.
     """
 
     stock = QuantizedMultiLinear
@@ -36,20 +31,14 @@ class MarlinMultiLinear(BatchLayer, QuantizedMultiLinear):
     def from_packed(cls, packed: PackedWeight) -> Self:
         """Returns a layer with a batch of packed weights, in any of our formats.
 
-        Args:
-            packed: The weights [heads, n, k], without a global scale.
-
-        Raises:
-            ValueError: If the weights are no such batch.
+        `packed`: the weights [heads, n, k], without a global scale.
         """
         return cls._of_packed(as_batch(packed, "heads"))
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """Returns the products of the heads' rows.
 
-        Args:
-            x: Rows [..., heads or 1, rows, k], or [..., n] if not transposed.
-            transpose: Whether the product is x @ w.T or x @ w.
+        `x`: rows [..., heads or 1, rows, k], or [..., n] if not transposed.
         """
         invariant = self.invariant and transpose
         weight = self.packed or native_weight(self)

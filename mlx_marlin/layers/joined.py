@@ -19,12 +19,8 @@ NOTHING: Kept = (None, [], {})
 
 
 class Joined:
-    """The product of several layers, kept until all of them have returned their part.
-
-    Args:
-        layer: One layer with the rows of all.
-        sizes: Output features of the layers.
-    """
+    """The product of several layers, kept until all of them have returned their
+    part."""
 
     def __init__(self, layer: MarlinLinear, sizes: Sequence[int]) -> None:
         self.layer = layer
@@ -151,17 +147,7 @@ def can_join(layers: Sequence[nn.Module]) -> bool:
 
 
 def join(layers: Sequence[MarlinLinear]) -> list[MarlinPart]:
-    """Joins several layers to one product, exactly.
-
-    Args:
-        layers: 2 to 6 layers with the same input, which are not changed.
-
-    Returns:
-        The replacement of each layer.
-
-    Raises:
-        ValueError: If the layers differ in more than their rows.
-    """
+    """Joins several layers to one product, exactly."""
     if not can_join(layers):
         given = ", ".join(str(layer) for layer in layers)
         raise ValueError(

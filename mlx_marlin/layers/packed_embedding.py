@@ -17,14 +17,6 @@ class PackedEmbedding(GuardedParameters):
 
     Looking up a row decodes that row alone. A tied output head, `as_linear`, runs on
     our kernels. Its parameters are `words` and `packed_scales`.
-
-    Attributes:
-        group_size (int): Weights that share a scale.
-        bits (int): Bits of a code.
-        mode (str): Quantization scheme.
-        dtype (mx.Dtype): Dtype of the rows that are looked up.
-        invariant (bool): Whether a row's bits in the output head must not depend on the
-            number of rows.
     """
 
     is_packed_only = True
@@ -36,15 +28,7 @@ class PackedEmbedding(GuardedParameters):
     ) -> Self:
         """Returns an embedding with a packed weight.
 
-        Args:
-            packed: The weight [n, k], without a global scale.
-            dtype: Dtype of the rows that are looked up; each is rounded once.
-            invariant: Whether a row's bits in the output head must not depend on the
-                number of rows.
-
-        Raises:
-            TypeError: If `packed` is not a `PackedWeight`.
-            ValueError: If it is a batch or has a global scale.
+        `packed`: the weight [n, k], without a global scale.
         """
         if not isinstance(packed, PackedWeight):
             raise TypeError(

@@ -14,14 +14,8 @@ class ReorderedLinear(RefusingModule):
     GPTQ with act-order quantizes the columns of a weight in the order of their
     importance, and its groups are runs of columns only in that order.
 
-    Args:
-        linear: The layer with its columns in the order of the groups; of experts all
-            columns are in one order.
-        input_order: int32 [k], a permutation: column i multiplies feature
-            `input_order[i]` of x.
-
-    Raises:
-        ValueError: If `input_order` is not a permutation of k features.
+    `input_order`: int32 [k], a permutation: column i multiplies feature
+    `input_order[i]` of x.
     """
 
     def __init__(self, linear: Any, input_order: mx.array) -> None:
@@ -39,13 +33,7 @@ class ReorderedLinear(RefusingModule):
         self.freeze()
 
     def __call__(self, x: mx.array, *args: Any, **options: Any) -> mx.array:
-        """Returns the product [..., n] of x [..., k], plus the bias if any.
-
-        Args:
-            x: Activations.
-            *args: What the inner layer takes beside them.
-            **options: Likewise.
-        """
+        """Returns the product [..., n] of x [..., k], plus the bias if any."""
         own = mx.take(x, self["input_order"], axis=-1)
         y: mx.array = self.linear(own, *args, **options)
         return y

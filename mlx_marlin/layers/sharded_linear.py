@@ -14,11 +14,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 
 
 class _ShardedLinear(MarlinLinear):
-    """A machine's part of a linear layer.
-
-    Attributes:
-        group: The machines that share the layer.
-    """
+    """A machine's part of a linear layer."""
 
     @classmethod
     def from_quantized(

@@ -20,17 +20,11 @@ PREPARED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """Generated tokens and their times.
+    """Generated tokens and their times."""
 
-    Attributes:
-        tokens: Of each step, the new token of each stream.
-        prompt_seconds: Seconds until the first step is done.
-        step_seconds: Mean seconds of a step after the first `PREPARED`.
-    """
-
-    tokens: Tokens
-    prompt_seconds: float
-    step_seconds: float
+    tokens: Tokens  # Of each step, the new token of each stream
+    prompt_seconds: float  # Seconds until the first step is done
+    step_seconds: float  # Mean seconds of a step after the first `PREPARED`
 
     @property
     def rate(self) -> float:
@@ -39,29 +33,14 @@ class Decoded:
 
 
 def random_prompts(streams: int, length: int, vocabulary: int) -> Prompts:
-    """Returns prompts of random tokens, which are the same in each call.
-
-    Args:
-        streams: Number of prompts.
-        length: Tokens of each.
-        vocabulary: Upper bound of a token, exclusive.
-    """
+    """Returns prompts of random tokens, which are the same in each call."""
     drawn = mx.random.randint(0, vocabulary, (streams, length), key=mx.random.key(0))
     prompts: Prompts = drawn.tolist()  # type: ignore[assignment]
     return prompts
 
 
 def steps(model: nn.Module, prompts: Prompts, new: int) -> Iterator[list[int]]:
-    """Generates greedily, all streams at once.
-
-    Args:
-        model: An mlx-lm model.
-        prompts: Prompts of equal length.
-        new: Steps that the caller takes.
-
-    Yields:
-        The new token of each stream, after one step of all of them.
-    """
+    """Generates greedily, all streams at once."""
     # Never the last step: mlx-lm takes a finished stream's cache out there.
     most = new + 2
     if len(prompts) == 1:
@@ -85,16 +64,7 @@ def steps(model: nn.Module, prompts: Prompts, new: int) -> Iterator[list[int]]:
 
 
 def decode(model: nn.Module, prompts: Prompts, new: int) -> Decoded:
-    """Generates greedily and times the prompt and the steps.
-
-    Args:
-        model: An mlx-lm model.
-        prompts: Prompts of equal length.
-        new: Tokens to generate for each prompt, more than `PREPARED`.
-
-    Raises:
-        RuntimeError: If mlx-lm does not generate that many tokens.
-    """
+    """Generates greedily and times the prompt and the steps."""
     stepping = islice(steps(model, prompts, new), new)
     begun = time.perf_counter()
     tokens = [*islice(stepping, 1)]

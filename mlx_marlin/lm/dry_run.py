@@ -26,24 +26,16 @@ BLOCK_HEADS = ("block", "count", "is", "optimize", "why not")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutcome:
-    """What `optimize` does with a layer.
+    """What `optimize` does with a layer."""
 
-    Attributes:
-        name: The path of the layer.
-        layer: The name of its class.
-        is_converted: Whether `optimize` converts it, or has done so.
-        layout: The layout that the weight has then; None if it is not converted.
-        reason: Why it stays as it is, or becomes MLX's layer again; None if it is
-            converted.
-        is_restored: Whether `optimize` converts it back to MLX's layer.
-    """
-
-    name: str
-    layer: str
-    is_converted: bool
+    name: str  # The path of the layer
+    layer: str  # The name of its class
+    is_converted: bool  # Whether `optimize` converts it, or has done so
+    # The layout that the weight has then; None if it is not converted
     layout: str | None = None
+    # Why it stays as it is, or becomes MLX's layer again; None if it is converted
     reason: str | None = None
-    is_restored: bool = False
+    is_restored: bool = False  # Whether `optimize` converts it back to MLX's layer
 
     @property
     def action(self) -> str:
@@ -55,17 +47,11 @@ class LayerOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOutcome:
-    """What `trace=True` does with a decoder block.
+    """What `trace=True` does with a decoder block."""
 
-    Attributes:
-        name: The path of the block.
-        block: The name of its class.
-        reason: Why it runs its own code; None if it is traced.
-    """
-
-    name: str
-    block: str
-    reason: str | None = None
+    name: str  # The path of the block
+    block: str  # The name of its class
+    reason: str | None = None  # Why it runs its own code; None if it is traced
 
     @property
     def action(self) -> str:
@@ -157,11 +143,8 @@ def dry_run(
 ) -> DryRun:
     """Returns what a recipe does with each layer of a model. Changes nothing.
 
-    Args:
-        model: The model.
-        recipe: The recipe.
-        float16: What `compute="float16"` converts.
-        tracing: The module that traces blocks; None if there are none.
+    `float16`: what `compute="float16"` converts.
+    `tracing`: the module that traces blocks; None if there are none.
     """
     conversion, tuned = recipe.conversion, recipe.tuned
     # Whether a block can be traced depends on classes. Unpacked layers share arrays.

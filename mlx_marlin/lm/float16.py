@@ -20,15 +20,10 @@ _RECORD = "_float16_record"
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Elements of a parameter that bfloat16 cannot regain from float16.
+    """Elements of a parameter that bfloat16 cannot regain from float16."""
 
-    Attributes:
-        positions: Their positions in the flat array, of NumPy.
-        values: Their bfloat16 bits, of NumPy, uint16.
-    """
-
-    positions: Any
-    values: Any
+    positions: Any  # Their positions in the flat array, of NumPy
+    values: Any  # Their bfloat16 bits, of NumPy, uint16
 
 
 Record = dict[str, Rounded]
@@ -36,17 +31,12 @@ Record = dict[str, Rounded]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float16Outcome:
-    """What `optimize(compute="float16")` does with the parameters of a model.
+    """What `optimize(compute="float16")` does with the parameters of a model."""
 
-    Attributes:
-        arrays: Arrays that become float16.
-        elements: Their elements.
-        rounded: Elements that float16 does not hold exactly. Each is below 2^-17, and
-            is changed by at most 2^-25.
-    """
-
-    arrays: int
-    elements: int
+    arrays: int  # Arrays that become float16
+    elements: int  # Their elements
+    # Elements that float16 does not hold exactly. Each is below 2^-17, and is changed
+    # by at most 2^-25
     rounded: int
 
     def __str__(self) -> str:
@@ -76,13 +66,7 @@ def outcome_of(model: nn.Module) -> Float16Outcome:
 def use_float16(model: nn.Module, changes: Changes) -> None:
     """Converts the bfloat16 parameters of a model to float16, and runs a short prompt.
 
-    Args:
-        model: A model that `float16_check` accepts, without joined layers.
-        changes: Records the changes.
-
-    Raises:
-        ValueError: If the logits of the prompt are not finite, or are wider than those
-            of the model in bfloat16.
+    `model`: A model that `float16_check` accepts, without joined layers.
     """
     dtype = logits_dtype(model)
     record = vars(model).get(_RECORD) or {}
@@ -108,10 +92,6 @@ def give_back_bfloat16(model: nn.Module, changes: Changes) -> None:
 
     A parameter has the bits that it had, unless it was changed. Parameters of packed
     layers have other names than MLX's: call it before and after their conversion.
-
-    Args:
-        model: The model.
-        changes: Records the changes.
     """
     record: Record | None = vars(model).get(_RECORD)
     if record is None:
@@ -135,10 +115,6 @@ def drop_float16_record(model: nn.Module, changes: Changes) -> None:
 
     If another conversion has replaced them, as quantization does, the float16 arrays of
     the same layer are rounded to bfloat16, so that the layer computes in one dtype.
-
-    Args:
-        model: A model whose other parameters have been given back.
-        changes: Records the changes.
     """
     record: Record | None = vars(model).get(_RECORD)
     if record is None:

@@ -18,12 +18,7 @@ PROMPT = 16
 
 
 def check_compute(model: nn.Module, compute: str | None) -> None:
-    """Checks the option `compute`, and that a model's parameters fit it.
-
-    Raises:
-        ValueError: If `compute` is unknown, if the model is of a family that overflows
-            float16, or has a parameter that float16 does not hold.
-    """
+    """Checks the option `compute`, and that a model's parameters fit it."""
     if compute is None:
         return
     if compute not in COMPUTE:
@@ -100,13 +95,9 @@ def logits_dtype(model: nn.Module) -> mx.Dtype | None:
 def check_logits(model: nn.Module, before: mx.Dtype | None) -> None:
     """Checks the logits of a short prompt.
 
-    Args:
-        model: A model in float16.
-        before: The dtype that its logits had. None if it is not an mlx-lm model, which
-            is not checked.
-
-    Raises:
-        ValueError: If the logits are not finite, or were bfloat16 and are not float16.
+    `model`: A model in float16.
+    `before`: the dtype that its logits had. None if it is not an mlx-lm model, which is
+    not checked.
     """
     logits = None if before is None else _logits(model)
     if logits is None:

@@ -14,16 +14,7 @@ FUSIONS = {
 
 
 def fusions(fuse: Iterable[str] | None, trace: bool = True) -> frozenset[str]:
-    """Returns fusions by their names; None for those that a back end has by default.
-
-    Args:
-        fuse: Names in `FUSIONS`.
-        trace: Whether blocks are traced.
-
-    Raises:
-        ValueError: If `fuse` is a string or has another name, or if fusions are named
-            and blocks are not traced.
-    """
+    """Returns fusions by their names; None for those that a back end has by default."""
     if fuse is None:
         from mlx_marlin.backends import selection  # it imports MLX
 

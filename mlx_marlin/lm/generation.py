@@ -40,10 +40,6 @@ def models(load: Load, layout: str | None) -> dict[str, nn.Module]:
     """Returns the model as stock MLX runs it and with our kernels, by arm.
 
     Both share the arrays that `optimize` does not change.
-
-    Args:
-        load: Loads the model.
-        layout: As for `optimize`.
     """
     stock, ours = load(), load()
     ours.update(stock.parameters())
@@ -60,11 +56,7 @@ def name_of(model: str) -> str:
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Returns the number of tokens that a model's embedding has.
-
-    Raises:
-        ValueError: If the model has none.
-    """
+    """Returns the number of tokens that a model's embedding has."""
     for _, layer in model.named_modules():
         if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding):
             return int(layer.weight.shape[0])
@@ -78,18 +70,7 @@ def measure(
     prompt: int = PROMPT,
     new: int = NEW,
 ) -> Iterator[GenerationRow]:
-    """Times greedy generation; arms take turns.
-
-    Args:
-        name: Name of the model in the rows.
-        arms: The model of each arm.
-        streams: Numbers of prompts at a time.
-        prompt: Tokens of a prompt.
-        new: Tokens to generate for each, more than `PREPARED`.
-
-    Yields:
-        A row for each arm, after each number of streams.
-    """
+    """Times greedy generation; arms take turns."""
     tokens = vocabulary(next(iter(arms.values())))
     for count in streams:
         prompts = decoding.random_prompts(count, prompt, tokens)
@@ -123,14 +104,6 @@ def predict(
     """Predicts the rows of `measure` from the products of quantized layers alone.
 
     Attention, norms and the host are left out, so rates are upper bounds.
-
-    Args:
-        name: As for `measure`.
-        counts: How often each product occurs in a pass, with one row.
-        device: The Apple GPU to predict for.
-        streams: As for `measure`.
-        prompt: As for `measure`.
-        new: As for `measure`.
     """
     backend = registry.of_device(device)
     predictions: dict[str, Callable[[Problem], float]] = {
@@ -167,12 +140,6 @@ def first_tokens(
 
     The first prompt of a process compiles its kernels and runs the guard's checks that
     no earlier process has stored.
-
-    Args:
-        name: Name of the model in the rows.
-        load: Loads the model; must be importable, because another process calls it.
-        layout: As for `optimize`.
-        prompt: Tokens of the prompt.
     """
     context: Any = multiprocessing.get_context("spawn")
     for arm in (STOCK_MODEL, OURS):
@@ -192,14 +159,7 @@ def first_tokens(
 def cold_and_warm(
     load: Load, is_ours: bool, layout: str | None, prompt: int
 ) -> tuple[float, float]:
-    """Returns the seconds to the first token of this process, and of a later prompt.
-
-    Args:
-        load: Loads the model. The time that this takes is not part of the result.
-        is_ours: Whether our kernels serve.
-        layout: As for `optimize`.
-        prompt: Tokens of the prompt.
-    """
+    """Returns the seconds to the first token of this process, and of a later prompt."""
     model = load()
     mx.eval(model.parameters())
     if is_ours:

@@ -15,12 +15,7 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def join_layers(model: nn.Module, changes: Changes) -> None:
-    """Joins the layers with the same input whose formats are the same.
-
-    Args:
-        model: A model whose linear layers have been converted.
-        changes: Records the changes.
-    """
+    """Joins the layers with the same input whose formats are the same."""
     uses = Counter(id(child) for module in modules(model) for child in module.values())
     for module in modules(model):
         for names in SAME_INPUT:
@@ -33,12 +28,7 @@ def join_layers(model: nn.Module, changes: Changes) -> None:
 
 
 def separate_layers(model: nn.Module, changes: Changes) -> None:
-    """Replaces all parts of joined layers, also those in adapters, by layers.
-
-    Args:
-        model: The model.
-        changes: Records the changes.
-    """
+    """Replaces all parts of joined layers, also those in adapters, by layers."""
     groups: dict[int, dict[int, list[Position]]] = {}
     for container in containers(model):
         for key, child in entries(container):
@@ -50,12 +40,7 @@ def separate_layers(model: nn.Module, changes: Changes) -> None:
 
 
 def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
-    """Replaces the parts of one joined layer by layers.
-
-    Args:
-        positions: The positions of each part in the model, by the part's index.
-        changes: Records the changes.
-    """
+    """Replaces the parts of one joined layer by layers."""
     indices = sorted(positions)
     parts = [module_at(positions[index]) for index in indices]
     layers = separate(parts[0].shared)

@@ -104,11 +104,7 @@ def supports_experts(invariant: bool) -> bool:
 
 
 def supports_heads(invariant: bool) -> bool:
-    """Returns whether layers of several heads can be converted.
-
-    Args:
-        invariant: Whether they must be invariant.
-    """
+    """Returns whether layers of several heads can be converted."""
     # Heads keep MLX's layout by default, which only such a back end reads.
     return not invariant or selection.traits().default_layout == "mlx"
 

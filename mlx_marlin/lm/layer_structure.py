@@ -49,14 +49,7 @@ def structure_of(layer: nn.Module) -> str | None:
 def _computes(
     cls: type[nn.Module], call: Any, format: tuple[int, int, str], biased: bool
 ) -> str | None:
-    """Returns what the layers of a class are, by the results of a small one.
-
-    Args:
-        cls: The class.
-        call: Its `__call__`, which may have been replaced since another call.
-        format: Group size, bits and mode.
-        biased: Whether it has a bias.
-    """
+    """Returns what the layers of a class are, by the results of a small one."""
     try:
         kind = KINDS.get(tuple(inspect.signature(call).parameters)[2:])
         same = kind is not None and _is_stock_product(cls, kind, format, biased)

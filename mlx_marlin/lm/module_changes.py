@@ -60,14 +60,7 @@ class Changes:
         modules: Sequence[nn.Module],
         rebuild: Rebuild,
     ) -> None:
-        """Replaces modules.
-
-        Args:
-            positions: The positions of each replaced module.
-            modules: The replacements, as many as replaced modules.
-            rebuild: Returns modules equal to the replaced ones, given their
-                replacements.
-        """
+        """Replaces modules."""
         mx.eval([*modules])
         references = [ref(module_at(of_one)) for of_one in positions]
 

@@ -133,17 +133,9 @@ def resolve(
     Tuned settings are used if nothing is given that they, or the layers measured with
     them, depend on.
 
-    Args:
-        model: The model.
-        conversion: The options for single layers.
-        join: As for `optimize`, and so are the others.
-        trace: None for the default.
-        fuse: None for the default.
-        compute: None for the model's own dtype.
-        measure: As for `optimize`.
-
-    Raises:
-        ValueError: If `fuse` is invalid, or fusions are named and nothing is traced.
+    `trace`: none for the default.
+    `fuse`: none for the default.
+    `compute`: none for the model's own dtype.
     """
     named = {"join": join, "trace": trace, "fuse": fuse, "compute": compute}
     given = {name for name, value in named.items() if value is not None}

@@ -28,14 +28,6 @@ def keep_on_stock(model: nn.Module, names: Collection[str]) -> None:
 
     Joined layers are separated, and those that can be are joined again. If an error
     occurs, the model is left unchanged.
-
-    Args:
-        model: The model.
-        names: Paths of quantized layers.
-
-    Raises:
-        ValueError: If the model has no quantized layer of a name, or MLX has no such
-            layer.
     """
     with Changes() as changes:
         is_joined = any(isinstance(module, MarlinPart) for module in model.modules())
@@ -67,14 +59,6 @@ def record_stock_layers(folder: Path, names: Collection[str]) -> None:
 
     They become `config["mlx_marlin"]["stock_layers"]`. The file is replaced in one
     step, so that it is never incomplete.
-
-    Args:
-        folder: The checkpoint.
-        names: Paths of quantized layers in mlx-lm's model.
-
-    Raises:
-        OSError: If the file cannot be written.
-        ValueError: If config.json is malformed.
     """
     file = folder / "config.json"
     config = read_json(file)

@@ -27,15 +27,7 @@ def set_tracing(
     fuse: Iterable[str] = (),
     asked: bool = False,
 ) -> None:
-    """Traces a model's decoder blocks, or gives them back their own code.
-
-    Args:
-        model: The model.
-        trace: Whether to trace them.
-        changes: Records the changes.
-        fuse: The fusions that are on.
-        asked: Whether to warn if no block can be traced.
-    """
+    """Traces a model's decoder blocks, or gives them back their own code."""
     code = tracing_code(trace)
     if not trace and code is not None:
         code.untrace_blocks(model, changes)
@@ -80,11 +72,7 @@ def report_untraced(reason: str, blocks: str = "decoder blocks") -> None:
 
 
 def _warn_if_untraced(blocks: Sequence[tuple[str, str, str | None]]) -> None:
-    """Warns once per reason if none of a model's decoder blocks is traced.
-
-    Args:
-        blocks: The path and the class of each block, and why it is not traced.
-    """
+    """Warns once per reason if none of a model's decoder blocks is traced."""
     reasons = [reason for *_, reason in blocks]
     if None in reasons or has_warned(OTHER_VERSION):
         return  # one message says why

@@ -39,10 +39,6 @@ def run_once(model: nn.Module, rows: Sequence[int]) -> None:
 
     A model of mlx-lm is called with m tokens of one stream, and with one token of m
     streams. Of any other module, the converted layers are called one by one.
-
-    Args:
-        model: The converted model.
-        rows: Numbers of rows m.
     """
     if not rows:
         return
@@ -57,10 +53,6 @@ def compile_steps(steps: Iterable[Step], stages: Stages | None = None) -> None:
     """Compiles the kernels of calls that are not stored yet, several at a time.
 
     An interrupt ends the processes that compile.
-
-    Args:
-        steps: The calls, whose results are not evaluated.
-        stages: The bar to show it on. Default: one of its own.
     """
     with kernels.deferred() as compilations:
         for step in steps:

@@ -7,12 +7,7 @@ _warned: set[str] = set()
 
 
 def warn_once(cause: str, message: str) -> None:
-    """Gives a RuntimeWarning, unless the process has given one for the same cause.
-
-    Args:
-        cause: Identifies the warning.
-        message: Text of the warning, without the package's name.
-    """
+    """Gives a RuntimeWarning, unless the process has given one for the same cause."""
     if cause in _warned:
         return
     _warned.add(cause)

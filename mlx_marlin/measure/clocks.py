@@ -31,21 +31,14 @@ SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """A way to measure products.
+    """A way to measure products."""
 
-    Attributes:
-        name: Name of the clock in results.
-        measure: Measures all arms in chains of dependent products.
-        measure_independent: Measures all arms in products that may overlap.
-        weights: Returns the number of weights to measure a problem with.
-        times_stock: Whether it measures, so that it can time stock MLX too.
-    """
-
-    name: str
-    measure: Measure
-    measure_independent: Measure
+    name: str  # Name of the clock in results
+    measure: Measure  # Measures all arms in chains of dependent products
+    measure_independent: Measure  # Measures all arms in products that may overlap
+    # Returns the number of weights to measure a problem with
     weights: Callable[[Problem], int]
-    times_stock: bool
+    times_stock: bool  # Whether it measures, so that it can time stock MLX too
 
     def timing(self, spread: Spread) -> Timing:
         """Returns a spread as a row of a result file has it."""
@@ -59,15 +52,7 @@ class Clock:
 
 
 def clock_of(device: PlanningDevice, seconds: float = SECONDS) -> Clock:
-    """Returns the clock of the current back end.
-
-    Args:
-        device: The device that plans are made for.
-        seconds: Measuring time of a problem. The emulator ignores it.
-
-    Raises:
-        ValueError: If no back end can run our kernels on this machine.
-    """
+    """Returns the clock of the current back end."""
     missing = selection.missing()
     if missing is not None:
         raise ValueError(f"{missing}: nothing can be measured")
@@ -103,15 +88,7 @@ def wall_time(
     sampler: Sampler = timing.chain,
     rounds: int = timing.ROUNDS,
 ) -> dict[Key, Spread]:
-    """Measures the wall time of products in chains, or of independent ones.
-
-    Args:
-        products: The product of each arm.
-        inputs: The operands.
-        seconds: Measuring time of all arms together.
-        sampler: What measures a sample.
-        rounds: Least number of samples of an arm.
-    """
+    """Measures the wall time of products in chains, or of independent ones."""
     weights = cycle(inputs.weights)
     x = inputs.x
     for product in products.values():

@@ -16,11 +16,7 @@ SECONDS_FOR_GIT = 5.0
 
 
 def facts(device: PlanningDevice) -> MachineFacts:
-    """Returns the facts of this machine.
-
-    Args:
-        device: The device that plans are made for.
-    """
+    """Returns the facts of this machine."""
     backend = selection.backend()
     machine = tuned_results.machine(device, backend)
     is_on_gpu = backend in selection.ON_GPU

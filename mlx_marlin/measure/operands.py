@@ -28,20 +28,13 @@ error of about 1."""
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Operands:
-    """The arrays of a problem.
+    """The arrays of a problem."""
 
-    Attributes:
-        problem: The problem.
-        x: Activations [m, k].
-        native: The first weight in MLX's layout: codes, scales, and biases or zero
-            points.
-        weights: The weights in the problem's layout.
-    """
-
-    problem: Problem
-    x: mx.array
+    problem: Problem  # The problem
+    x: mx.array  # Activations [m, k]
+    # The first weight in MLX's layout: codes, scales, and biases or zero points
     native: Weight
-    weights: tuple[Weight, ...]
+    weights: tuple[Weight, ...]  # The weights in the problem's layout
 
 
 def weight_count(problem: Problem, device: PlanningDevice) -> int:
@@ -50,11 +43,7 @@ def weight_count(problem: Problem, device: PlanningDevice) -> int:
 
 
 def check(problem: Problem) -> None:
-    """Checks that stock MLX supports a problem's group size and has its scales.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Checks that stock MLX supports a problem's group size and has its scales."""
     if problem.global_scale:
         raise ValueError("plans are compared with stock MLX, which has no global scale")
     sizes = problem.format.group_sizes
@@ -66,15 +55,7 @@ def check(problem: Problem) -> None:
 
 
 def operands(problem: Problem, count: int) -> Operands:
-    """Returns operands with random values, which are the same in each call.
-
-    Args:
-        problem: The problem.
-        count: Number of weights.
-
-    Raises:
-        ValueError: As for `check`.
-    """
+    """Returns operands with random values, which are the same in each call."""
     check(problem)
     x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
     natives = [_native(problem, seed) for seed in range(1, count + 1)]

@@ -23,11 +23,8 @@ def as_name(text: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Returns a text without paths, user name and host name, in printable characters.
-
-    Args:
-        text: Any text, such as the message of an error.
-    """
+    """Returns a text without paths, user name and host name, in printable
+    characters."""
     home = _home()
     at_home = text.replace(home, "/home") if home else text  # it may have a space
     kept = PATH.sub("PATH", " ".join(at_home.split()))

@@ -36,44 +36,27 @@ DRIFT = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to compute a product.
+    """One way to compute a product."""
 
-    Attributes:
-        name: As in `ProductRow.arm`.
-        problem: The product, with the layout of the arm's weight.
-        product: Takes x, the weight in MLX's layout, and a packed one if there is one.
-        plan: The plan of a kernel of ours, or None.
-        handover: Why stock MLX would serve the call, or None.
-    """
-
-    name: str
-    problem: Problem
+    name: str  # As in `ProductRow.arm`
+    problem: Problem  # The product, with the layout of the arm's weight
+    # Takes x, the weight in MLX's layout, and a packed one if there is one
     product: Product
-    plan: Plan | None = None
-    handover: str | None = None
+    plan: Plan | None = None  # The plan of a kernel of ours, or None
+    handover: str | None = None  # Why stock MLX would serve the call, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Times of a product.
+    """Times of a product."""
 
-    Attributes:
-        rows: The times.
-        faults: What was left out because it is wrong or failed its check.
-        notes: What is doubtful.
-    """
-
-    rows: list[ProductRow]
-    faults: list[str]
-    notes: list[str]
+    rows: list[ProductRow]  # The times
+    faults: list[str]  # What was left out because it is wrong or failed its check
+    notes: list[str]  # What is doubtful
 
 
 def check(problem: Problem) -> None:
-    """Checks that stock MLX has a problem's format and our kernels support it.
-
-    Raises:
-        ValueError: If not.
-    """
+    """Checks that stock MLX has a problem's format and our kernels support it."""
     if problem.format.codes not in ("affine", "floating"):
         raise ValueError(
             f"mode={problem.mode!r} is not a mode of mx.quantized_matmul, with which "
@@ -97,14 +80,6 @@ def measure(
     """Times a product in all ways, in chains and independently.
 
     Arms whose product is wrong, or whose kernels fail the guard's check, are not timed.
-
-    Args:
-        problem: The product, without an epilogue; `check` must accept it.
-        device: The device that plans are made for.
-        clock: The clock.
-        layouts: Layouts in which our kernels read the weight.
-        staged: Also compare `gemm_register` with `gemm_staged` by buffers and loaders,
-            and with `gemm_tensor` if the device has tensor units, in the first layout.
     """
     native = replace(problem, layout="mlx")
     arms = [_ours(replace(problem, layout=layout), device) for layout in layouts]

@@ -30,43 +30,29 @@ MOST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of `make mac`.
+    """One stage of `make mac`."""
 
-    Attributes:
-        name: Its name.
-        status: One of `row_encoding.STATUSES`.
-        host_seconds: How long it took on the computer that ran it, compiling included;
-            never the time of a kernel.
-        detail: What failed or was counted, in a line.
-    """
-
-    name: str
-    status: str
+    name: str  # Its name
+    status: str  # One of `row_encoding.STATUSES`
+    # How long it took on the computer that ran it, compiling included; never the time
+    # of a kernel
     host_seconds: float = 0.0
-    detail: str = ""
+    detail: str = ""  # What failed or was counted, in a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFile:
-    """The content of a result file.
+    """The content of a result file."""
 
-    Attributes:
-        machine: The machine.
-        date: Day of the measurement, ISO 8601.
-        products: Times of products.
-        generation: Speeds of models.
-        first_tokens: Times to the first token.
-        stages: Stages of `make mac`; none if only `bench` was run.
-        notes: What was left out or is doubtful.
-    """
-
-    machine: MachineFacts
-    date: str
-    products: list[ProductRow] = field(default_factory=list)
-    generation: list[GenerationRow] = field(default_factory=list)
+    machine: MachineFacts  # The machine
+    date: str  # Day of the measurement, ISO 8601
+    products: list[ProductRow] = field(default_factory=list)  # Times of products
+    generation: list[GenerationRow] = field(default_factory=list)  # Speeds of models
+    # Times to the first token
     first_tokens: list[FirstTokenRow] = field(default_factory=list)
+    # Stages of `make mac`; none if only `bench` was run
     stages: list[Stage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # What was left out or is doubtful
 
     @property
     def is_measured(self) -> bool:
@@ -109,23 +95,14 @@ def text(result: ResultFile) -> str:
 
 
 def write(path: Path, result: ResultFile) -> None:
-    """Writes a result file, whole or not at all.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes a result file, whole or not at all."""
     part = path.with_name(path.name + ".part")
     regular_files.write(part, text(result))
     part.replace(path)
 
 
 def read(path: Path) -> ResultFile:
-    """Reads a result file.
-
-    Raises:
-        ValueError: If the file is not one that `write` can have written.
-        OSError: If it cannot be read.
-    """
+    """Reads a result file."""
     content = regular_files.read(path, MOST_BYTES)
     try:
         with regular_files.decoding():

@@ -70,16 +70,7 @@ def timing(found: Timing) -> dict[str, Any]:
 
 
 def decoded(type_: Any, data: Any, where: str) -> Any:
-    """Returns the value of a dataclass, or of a field's type, that `data` encodes.
-
-    Args:
-        type_: A dataclass, or the type of a field.
-        data: A value that was decoded from JSON.
-        where: Its place in the file, for messages.
-
-    Raises:
-        ValueError: If `data` does not encode such a value; the message says where.
-    """
+    """Returns the value of a dataclass, or of a field's type, that `data` encodes."""
     if is_dataclass(type_):
         return _dataclass(type_, data, where)
     if get_origin(type_) is list:

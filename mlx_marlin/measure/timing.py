@@ -39,19 +39,13 @@ LONG = 5e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median and interquartile range of samples.
+    """Median and interquartile range of samples."""
 
-    Attributes:
-        median: Their median.
-        range: Their interquartile range.
-        samples: Their number.
-        drift: Median of the second half over that of the first, minus 1: a chip that
-            slows down as it warms up has a positive drift.
-    """
-
-    median: float
-    range: float = 0.0
-    samples: int = 1
+    median: float  # Their median
+    range: float = 0.0  # Their interquartile range
+    samples: int = 1  # Their number
+    # Median of the second half over that of the first, minus 1: a chip that slows down
+    # as it warms up has a positive drift
     drift: float = field(default=0.0, compare=False)
 
     @staticmethod
@@ -85,9 +79,6 @@ def winner(spreads: Mapping[Key, Spread]) -> Key:
 
     The order decides among arms whose difference is within the noise. The choice of the
     cost model comes first, so it is replaced only by a plan that is reliably faster.
-
-    Args:
-        spreads: The measurements of at least one arm.
     """
     fastest = min(spreads.values(), key=lambda spread: spread.median)
     return next(key for key, spread in spreads.items() if not fastest.beats(spread))
@@ -101,15 +92,7 @@ def interleaved(
     seed: int = 0,
     now: Now = perf_counter,
 ) -> dict[Key, Spread]:
-    """Samples all arms once per round until the time is over.
-
-    Args:
-        arms: The arms to compare.
-        seconds: Time for all rounds.
-        least: Rounds that are made however long they take.
-        seed: Seed of the order in each round.
-        now: Clock that limits the rounds.
-    """
+    """Samples all arms once per round until the time is over."""
     draw = random.Random(seed)
     samples: dict[Key, list[float]] = {key: [] for key in arms}
     started = now()
@@ -133,16 +116,6 @@ def chain(
     Adding one column of the result to x is the cheapest dependency that the GPU has to
     wait for; `mx.depends` only orders the graph. Each sum starts from x, so that values
     do not grow.
-
-    Args:
-        product: The product to measure.
-        x: Activations.
-        weights: The weights of the products, in order.
-        length: Number of products.
-        now: Clock.
-
-    Returns:
-        Seconds per product, with its share of the evaluation's overhead.
     """
     latest = x
     for weight in islice(weights, length):

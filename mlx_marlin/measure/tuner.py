@@ -35,20 +35,14 @@ Tick = Callable[[], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of tuning a problem.
+    """Outcome of tuning a problem."""
 
-    Attributes:
-        arms: The measurements, with the cost model's choice first.
-        wrong: Plans that would have won, but whose product was wrong.
-        result: The result to store. None if the product of no plan was right, or the
-            times are noise.
-        failed: Plans that were not measured because their kernels failed the guard's
-            check.
-    """
-
-    arms: dict[Arm, Spread]
-    wrong: tuple[Plan, ...]
+    arms: dict[Arm, Spread]  # The measurements, with the cost model's choice first
+    wrong: tuple[Plan, ...]  # Plans that would have won, but whose product was wrong
+    # The result to store. None if the product of no plan was right, or the times are
+    # noise
     result: Result | None
+    # Plans that were not measured because their kernels failed the guard's check
     failed: tuple[Plan, ...] = ()
 
     @property
@@ -93,13 +87,7 @@ def why_not(problem: Problem, device: PlanningDevice) -> str | None:
 
 
 def shortlist(candidates: Sequence[Candidate], best: int = BEST) -> list[Plan]:
-    """Returns the plans to measure, in the order of the cost model.
-
-    Args:
-        candidates: The candidates of the cost model, the best one first.
-        best: Number of best candidates to return. The best candidate of each strategy
-            and of each kernel is returned in addition.
-    """
+    """Returns the plans to measure, in the order of the cost model."""
     seen: set[str] = set()
     plans = []
     for rank, candidate in enumerate(candidates):
@@ -115,11 +103,6 @@ def arms(problem: Problem, device: PlanningDevice, *, times_stock: bool) -> list
     """Returns the arms to compare for a problem, with the cost model's choice first.
 
     Stock MLX is one of them if it can serve the problem.
-
-    Args:
-        problem: The problem.
-        device: The device that plans are made for.
-        times_stock: Whether the clock can measure stock MLX.
     """
     choice = planner.compare(problem, device=device)
     plans: list[Arm] = [*shortlist(choice.candidates)]
@@ -136,12 +119,6 @@ def tune(
 
     Plans whose kernels fail the guard's check are not measured. A plan whose product is
     wrong is recorded as failed.
-
-    Args:
-        problem: The problem, without an epilogue.
-        device: The device that plans are made for.
-        clock: The clock.
-        tick: Called after each of the `steps`.
     """
     inputs = operands.operands(problem, clock.weights(problem))
     compared = arms(problem, device, times_stock=clock.times_stock)
@@ -170,12 +147,6 @@ def verdict(
 
     Stock MLX serves it if the plan is not faster by `timing.DRAW`, unless it would have
     to unpack the weight.
-
-    Args:
-        plan: The fastest plan.
-        spreads: The times of plans, and of stock MLX by None.
-        clock: Name of the clock.
-        is_final: Whether times that are noise count as equal.
     """
     ours, stock = spreads[plan], spreads.get(None)
     is_noise = ours.is_noisy or (stock is not None and stock.is_noisy)

@@ -31,24 +31,15 @@ REPACK_THREADS = 256
 
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
-    """The choice of experts from the logits of rows.
-
-    Attributes:
-        rows: Rows of logits.
-        dtype: Dtype of the logits.
-        experts: Logits of a row.
-        choices: Experts of a row.
-        of_all: Whether scores are the softmax over all experts, not over the chosen.
-        last: Whether the last of equal logits are chosen, not the first.
-    """
+    """The choice of experts from the logits of rows."""
 
     backend: ClassVar[str] = ""
-    rows: int
-    dtype: str
-    experts: int
-    choices: int
-    of_all: bool
-    last: bool
+    rows: int  # Rows of logits
+    dtype: str  # Dtype of the logits
+    experts: int  # Logits of a row
+    choices: int  # Experts of a row
+    of_all: bool  # Whether scores are the softmax over all experts, not over the chosen
+    last: bool  # Whether the last of equal logits are chosen, not the first
 
     @property
     def is_possible(self) -> bool:
@@ -68,20 +59,13 @@ class RoutePlan:
 
 @dataclass(frozen=True, slots=True)
 class CombinePlan:
-    """The sum of a residual and the results of a row's experts times their scores.
-
-    Attributes:
-        rows: Rows of the residual.
-        dtype: Dtype of the results.
-        n: Columns of a result.
-        choices: Results of a row.
-    """
+    """The sum of a residual and the results of a row's experts times their scores."""
 
     backend: ClassVar[str] = ""
-    rows: int
-    dtype: str
-    n: int
-    choices: int
+    rows: int  # Rows of the residual
+    dtype: str  # Dtype of the results
+    n: int  # Columns of a result
+    choices: int  # Results of a row
 
     @property
     def threads(self) -> int:
@@ -100,22 +84,14 @@ class CombinePlan:
 
 @dataclass(frozen=True, slots=True)
 class HeadsPlan:
-    """Norms and rotary embeddings of the heads of q and k.
-
-    Attributes:
-        heads: The heads.
-        dtype: Their dtype.
-        streams: Streams, each with its own tokens.
-        tokens: New tokens of a stream.
-        per_stream: Whether each stream has its own position.
-    """
+    """Norms and rotary embeddings of the heads of q and k."""
 
     backend: ClassVar[str] = ""
-    heads: Heads
-    dtype: str
-    streams: int
-    tokens: int
-    per_stream: bool
+    heads: Heads  # The heads
+    dtype: str  # Their dtype
+    streams: int  # Streams, each with its own tokens
+    tokens: int  # New tokens of a stream
+    per_stream: bool  # Whether each stream has its own position
 
     @property
     def threads(self) -> int:
@@ -131,20 +107,13 @@ class HeadsPlan:
 
 @dataclass(frozen=True, slots=True)
 class AddNormPlan:
-    """The sum of two rows and its RMSNorm.
-
-    Attributes:
-        rows: Rows that are added.
-        dtype: Their dtype.
-        n: Values of a row, at most `MOST_NORMED`.
-        epsilon: Epsilon of the norm.
-    """
+    """The sum of two rows and its RMSNorm."""
 
     backend: ClassVar[str] = ""
-    rows: int
-    dtype: str
-    n: int
-    epsilon: float
+    rows: int  # Rows that are added
+    dtype: str  # Their dtype
+    n: int  # Values of a row, at most `MOST_NORMED`
+    epsilon: float  # Epsilon of the norm
 
     @property
     def threadgroup(self) -> int:
@@ -160,24 +129,15 @@ class AddNormPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepackPlan:
-    """The conversion of codes between MLX's layout and packed tiles.
-
-    Attributes:
-        to: The layout of the result, "mlx" or "marlin".
-        batch: Leading dimensions of the weights.
-        n: Rows of a weight.
-        k: Columns of a weight.
-        bits: Bits of a code.
-        group_size: Weights along k that share a scale.
-    """
+    """The conversion of codes between MLX's layout and packed tiles."""
 
     backend: ClassVar[str] = ""
-    to: str
-    batch: tuple[int, ...] = ()
-    n: int
-    k: int
-    bits: int
-    group_size: int
+    to: str  # The layout of the result, "mlx" or "marlin"
+    batch: tuple[int, ...] = ()  # Leading dimensions of the weights
+    n: int  # Rows of a weight
+    k: int  # Columns of a weight
+    bits: int  # Bits of a code
+    group_size: int  # Weights along k that share a scale
 
     @property
     def order(self) -> str:

@@ -26,17 +26,13 @@ class DequantizePlan:
     Used for so many rows that decoding the weight once per tile of rows costs more, and
     for products with a weight that is not transposed, which may be a batch of packed
     weights.
-
-    Attributes:
-        problem: The product; if not transposed, y[m, k] = x[m, n] @ W[n, k].
-        transposed: Whether the weight is transposed.
-        chunk: Columns of the result computed at a time, a multiple of `side`. It
-            bounds the memory of decoded weights.
     """
 
     backend: ClassVar[str] = ""
-    problem: Problem
-    transposed: bool = True
+    problem: Problem  # The product; if not transposed, y[m, k] = x[m, n] @ W[n, k]
+    transposed: bool = True  # Whether the weight is transposed
+    # Columns of the result computed at a time, a multiple of `side`. It bounds the
+    # memory of decoded weights
     chunk: int
 
     def __post_init__(self) -> None:

@@ -13,21 +13,7 @@ class UnknownDeviceError(ValueError):
 
 
 class PlanningDevice(Hashable, Protocol):
-    """Properties of all devices; a back end's type adds those of its cost model.
-
-    Attributes:
-        backend: The name of the back end that plans for it.
-        name: The name that the operating system reports.
-        variant: The name with what distinguishes devices of the same name.
-        arch: The architecture that MLX reports.
-        cores: Number of GPU cores or multiprocessors.
-        bandwidth_gbs: Stated memory bandwidth in 10^9 bytes per second.
-        tflops: Peak of the units that our kernels multiply with, in 10^12 per second.
-        stock_tflops: Peak of the fastest units that stock MLX multiplies with.
-        figures: The main figures of the device as text.
-        unsupported: Why none of our kernels runs on it, or None.
-        cache_bytes: A number of bytes of weights that no cache of it can hold.
-    """
+    """Properties of all devices; a back end's type adds those of its cost model."""
 
     @property
     def backend(self) -> str: ...  # noqa: D102
@@ -57,31 +43,21 @@ class PlanningDevice(Hashable, Protocol):
         ...
 
     def in_mlx(self) -> "PlanningDevice":
-        """Returns the device as the environment variables of MLX change it.
-
-        Raises:
-            ValueError: If such a variable has no valid value.
-        """
+        """Returns the device as the environment variables of MLX change it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residency:
-    """How many threadgroups of a plan are resident on a core at a time.
+    """How many threadgroups of a plan are resident on a core at a time."""
 
-    Attributes:
-        simdgroups: Simdgroups of a threadgroup.
-        max_simdgroups: Most simdgroups that a core can hold.
-        threadgroups: Threadgroups of a core by what limits them: "registers" (left out
-            if their number is not known), "threadgroup memory", "threads", and
-            "launched threadgroups", those for each core.
-        assumed: What of these figures is assumed rather than known, as text; empty if
-            nothing is.
-    """
-
-    simdgroups: int
-    max_simdgroups: int
+    simdgroups: int  # Simdgroups of a threadgroup
+    max_simdgroups: int  # Most simdgroups that a core can hold
+    # Threadgroups of a core by what limits them: "registers" (left out if their number
+    # is not known), "threadgroup memory", "threads", and "launched threadgroups", those
+    # for each core
     threadgroups: dict[str, int]
+    # What of these figures is assumed rather than known, as text; empty if nothing is
     assumed: str = ""
 
     @property

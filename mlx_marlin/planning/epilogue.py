@@ -17,24 +17,19 @@ class Rotation:
     As in `mx.fast.rope(..., traditional=False)`, features i and i + features / 2 of a
     head are rotated together, by the angle position / freqs[i]. Positions and `freqs`
     are arrays of the call. Each row is the next token of a sequence.
-
-    Attributes:
-        features: Columns of a head.
-        columns: Columns of the rotated heads, which come first.
-        per_row: Whether each row has its own position; otherwise all rows share one.
-        norm: RMSNorm epsilon of the rotated heads, or None. The weights [features] are
-            arrays of the call.
-        queries: Columns of the heads of q, to which the first of the two RMSNorm
-            weights applies; the second one applies to the heads of k.
-        factor: Scale of the rotated heads, as in YaRN.
     """
 
-    features: int
-    columns: int
+    features: int  # Columns of a head
+    columns: int  # Columns of the rotated heads, which come first
+    # Whether each row has its own position; otherwise all rows share one
     per_row: bool = False
+    # RMSNorm epsilon of the rotated heads, or None. The weights [features] are arrays
+    # of the call
     norm: float | None = None
+    # Columns of the heads of q, to which the first of the two RMSNorm weights applies;
+    # the second one applies to the heads of k
     queries: int = 0
-    factor: float = 1.0
+    factor: float = 1.0  # Scale of the rotated heads, as in YaRN
 
     def explain(self) -> str:
         """Returns a description of the rotation."""
@@ -47,23 +42,14 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """The heads of a joined product of q, k and v, and how q's and k's are rotated.
+    """The heads of a joined product of q, k and v, and how q's and k's are rotated."""
 
-    Attributes:
-        heads: Heads of q.
-        kv_heads: Heads of k.
-        features: Features of a head.
-        columns: Columns of the product.
-        norm: RMSNorm epsilon of the heads, or None.
-        factor: Factor of rotated heads.
-    """
-
-    heads: int
-    kv_heads: int
-    features: int
-    columns: int
-    norm: float | None = None
-    factor: float = 1.0
+    heads: int  # Heads of q
+    kv_heads: int  # Heads of k
+    features: int  # Features of a head
+    columns: int  # Columns of the product
+    norm: float | None = None  # RMSNorm epsilon of the heads, or None
+    factor: float = 1.0  # Factor of rotated heads
 
     @property
     def rotated_columns(self) -> int:

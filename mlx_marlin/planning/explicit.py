@@ -59,16 +59,7 @@ class PlanOverrides(TypedDict, total=False):
 
 
 def works(grid: TileGrid, given: Mapping[str, Any]) -> list[WideWork]:
-    """Returns the divisions of the work that have the given fields, at least one.
-
-    Args:
-        grid: The tiles to divide.
-        given: Fields of a plan; at least one is of `WORK_FIELDS`.
-
-    Raises:
-        ValueError: If the given strategy, or else every strategy, rejects them. The
-            error is that of the first strategy.
-    """
+    """Returns the divisions of the work that have the given fields, at least one."""
     fields = {name: given[name] for name in given if name in WORK_FIELDS}
     strategy = fields.pop("strategy", None)
     if strategy is not None:

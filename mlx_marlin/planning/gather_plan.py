@@ -21,25 +21,18 @@ MAX_THREADGROUPS = 2**31 // (8 * SIMD_WIDTH)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherProblem:
-    """The properties of a call of `gather_qmm` that planning depends on.
+    """The properties of a call of `gather_qmm` that planning depends on."""
 
-    Attributes:
-        problem: The product of one expert; its m is the number of all pairs.
-        experts: Number of weights to choose from.
-        pairs_per_row: Number of consecutive pairs that have the same row of x; 0 if an
-            array holds the row of each pair.
-        is_sorted: Whether the experts of the pairs ascend.
-        gate: How the product with a first weight gates that with a second one, one of
-            `GATES`; None if an expert has one weight.
-        bias: Whether each weight has a bias [experts, n].
-    """
-
-    problem: Problem
-    experts: int
+    problem: Problem  # The product of one expert; its m is the number of all pairs
+    experts: int  # Number of weights to choose from
+    # Number of consecutive pairs that have the same row of x; 0 if an array holds the
+    # row of each pair
     pairs_per_row: int = 0
-    is_sorted: bool = False
+    is_sorted: bool = False  # Whether the experts of the pairs ascend
+    # How the product with a first weight gates that with a second one, one of `GATES`;
+    # None if an expert has one weight
     gate: str | None = None
-    bias: bool = False
+    bias: bool = False  # Whether each weight has a bias [experts, n]
 
     def __post_init__(self) -> None:
         pairs = self.problem.m
@@ -77,19 +70,12 @@ AnyProblem = Problem | GatherProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherPlan(ABC):
-    """How the kernel of a back end computes a `GatherProblem`.
+    """How the kernel of a back end computes a `GatherProblem`."""
 
-    Attributes:
-        gather: The problem.
-        fragments_m: 8-row fragments of x that one simdgroup holds.
-        simdgroups_k: Simdgroups that share a tile's k.
-        backend: Name of the back end that has its kernel.
-    """
-
-    backend: ClassVar[str]
-    gather: GatherProblem
-    fragments_m: int
-    simdgroups_k: int
+    backend: ClassVar[str]  # Name of the back end that has its kernel
+    gather: GatherProblem  # The problem
+    fragments_m: int  # 8-row fragments of x that one simdgroup holds
+    simdgroups_k: int  # Simdgroups that share a tile's k
 
     def __post_init__(self) -> None:
         self.check()
@@ -102,11 +88,7 @@ class GatherPlan(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Checks the fields, one by one and against each other.
-
-        Raises:
-            ValueError: If the kernel cannot have them.
-        """
+        """Checks the fields, one by one and against each other."""
 
     @property
     def problem(self) -> Problem:

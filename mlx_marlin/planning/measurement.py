@@ -25,23 +25,14 @@ be ended before it is done, again and again."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Everything that a measured time depends on besides the problem and the plan.
+    """Everything that a measured time depends on besides the problem and the plan."""
 
-    Attributes:
-        chip: The device that runs the kernels. The emulator has a name of its own.
-        architecture: GPU architecture, by which MLX chooses its kernels.
-        cores: GPU cores.
-        system: Operating system and its version.
-        mlx: Version of MLX.
-        kernels: Digest of the shaders and of the fields of a plan.
-    """
-
-    chip: str
-    architecture: str
-    cores: int
-    system: str
-    mlx: str
-    kernels: str
+    chip: str  # The device that runs the kernels. The emulator has a name of its own
+    architecture: str  # GPU architecture, by which MLX chooses its kernels
+    cores: int  # GPU cores
+    system: str  # Operating system and its version
+    mlx: str  # Version of MLX
+    kernels: str  # Digest of the shaders and of the fields of a plan
 
     @property
     def file_name(self) -> str:
@@ -56,24 +47,17 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The measured result for one problem.
+    """The measured result for one problem."""
 
-    Attributes:
-        plan: The fastest plan, whose product was checked.
-        stock: Whether stock MLX serves the problem: it was faster, or as fast.
-        medians_us: Median times in microseconds, by `label` or `STOCK`; empty if the
-            problem was measured as part of a model only.
-        clock: Source of the times: "wall time" or "cost model".
-        date: Date of the measurement, ISO 8601.
-        live: Whether stock MLX serves it because a model with as many rows was slower
-            with our kernels, whatever the times of single products.
-    """
-
-    plan: AnyPlan
-    stock: bool
+    plan: AnyPlan  # The fastest plan, whose product was checked
+    stock: bool  # Whether stock MLX serves the problem: it was faster, or as fast
+    # Median times in microseconds, by `label` or `STOCK`; empty if the problem was
+    # measured as part of a model only
     medians_us: dict[str, float]
-    clock: str
-    date: str
+    clock: str  # Source of the times: "wall time" or "cost model"
+    date: str  # Date of the measurement, ISO 8601
+    # Whether stock MLX serves it because a model with as many rows was slower with our
+    # kernels, whatever the times of single products
     live: bool = False
 
     def __post_init__(self) -> None:
@@ -115,18 +99,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What measurements say about a problem, which need not be one of those measured.
+    """What measurements say about a problem, which need not be one of those
+    measured."""
 
-    Attributes:
-        reason: Why stock MLX serves it; None if our kernels do.
-        plan: The plan that was fastest; None if the cost model chooses it.
-        result: The result of this very problem, or None.
-        decodes: Whether the weight is decoded first; None if the cost model decides.
-    """
-
-    reason: str | None
+    reason: str | None  # Why stock MLX serves it; None if our kernels do
+    # The plan that was fastest; None if the cost model chooses it
     plan: AnyPlan | None = None
-    result: Result | None = None
+    result: Result | None = None  # The result of this very problem, or None
+    # Whether the weight is decoded first; None if the cost model decides
     decodes: bool | None = None
 
     @staticmethod
@@ -175,26 +155,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwards:
-    """The measured times of a whole model's forward passes, with a short cache.
+    """The measured times of a whole model's forward passes, with a short cache."""
 
-    Attributes:
-        key: Digest of the model's shape and of the options of `optimize`.
-        layout: The layout of the weights that was faster, or was asked for.
-        seconds: Rows -> seconds with stock MLX and with our kernels.
-        date: Date of the measurement, ISO 8601.
-        invariant: Whether our kernels serve whatever they cost.
-        packed_lost: Whether packed weights, whose products were faster, made the model
-            slower.
-        tries: How often something was left to measure at a later load, in the unit of
-            `MOST_TRIES`.
-    """
-
-    key: str
-    layout: str
+    key: str  # Digest of the model's shape and of the options of `optimize`
+    layout: str  # The layout of the weights that was faster, or was asked for
+    # Rows -> seconds with stock MLX and with our kernels
     seconds: dict[int, tuple[float, float]]
-    date: str
-    invariant: bool = False
+    date: str  # Date of the measurement, ISO 8601
+    invariant: bool = False  # Whether our kernels serve whatever they cost
+    # Whether packed weights, whose products were faster, made the model slower
     packed_lost: bool = False
+    # How often something was left to measure at a later load, in the unit of
+    # `MOST_TRIES`
     tries: int = 0
 
     def __post_init__(self) -> None:
@@ -280,15 +252,7 @@ def plain(problem: AnyProblem) -> AnyProblem:
 def machine(
     device: PlanningDevice, *, backend: str, system: str, mlx: str, kernels: str
 ) -> Machine:
-    """Returns the machine that results of a device and a back end hold for.
-
-    Args:
-        device: The device that plans are made for.
-        backend: "metal", "cuda" or "emulator".
-        system: As in `Machine`, and so are the arguments below.
-        mlx: Version of MLX.
-        kernels: Digest of shaders and plan fields.
-    """
+    """Returns the machine that results of a device and a back end hold for."""
     emulated = backend == "emulator"
     return Machine(
         chip=f"emulator for {device.name}" if emulated else device.name,

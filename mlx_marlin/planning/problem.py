@@ -227,9 +227,6 @@ def in_stock_mlx(problem: Problem) -> Problem | None:
 
     Integers without biases become affine ones of as many bits. MLX has no codebooks,
     and not all group sizes.
-
-    Args:
-        problem: A product in any format and layout.
     """
     mode = problem.mode if problem.mode in MODE_DEFAULTS else "affine"
     sizes = format_of(mode, problem.bits).group_sizes
@@ -259,22 +256,7 @@ def problem_of(
 ) -> Problem:
     """Returns a problem; the mode determines what is not given of the format.
 
-    Args:
-        m: Rows of the activations.
-        n: Output features.
-        k: Input features.
-        mode: Quantization mode, of MLX or of this package.
-        bits: Bits of a code. Default: the mode's, or 4.
-        group_size: Weights along k that share a scale. Default: the mode's, or 64.
-        dtype: Dtype of the activations, the result, and scales that are not bytes.
-        layout: "mlx" or "marlin".
-        epilogue: As in `Problem`, and so are the arguments below.
-        invariant: Whether rows of the result are independent of m.
-        batch: Number of products.
-        norm: RMSNorm epsilon, or None.
-
-    Raises:
-        ValueError: If the product is not supported.
+    `dtype`: dtype of the activations, the result, and scales that are not bytes.
     """
     m, n, k = _integer("m", m), _integer("n", n), _integer("k", k)
     batch = _integer("batch", batch)

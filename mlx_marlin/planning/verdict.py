@@ -10,15 +10,11 @@ from mlx_marlin.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why no kernel of ours serves a request.
+    """Why no kernel of ours serves a request."""
 
-    Attributes:
-        reason: One sentence, as `why_not` returns it.
-        cause: "unsupported", "speed" (stock MLX is faster) or "fault" (a kernel failed
-            its check).
-    """
-
-    reason: str
+    reason: str  # One sentence, as `why_not` returns it
+    # "unsupported", "speed" (stock MLX is faster) or "fault" (a kernel failed its
+    # check)
     cause: Literal["unsupported", "speed", "fault"] = "unsupported"
 
     def __str__(self) -> str:

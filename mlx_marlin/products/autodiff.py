@@ -97,21 +97,7 @@ def differentiable(
     stock: Product,
     backward_of_x: Callable[[], Product | None] | None = None,
 ) -> Product:
-    """Returns a product with the derivatives of another one.
-
-    Args:
-        kernel_product: The product to compute. MLX cannot differentiate kernels.
-        stock: The same product in MLX's own operations.
-        backward_of_x: Returns the product from a cotangent, codes, scales and biases to
-            the gradient of x, or None to differentiate `stock`. It is called when a
-            gradient is computed.
-
-    Returns:
-        A function that computes `kernel_product`, with the gradients and tangents of
-        `stock` for x, scales, biases and all following arrays. Under `without_vjp` and
-        outside of transformations it calls `kernel_product` directly. A gradient with
-        respect to integers (codes, scales that are bytes, indices) raises a ValueError.
-    """
+    """Returns a product with the derivatives of another one."""
     product = mx.custom_function(kernel_product)
 
     @product.vjp

@@ -38,18 +38,13 @@ MOST_CALLS = 4096
 
 @dataclass(slots=True)
 class PreparedCall:
-    """A request's product, ready to run.
+    """A request's product, ready to run."""
 
-    Attributes:
-        run: The product. It may be replaced by a faster one after a call, so read it
-            each time.
-        reason: Why stock MLX serves the request; None if our kernels do.
-        is_stock: Whether `run` is MLX's own product, with an epilogue in MLX's
-            operations.
-    """
-
+    # The product. It may be replaced by a faster one after a call, so read it each time
     run: Run
+    # Why stock MLX serves the request; None if our kernels do
     reason: str | None = None
+    # Whether `run` is MLX's own product, with an epilogue in MLX's operations
     is_stock: bool = False
 
 
@@ -83,11 +78,7 @@ def is_permanent(prepared: PreparedCall) -> bool:
 
 
 def prepare(request: MatmulRequest) -> PreparedCall:
-    """Decides who serves a request, and prepares the call.
-
-    Raises:
-        ValueError: If stock MLX would serve a request that is invariant.
-    """
+    """Decides who serves a request, and prepares the call."""
     epilogue = request.epilogue
     if not prod(request.shape) or not prod(request.x_shape):
         decision_log.stock(request, NOTHING)

@@ -33,11 +33,7 @@ def refuse_variance(invariant: bool, reason: str) -> None:
 
 
 def target() -> PlanningDevice:
-    """Returns the device to plan for, which is one of the back end in use.
-
-    Raises:
-        ValueError: If MLX_MARLIN_DEVICE names a device of another back end.
-    """
+    """Returns the device to plan for, which is one of the back end in use."""
     backend = selection.active()
     here: PlanningDevice = devices.current(backend.name)
     if here.backend == backend.name:

@@ -23,12 +23,7 @@ _LETTERS = re.compile(rb"[A-Za-z0-9]+")
 
 
 def operations(data: "bytes | mmap.mmap", stream: Stream) -> Iterator[tuple[int, str]]:
-    """Yields where operations of a stream stand in a file, and their names.
-
-    Args:
-        data: The file.
-        stream: The stream.
-    """
+    """Yields where operations of a stream stand in a file, and their names."""
     pattern = re.compile(re.escape(_STREAM.pack(*stream)) + _NAME, re.DOTALL)
     for found in pattern.finditer(data):
         (length,) = _LENGTH.unpack_from(data, found.end())
@@ -39,11 +34,7 @@ def operations(data: "bytes | mmap.mmap", stream: Stream) -> Iterator[tuple[int,
 
 
 def move(file: "str | os.PathLike[str]", source: Stream, target: Stream) -> None:
-    """Assigns the operations of one stream to another, in place.
-
-    Raises:
-        OSError: If the file cannot be changed.
-    """
+    """Assigns the operations of one stream to another, in place."""
     with (
         Path(file).open("r+b") as opened,
         mmap.mmap(opened.fileno(), 0) as data,
@@ -53,9 +44,5 @@ def move(file: "str | os.PathLike[str]", source: Stream, target: Stream) -> None
 
 
 def move_to_gpu(file: "str | os.PathLike[str]") -> None:
-    """Assigns the operations that MLX recorded for the CPU to the GPU, in place.
-
-    Raises:
-        OSError: If the file cannot be changed.
-    """
+    """Assigns the operations that MLX recorded for the CPU to the GPU, in place."""
     move(file, CPU, GPU)

@@ -43,11 +43,7 @@ def exporting(device: str) -> Iterator[None]:
 
 
 def _target(device: object) -> PlanningDevice:
-    """Returns the device of a name.
-
-    Raises:
-        ValueError: If it is not one of the first back end's.
-    """
+    """Returns the device of a name."""
     backend = registry.named(registry.FIRST)
     expected = f"expected {backend.traits.device_noun}, such as 'M3 Max'"
     if not isinstance(device, str):

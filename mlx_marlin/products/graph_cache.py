@@ -24,10 +24,6 @@ def traced(function: Function, put: Callable[[Function], None]) -> Function:
     first call of a kind makes another function, which is traced under `without_vjp` and
     replaces this one. (MLX keeps graphs by thread: in a thread that has called before,
     the graphs of a function made by another thread have derivatives.)
-
-    Args:
-        function: From arrays, or None, to one array or several.
-        put: Receives the function to call from then on.
     """
     known: list[Call] = []
     # MLX finds graphs by thread and by a function's address. A function that is freed

@@ -29,17 +29,10 @@ def layer_product(
 ) -> mx.array:
     """Multiplies x [..., k] by a weight.
 
-    Args:
-        x: Activations [..., k].
-        weight: The weight.
-        bias: Bias [n] of the layer.
-        residual: Summands, of the result's shape.
-        invariant: As for `linear`.
-        transpose: Whether the product is x @ w.T, or x [..., n] @ w without bias and
-            residual.
-
-    Returns:
-        The product [..., n] or [..., k], plus bias and residual.
+    `x`: activations [..., k].
+    `bias`: bias [n] of the layer.
+    `transpose`: whether the product is x @ w.T, or x [..., n] @ w without bias and
+    residual.
     """
     epilogue = NO_EPILOGUE
     operands: Sequence[mx.array] = ()
@@ -63,15 +56,8 @@ def layer_parts(
 ) -> tuple[mx.array, ...]:
     """Multiplies x [..., k] by several weights that are joined, as `linears` does.
 
-    Args:
-        x: Activations [..., k].
-        weight: The joined weight.
-        parts: Rows of each weight, which add up to n.
-        bias: Biases [n] of all layers.
-        invariant: As for `linear`.
-
-    Returns:
-        A product [..., rows] for each weight.
+    `x`: activations [..., k].
+    `bias`: biases [n] of all layers.
     """
     epilogue = bias is not None, None, False, False, parts
     prepared, arrays = _prepared(x, weight, epilogue, invariant)
@@ -94,17 +80,10 @@ def fused_linear(
     It is for calls that are traced: its look-up takes longer than those of the other
     functions.
 
-    Args:
-        x: Activations [..., k].
-        weight: The weight [n, k].
-        epilogue: What follows the product.
-        operands: The epilogue's arrays, and with an RMSNorm last its weight [k], in the
-            dtype of x.
-        epsilon: RMSNorm epsilon, or None.
-
-    Returns:
-        The result, a tuple if the epilogue has parts; None if stock MLX would serve
-        the call.
+    `x`: activations [..., k].
+    `weight`: the weight [n, k].
+    `operands`: the epilogue's arrays, and with an RMSNorm last its weight [k], in the
+    dtype of x.
     """
     prepared, arrays = _prepared(x, weight, epilogue, epsilon=epsilon)
     return None if prepared.reason is not None else prepared.run(x, *arrays, *operands)

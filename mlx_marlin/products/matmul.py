@@ -140,16 +140,7 @@ def prepared_call(
 ) -> PreparedCall:
     """Returns the prepared call for arguments of a public function.
 
-    Args:
-        x: Activations [..., k].
-        w: Codes, or a packed weight.
-        scales: Scales; None with a packed weight.
-        biases: Biases; None with a packed weight or a mode without them.
-        options: What else decides who serves the call.
-
-    Raises:
-        TypeError: If an argument is of another type.
-        ValueError: If the arguments do not belong together.
+    `x`: activations [..., k].
     """
     if not isinstance(x, mx.array):
         refuse_types(x, w, scales, biases)
@@ -192,12 +183,8 @@ def stock_serves(
 ) -> bool:
     """Returns whether MLX's own product always serves such calls of a layer.
 
-    Args:
-        x: Activations [..., k].
-        weight: The layer's weight.
-        bias: Whether a bias [n] is added.
-        invariant: As for `linear`.
-        parts: As for `linears`.
+    `x`: activations [..., k].
+    `bias`: whether a bias [n] is added.
     """
     w, scales, biases, (group_size, bits, mode) = weight
     epilogue = bias, None, False, False, parts

@@ -14,10 +14,8 @@ from mlx_marlin.products.request import MatmulRequest, Run
 def as_called(product: Product, request: MatmulRequest) -> Run:
     """Returns a product that takes the arrays of a call.
 
-    Args:
-        product: From x [..., k] and a weight's arrays in one dtype to y [..., n], or,
-            of several weights, from x [batch, m, k] to y [batch, m, n].
-        request: The call.
+    `product`: from x [..., k] and a weight's arrays in one dtype to y [..., n], or, of
+    several weights, from x [batch, m, k] to y [batch, m, n].
     """
     # MLX has no gradient of a quantized product with a vector.
     if request.w_batch or len(request.x_shape) == 1:

@@ -179,14 +179,7 @@ def _scales_of_tiles(
     format: Format,
     sizes: tuple[int, int, int],
 ) -> mx.array:
-    """Returns the parameters of groups in the order of packed tiles.
-
-    Args:
-        scales: As for `pack`.
-        biases: As for `pack`.
-        format: The weight's format.
-        sizes: n, k and group size.
-    """
+    """Returns the parameters of groups in the order of packed tiles."""
     n, k, group_size = sizes
     if format.has_super_blocks:
         return super_blocks.to_tiles(scales, format, group_size)

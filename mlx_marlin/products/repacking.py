@@ -23,9 +23,6 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
 
     The tiles are read back and compared with `w` before they are returned. In a trace
     of `mx.compile` or another transformation, no comparison is possible.
-
-    Raises:
-        RuntimeError: If MLX's operations do not return the same codes.
     """
     form = {"bits": bits, "group_size": group_size}
     plan = RepackPlan(to="marlin", batch=w.shape[:-2], n=n, k=k, **form)

@@ -32,12 +32,7 @@ NOTHING = "there is nothing to add up"
 
 @lru_cache
 def epilogue_of(key: EpilogueKey) -> Epilogue:
-    """Returns the epilogue of a key.
-
-    Raises:
-        TypeError: If a part is not an integer.
-        ValueError: If there is no such epilogue.
-    """
+    """Returns the epilogue of a key."""
     bias, activation, multiply, residual, parts = key
     if not all(map(is_integer, parts)):
         raise TypeError(f"parts={parts} must be ints")
@@ -52,50 +47,29 @@ def epilogue_of(key: EpilogueKey) -> Epilogue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulRequest:
-    """A valid call of a product: its shapes, dtypes and options.
+    """A valid call of a product: its shapes, dtypes and options."""
 
-    Attributes:
-        x_shape: Shape of the activations.
-        x_dtype: Their dtype.
-        shape: Shape of the result; of heads that are rotated, before the split into
-            heads.
-        dtype: Its dtype.
-        n: Rows of the weight.
-        k: Columns of the weight, or of x.
-        w_batch: Dimensions of the weight before its last two.
-        scale_dtype: Dtype to which scales and biases are converted.
-        scales_alike: Whether scales and biases have that dtype already.
-        mode: The quantization scheme.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        transpose: Whether the product is x @ w.T.
-        layout: "mlx" or "marlin".
-        on_cpu: Whether the call runs on the CPU.
-        epilogue: What follows the product.
-        invariant: Whether a row's bits must not depend on the other rows.
-        global_scale: Whether the weight has a global scale, which kernels take in place
-            of biases.
-        norm: As in `Problem`; the norm's weight follows the epilogue's arrays.
-    """
-
-    x_shape: Shape
-    x_dtype: mx.Dtype
+    x_shape: Shape  # Shape of the activations
+    x_dtype: mx.Dtype  # Their dtype
+    # Shape of the result; of heads that are rotated, before the split into heads
     shape: Shape
-    dtype: mx.Dtype
-    n: int
-    k: int
-    w_batch: Shape
-    scale_dtype: mx.Dtype
-    scales_alike: bool
-    mode: str
-    bits: int
-    group_size: int
-    transpose: bool
-    layout: str
-    on_cpu: bool
-    epilogue: Epilogue
-    invariant: bool
+    dtype: mx.Dtype  # Its dtype
+    n: int  # Rows of the weight
+    k: int  # Columns of the weight, or of x
+    w_batch: Shape  # Dimensions of the weight before its last two
+    scale_dtype: mx.Dtype  # Dtype to which scales and biases are converted
+    scales_alike: bool  # Whether scales and biases have that dtype already
+    mode: str  # The quantization scheme
+    bits: int  # Bits of a code
+    group_size: int  # Weights that share a scale
+    transpose: bool  # Whether the product is x @ w.T
+    layout: str  # "mlx" or "marlin"
+    on_cpu: bool  # Whether the call runs on the CPU
+    epilogue: Epilogue  # What follows the product
+    invariant: bool  # Whether a row's bits must not depend on the other rows
+    # Whether the weight has a global scale, which kernels take in place of biases
     global_scale: bool = False
+    # As in `Problem`; the norm's weight follows the epilogue's arrays
     norm: float | None = None
 
     @property
@@ -120,11 +94,7 @@ class MatmulRequest:
 
     @property
     def problem(self) -> Problem:
-        """The product to plan for.
-
-        Raises:
-            ValueError: If no kernel of ours computes it.
-        """
+        """The product to plan for."""
         if not self.transpose and self.layout == "mlx":
             raise ValueError("our kernels multiply by the transposed weight only")
         of_rows = self.norm is not None or self.epilogue.rotation is not None
@@ -176,16 +146,7 @@ def native_request(
 ) -> MatmulRequest:
     """Checks a call whose weight is in MLX's layout, and returns its request.
 
-    Args:
-        x: Activations [..., k].
-        weight: The weight.
-        transpose: Whether the product is x @ w.T.
-        epilogue: What follows the product.
-        invariant: Whether a row's bits must not depend on the other rows.
-        norm: As in `Problem`.
-
-    Raises:
-        ValueError: If the arguments do not belong together.
+    `x`: activations [..., k].
     """
     w, scales, biases, (group_size, bits, mode) = weight
     if not x.shape:
@@ -247,16 +208,7 @@ def packed_request(
 ) -> MatmulRequest:
     """Checks a call whose weight is packed, and returns its request.
 
-    Args:
-        x: Activations [..., k], or [..., n] if not transposed.
-        w: The weight.
-        epilogue: What follows the product.
-        transpose: Whether the product is x @ w.T.
-        invariant: Whether a row's bits must not depend on the other rows.
-        norm: As in `Problem`.
-
-    Raises:
-        ValueError: If x does not fit the weight, or a batch has a global scale.
+    `x`: activations [..., k], or [..., n] if not transposed.
     """
     n, k, group_size, bits, mode, scale_dtype, global_scale, batch = w.kind
     inner, outer = (k, n) if transpose else (n, k)
@@ -305,11 +257,7 @@ def _check_rows(x: Shape, w_batch: Shape) -> None:
 
 
 def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
-    """Returns the dimensions of a result before its last two.
-
-    Raises:
-        ValueError: If those of x and w cannot be broadcast.
-    """
+    """Returns the dimensions of a result before its last two."""
     try:
         return tuple(mx.broadcast_shapes(x_batch, w_batch))
     except ValueError:

@@ -27,18 +27,14 @@ Request = Union[MatmulRequest, "GatherRequest"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a decision is for.
+    """What a decision is for."""
 
-    Attributes:
-        device: The device to plan for.
-        is_here: Whether this process decides, with its back end, its default device
-            and measured results. Otherwise the model decides for a GPU of this kind.
-        fault: Returns why a plan's kernels must not be used here, or None. Default:
-            checks kernels that nobody has checked.
-    """
-
-    device: PlanningDevice
+    device: PlanningDevice  # The device to plan for
+    # Whether this process decides, with its back end, its default device and measured
+    # results. Otherwise the model decides for a GPU of this kind
     is_here: bool = True
+    # Returns why a plan's kernels must not be used here, or None. Default: checks
+    # kernels that nobody has checked
     fault: Callable[[AnyPlan], str | None] = guard.why_not
 
     @property
@@ -59,28 +55,12 @@ class Target:
 
 
 def here(fault: Callable[[AnyPlan], str | None] | None = None) -> Target:
-    """Returns the target of calls in this process.
-
-    Args:
-        fault: As in `Target`.
-
-    Raises:
-        ValueError: If MLX_MARLIN_DEVICE names a device of another back end.
-    """
+    """Returns the target of calls in this process."""
     return Target(device=eligibility.target(), fault=fault or guard.why_not)
 
 
 def serve(request: Request, target: Target) -> Answer:
-    """Decides who serves a request.
-
-    Args:
-        request: The call.
-        target: What to decide for.
-
-    Returns:
-        The plan of our kernels, or a refusal: then stock MLX serves the request, or
-        nobody if it is invariant.
-    """
+    """Decides who serves a request."""
     reason = eligibility.not_here(request.on_cpu) if target.is_here else None
     if reason is not None:
         return Refusal(reason)
@@ -104,13 +84,7 @@ def problem_of(request: Request) -> AnyProblem | Refusal:
 def serve_problem(
     problem: AnyProblem, target: Target, *, transpose: bool = True
 ) -> Answer:
-    """Decides who serves a problem, as `serve` does for a request that has it.
-
-    Args:
-        problem: The product to compute, or experts' products.
-        target: What to decide for.
-        transpose: Whether the product is x @ w.T.
-    """
+    """Decides who serves a problem, as `serve` does for a request that has it."""
     measured = target.measured(problem) if transpose else None
     hands_over = not target.is_here or selection.may_hand_over()
     answer = planner.serve(

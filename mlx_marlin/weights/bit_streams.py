@@ -8,12 +8,7 @@ import mlx.core as mx
 def codes_of_words(words: mx.array, bits: int) -> mx.array:
     """Unpacks codes.
 
-    Args:
-        words: uint32 [..., words].
-        bits: Bits of a code. A code may span two words.
-
-    Returns:
-        uint8 [..., words * 32 / bits].
+    `words`: uint32 [..., words].
     """
     run, span, dtype = _run(bits)
     octets = words.view(mx.uint8).reshape(*words.shape[:-1], -1, span)
@@ -28,12 +23,7 @@ def codes_of_words(words: mx.array, bits: int) -> mx.array:
 def words_of_codes(codes: mx.array, bits: int) -> mx.array:
     """Packs codes: the inverse of `codes_of_words`.
 
-    Args:
-        codes: uint8 [..., codes], less than 2^bits, which fill whole words.
-        bits: Bits of a code.
-
-    Returns:
-        uint32 [..., codes * bits / 32].
+    `codes`: uint8 [..., codes], less than 2^bits, which fill whole words.
     """
     run, span, dtype = _run(bits)
     runs = codes.reshape(*codes.shape[:-1], -1, run)

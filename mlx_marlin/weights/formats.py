@@ -67,22 +67,14 @@ def planes_of(bits: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A quantization format.
+    """A quantization format."""
 
-    Attributes:
-        mode: Mode, MLX's name where MLX has the mode.
-        bits: Bits of a code.
-        codes: Meaning of a code.
-        group_sizes: Numbers of weights along k that may share a scale.
-        layouts: Layouts that our kernels read.
-        packed_group_sizes: Group sizes that only the packed layout has.
-    """
-
-    mode: str
-    bits: int
-    codes: Codes
-    group_sizes: tuple[int, ...]
-    layouts: tuple[str, ...] = LAYOUTS
+    mode: str  # Mode, MLX's name where MLX has the mode
+    bits: int  # Bits of a code
+    codes: Codes  # Meaning of a code
+    group_sizes: tuple[int, ...]  # Numbers of weights along k that may share a scale
+    layouts: tuple[str, ...] = LAYOUTS  # Layouts that our kernels read
+    # Group sizes that only the packed layout has
     packed_group_sizes: tuple[int, ...] = ()
 
     @property
@@ -133,10 +125,6 @@ class Format:
 
         A record is a group, or a super-block with its groups. Elements have the dtype
         of the scales.
-
-        Args:
-            k: Columns of the row; the last group may exceed them.
-            group_size: Weights along k that share a scale.
         """
         if not self.has_super_blocks:
             return -(-k // group_size), self.parameters
@@ -283,15 +271,7 @@ MODES: tuple[str, ...] = tuple(dict.fromkeys(mode for mode, _ in FORMATS))
 
 
 def format_of(mode: str, bits: int) -> Format:
-    """Returns the format of a mode and a width.
-
-    Args:
-        mode: Mode, such as "affine".
-        bits: Bits of a code.
-
-    Raises:
-        ValueError: If the format is not supported.
-    """
+    """Returns the format of a mode and a width."""
     try:
         return FORMATS[mode, bits]
     except KeyError:
@@ -304,9 +284,7 @@ def format_of(mode: str, bits: int) -> Format:
 def defaults_of(mode: str, bits: int | None = None) -> tuple[int, int]:
     """Returns the default (group_size, bits) of a mode.
 
-    Args:
-        mode: Mode, such as "affine".
-        bits: Bits of a code; None for the mode's default.
+    `bits`: bits of a code; None for the mode's default.
     """
     group_size, default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
     bits = default if bits is None else bits

@@ -97,18 +97,7 @@ def padded(n: int, k: int) -> tuple[int, int]:
 def position_of_weight(
     row: int, k: int, *, bits: int, order: str, k_tiles: int
 ) -> tuple[int, int]:
-    """Returns where the code of weight [row, k] is stored, in a weight of one plane.
-
-    Args:
-        row: Row of the weight.
-        k: Column of the weight.
-        bits: Bits of the plane: 1, 2, 4 or 8.
-        order: "k32" or "k64".
-        k_tiles: Tiles of the weight along k.
-
-    Returns:
-        Index of the 32-bit word, and of the lowest bit of the code in it.
-    """
+    """Returns where the code of weight [row, k] is stored, in a weight of one plane."""
     radix = sizes(bits, order)
     tile_n, tile_row = divmod(row, TILE_N)
     tile_k, tile_column = divmod(k, TILE_K)
@@ -123,13 +112,6 @@ def bit_permutation(bits: int, order: str) -> tuple[int, ...]:
 
     All radices are powers of two, so the position of a code in the plane of a tile is
     its index in the tile, 64 * row + k, with permuted bits.
-
-    Args:
-        bits: Bits of the plane: 1, 2, 4 or 8.
-        order: "k32" or "k64".
-
-    Returns:
-        For each of the eleven bits of the index, lowest first, the bit of the position.
     """
     permutation = []
     for i in range((TILE_N * TILE_K).bit_length() - 1):

@@ -12,9 +12,6 @@ def affine(
 
     The extremum of a group with the larger magnitude, and zero, are exact. With one
     bit, the two codes are the minimum and the maximum.
-
-    Returns:
-        Codes, scales and biases.
     """
     groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
@@ -38,9 +35,6 @@ def symmetric(w: mx.array, group_size: int, bits: int) -> tuple[mx.array, mx.arr
 
     The value of largest magnitude gets the most negative code, so the scale has the
     opposite sign of this value.
-
-    Returns:
-        Codes and scales.
     """
     zero = 2 ** (bits - 1)
     groups = w.astype(mx.float32).reshape(*w.shape[:-1], -1, group_size)

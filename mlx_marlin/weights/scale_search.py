@@ -24,14 +24,8 @@ def affine(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Returns codes, scales and biases of the least squared error found.
 
-    Args:
-        groups: Weights, float32 [..., groups, group_size].
-        bits: Bits of a code.
-        dtype: Dtype of scales and biases.
-        first: Scales and biases [..., groups, 1] of the quantizer to improve on.
-
-    Returns:
-        Codes, uint8 like `groups`; scales and biases [..., groups, 1] in `dtype`.
+    `groups`: weights, float32 [..., groups, group_size].
+    `first`: scales and biases [..., groups, 1] of the quantizer to improve on.
     """
     most = 2**bits - 1
 
@@ -57,15 +51,9 @@ def around_zero(
 ) -> tuple[mx.array, mx.array]:
     """Returns codes and scales of the least squared error found: scale * (code - zero).
 
-    Args:
-        groups: Weights, float32 [..., groups, group_size].
-        bits: Bits of a code.
-        dtype: Dtype of the scales.
-        first: Scales [..., groups, 1] of the quantizer to improve on.
-        zeros: Zero points [..., groups, 1], whole numbers in float32; they are kept.
-
-    Returns:
-        Codes, uint8 like `groups`; scales [..., groups, 1] in `dtype`.
+    `groups`: weights, float32 [..., groups, group_size].
+    `first`: scales [..., groups, 1] of the quantizer to improve on.
+    `zeros`: zero points [..., groups, 1], whole numbers in float32; they are kept.
     """
 
     def encode(scale: mx.array, zero: mx.array) -> mx.array:

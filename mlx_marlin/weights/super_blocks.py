@@ -16,13 +16,7 @@ from mlx_marlin.weights.tile_conversion import deinterleave, interleave
 def to_tiles(rows: mx.array, format: Format, group_size: int) -> mx.array:
     """Returns the parameters of rows in the order of packed tiles.
 
-    Args:
-        rows: uint16 [..., n, k / 256 * words of a record].
-        format: A format with super-blocks.
-        group_size: Weights along k that share a scale.
-
-    Returns:
-        uint16 [..., n tiles, k / 256, 32 * words of a record], as in `PackedWeight`.
+    `rows`: uint16 [..., n, k / 256 * words of a record].
     """
     groups, factors = _apart(rows, format, group_size)
     n, _ = layout.padded(rows.shape[-2], SUPER_BLOCK)
@@ -55,11 +49,6 @@ def float_parameters(
     """Returns the float32 scales of groups, and their biases if codes are affine.
 
     The products are exact: a float16 times an integer of 8 bits fits in a float32.
-
-    Args:
-        rows: As for `to_tiles`.
-        format: A format with super-blocks.
-        group_size: Weights along k that share a scale.
     """
     groups, factors = _apart(rows, format, group_size)
     per_block = SUPER_BLOCK // group_size

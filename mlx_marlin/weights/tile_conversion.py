@@ -15,15 +15,7 @@ def tiles_of_rows(
 ) -> mx.array:
     """Returns the codes of rows as tiles, padded with zeros.
 
-    Args:
-        w: Codes, uint32 [..., n, k * bits / 32]: one weight or a batch.
-        n: Rows of the weight.
-        k: Columns of the weight.
-        bits: Bits of a code.
-        group_size: Weights along k that share a scale.
-
-    Returns:
-        uint32 [..., n tiles, k tiles, 64 * bits], in the order of `layout`.
+    `w`: codes, uint32 [..., n, k * bits / 32]: one weight or a batch.
     """
     codes = codes_of_words(w, bits).reshape(*w.shape[:-2], n, k)
     return tiles_of_codes(codes, bits=bits, group_size=group_size)
@@ -32,10 +24,7 @@ def tiles_of_rows(
 def tiles_of_codes(codes: mx.array, *, bits: int, group_size: int) -> mx.array:
     """Returns unpacked codes as tiles, padded with zeros.
 
-    Args:
-        codes: uint8 [..., n, k]: one weight or a batch.
-        bits: Bits of a code.
-        group_size: Weights along k that share a scale.
+    `codes`: uint8 [..., n, k]: one weight or a batch.
     """
     *batch, n, k = codes.shape
     rows, columns = layout.padded(n, k)
@@ -62,15 +51,8 @@ def codes_at(
 ) -> mx.array:
     """Returns the codes of some rows of one weight, without those of other rows.
 
-    Args:
-        words: Codes of tiles, uint32 [n tiles, k tiles, 64 * bits].
-        rows: Rows of the weight, integers [count].
-        k: Columns of the weight.
-        bits: Bits of a code.
-        group_size: Weights along k that share a scale.
-
-    Returns:
-        uint8 [count, k].
+    `words`: codes of tiles, uint32 [n tiles, k tiles, 64 * bits].
+    `rows`: rows of the weight, integers [count].
     """
     order = layout.order_of_group(group_size)
     codes = mx.zeros((rows.size, k), mx.uint8)
@@ -111,13 +93,7 @@ def _plane_at(words: mx.array, rows: mx.array, bits: int, order: str) -> mx.arra
 def interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.array:
     """Returns scales, or scales and biases, in the order of packed tiles.
 
-    Args:
-        stored: Arrays [..., n, groups] of one shape.
-        padded_n: Rows including padding, which is zero.
-        padded_groups: Groups including padding.
-
-    Returns:
-        [..., n tiles, groups, 32 * len(stored)], as in `PackedWeight`.
+    `stored`: arrays [..., n, groups] of one shape.
     """
     *batch, n, groups = stored[0].shape
     dtype = mx.result_type(*stored)
@@ -131,14 +107,7 @@ def interleave(stored: list[mx.array], padded_n: int, padded_groups: int) -> mx.
 
 
 def deinterleave(scales: mx.array, n: int, groups: int, parameters: int) -> mx.array:
-    """Returns scales and biases in MLX's order, [parameters, ..., n, groups].
-
-    Args:
-        scales: Scales of a packed weight.
-        n: Rows of the weight.
-        groups: Groups of a row.
-        parameters: Number of values stored for a group.
-    """
+    """Returns scales and biases in MLX's order, [parameters, ..., n, groups]."""
     *batch, n_tiles, padded_groups, _ = scales.shape
     digits = scales.reshape(-1, padded_groups, 8, 4, parameters)
     factors = digits.transpose(4, 0, 3, 2, 1).reshape(

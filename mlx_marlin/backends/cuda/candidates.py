@@ -45,19 +45,12 @@ guess)."""
 
 
 class Body(NamedTuple):
-    """What the blocks of all work have in common.
+    """What the blocks of all work have in common."""
 
-    Attributes:
-        problem: The product to compute.
-        kernel: The kernel.
-        fragments_m: As in `CudaPlan`.
-        tiles_n: Its `simdgroups_n`.
-    """
-
-    problem: Problem
-    kernel: Kernel
-    fragments_m: int
-    tiles_n: int
+    problem: Problem  # The product to compute
+    kernel: Kernel  # The kernel
+    fragments_m: int  # As in `CudaPlan`
+    tiles_n: int  # Its `simdgroups_n`
 
     @property
     def tile(self) -> Tile:
@@ -84,11 +77,7 @@ class Body(NamedTuple):
 
 
 def plans(problem: Problem, device: CudaDevice) -> Iterator[CudaPlan]:
-    """Yields the plans to compare, at least one.
-
-    Raises:
-        ValueError: If the device has no valid plan.
-    """
+    """Yields the plans to compare, at least one."""
     yield from valid(
         partial(plan_of, body, work, device)
         for body in _bodies(problem, device)
@@ -104,11 +93,7 @@ def _bodies(problem: Problem, device: CudaDevice) -> Iterator[Body]:
 
 
 def valid(builds: Iterable[Callable[[], CudaPlan]]) -> Iterator[CudaPlan]:
-    """Yields the plans that can be built: one may lack memory where another fits.
-
-    Raises:
-        ValueError: The first one if there are only errors.
-    """
+    """Yields the plans that can be built: one may lack memory where another fits."""
     errors, found = [], False
     for build in builds:
         try:
@@ -129,18 +114,7 @@ def plan_of(
     warps_k: int | None = None,
     **given: Any,
 ) -> CudaPlan:
-    """Returns the plan of some work.
-
-    Args:
-        body: What the blocks of all work have in common.
-        work: The work.
-        device: The device to plan for.
-        warps_k: Warps along k. Default: as many as suit the work.
-        **given: `buffers` and `reduction`, if they are not the usual ones.
-
-    Raises:
-        ValueError: If no kernel of the device supports it.
-    """
+    """Returns the plan of some work."""
     problem, kernel, fragments_m, tiles_n = body
     if warps_k is None:
         slices = _slices if kernel == "mma" else _staged_slices
@@ -192,13 +166,7 @@ def kernels(problem: Problem, device: CudaDevice) -> Iterator[Kernel]:
 
 
 def widths(problem: Problem, kernel: Kernel, warps_k: int = 1) -> range:
-    """Returns the numbers of packed tiles side by side to compare.
-
-    Args:
-        problem: The product to compute.
-        kernel: The kernel.
-        warps_k: Warps along k, or the fewest.
-    """
+    """Returns the numbers of packed tiles side by side to compare."""
     room = limits.MOST_SIMDGROUPS // warps_k
     if kernel in pipelined.KERNELS:
         traits = pipelined.KERNELS[kernel]

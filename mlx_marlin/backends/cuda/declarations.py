@@ -27,19 +27,12 @@ ABSENT = {
 
 
 class Declared(NamedTuple):
-    """Declarations of an epilogue or of the access to rows, before a kernel's body.
+    """Declarations of an epilogue or of the access to rows, before a kernel's body."""
 
-    Attributes:
-        suffix: Suffix of the kernel's name.
-        arrays: Arrays that the kernel may read for them.
-        numbers: Numbers of a plan that the kernel reads for them.
-        declaration: The declaration of `epilogue` or `rows`.
-    """
-
-    suffix: str = ""
-    arrays: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    declaration: str = ""
+    suffix: str = ""  # Suffix of the kernel's name
+    arrays: tuple[str, ...] = ()  # Arrays that the kernel may read for them
+    numbers: tuple[str, ...] = ()  # Numbers of a plan that the kernel reads for them
+    declaration: str = ""  # The declaration of `epilogue` or `rows`
 
     def combined(self, other: "Declared") -> "Declared":
         """Returns the declarations of both."""

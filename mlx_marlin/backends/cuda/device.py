@@ -26,27 +26,18 @@ CACHE_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """An NVIDIA GPU.
-
-    Attributes:
-        name: Name in CUDA, such as "NVIDIA H200".
-        variant: The name with what distinguishes devices of the same name.
-        multiprocessors: Number of streaming multiprocessors.
-        bandwidth_gbs: Stated or measured memory bandwidth in 10^9 bytes per second.
-        tflops: float16 operations of the tensor cores with float32 accumulation,
-            without sparsity, in 10^12 per second.
-        shared_bytes: Largest shared memory of a block in bytes.
-        arch: Compute capability, such as "sm_90".
-    """
+    """An NVIDIA GPU."""
 
     backend: ClassVar[str] = "cuda"
-    name: str
-    variant: str
-    multiprocessors: int
-    bandwidth_gbs: float
+    name: str  # Name in CUDA, such as "NVIDIA H200"
+    variant: str  # The name with what distinguishes devices of the same name
+    multiprocessors: int  # Number of streaming multiprocessors
+    bandwidth_gbs: float  # Stated or measured memory bandwidth in 10^9 bytes per second
+    # float16 operations of the tensor cores with float32 accumulation, without
+    # sparsity, in 10^12 per second
     tflops: float
-    shared_bytes: int
-    arch: str
+    shared_bytes: int  # Largest shared memory of a block in bytes
+    arch: str  # Compute capability, such as "sm_90"
 
     def __post_init__(self) -> None:
         if not 1 <= self.multiprocessors <= MOST_MULTIPROCESSORS:
@@ -86,15 +77,7 @@ class CudaDevice:
 
     @staticmethod
     def named(name: str, multiprocessors: int | None = None) -> "CudaDevice":
-        """Returns a device of the table.
-
-        Args:
-            name: "NVIDIA H200", "H200" or "RTX 4090".
-            multiprocessors: Number that replaces that of the table.
-
-        Raises:
-            ValueError: If the table does not have it.
-        """
+        """Returns a device of the table."""
         known = gpus().get(key(name))
         if known is None:
             names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus().values()))

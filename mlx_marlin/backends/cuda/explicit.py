@@ -22,16 +22,7 @@ OF_WORK = WORK_FIELDS - {"simdgroups_n"}
 def plans(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[CudaPlan]:
-    """Yields the plans with the given fields, at least one.
-
-    Args:
-        problem: The product to compute.
-        device: The device to plan for.
-        overrides: The fields.
-
-    Raises:
-        ValueError: If no valid plan has them.
-    """
+    """Yields the plans with the given fields, at least one."""
     _check(device, overrides)
     builds = [*_builds(problem, device, overrides)]
     if not builds:
@@ -42,11 +33,7 @@ def plans(
 def _builds(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[Callable[[], CudaPlan]]:
-    """Yields what builds the plans.
-
-    Raises:
-        ValueError: If no kernel and width allows the given division of the work.
-    """
+    """Yields what builds the plans."""
     errors, found = [], False
     given: dict[str, Any] = {
         name: value

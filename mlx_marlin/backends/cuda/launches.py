@@ -13,11 +13,7 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan
 
 
 def launches(plan: Any) -> tuple[Launch, ...]:
-    """Returns the launches of a plan, in order.
-
-    Raises:
-        ValueError: If CUDA has no kernel for this kind of plan.
-    """
+    """Returns the launches of a plan, in order."""
     build = BY_TYPE.get(type(plan))
     if build is None:
         raise ValueError(f"the back end 'cuda' has no kernel for {plan!r}")

@@ -111,11 +111,7 @@ def _why_not_normed(problem: Problem) -> str | None:
 
 
 def check(plan: "CudaPlan | CudaGatherPlan") -> None:
-    """Checks the fields of a plan of "mma".
-
-    Raises:
-        ValueError: If the kernel does not support them.
-    """
+    """Checks the fields of a plan of "mma"."""
     reason = why_not(plan.problem)
     if reason is not None:
         raise ValueError(f"kernel='mma': {reason}")

@@ -98,11 +98,7 @@ def stage_bytes(tile_m: int) -> int:
 
 
 def check(plan: "CudaPlan") -> None:
-    """Checks the fields of a plan.
-
-    Raises:
-        ValueError: If the kernel does not support them.
-    """
+    """Checks the fields of a plan."""
     reason, traits = why_not(plan.problem), KERNELS[plan.kernel]
     if reason is not None:
         raise ValueError(f"kernel={plan.kernel!r}: {reason}")

@@ -57,11 +57,7 @@ class CudaPlan(Plan):
         return pipelined.stage_bytes(self.tile.m)
 
     def check(self) -> None:
-        """Checks the fields and their combination.
-
-        Raises:
-            ValueError: If no kernel supports them.
-        """
+        """Checks the fields and their combination."""
         if self.kernel not in OF_CUDA:
             raise ValueError(f"kernel={self.kernel!r} is not one of {OF_CUDA}")
         if self.is_pipelined:

@@ -21,11 +21,7 @@ from mlx_marlin.planning.work.division import STRATEGIES
 def candidates(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[Candidate]:
-    """Yields the plans to compare, at least one.
-
-    Raises:
-        ValueError: If no plan has the given fields.
-    """
+    """Yields the plans to compare, at least one."""
     for plan in _plans(problem, device, overrides):
         predicted = predict(plan, device)
         yield Candidate(_rank(plan, device, predicted), predicted, plan)
@@ -46,11 +42,7 @@ def _plans(
 
 
 def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> CudaPlan:
-    """Returns the best plan with the given fields.
-
-    Raises:
-        ValueError: If no plan has the given fields.
-    """
+    """Returns the best plan with the given fields."""
     found = search.best(candidates(problem, device, overrides))
     assert isinstance(found, CudaPlan)
     return found

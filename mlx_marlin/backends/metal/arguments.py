@@ -121,12 +121,7 @@ def repack_tiles(bits: int) -> int:
 
 
 def repack_template(bits: int, order: str) -> dict[str, TemplateValue]:
-    """Returns the template arguments of `Codes` in `lib/repack.metal`.
-
-    Args:
-        bits: Bits of a code.
-        order: The order of k, "k32" or "k64".
-    """
+    """Returns the template arguments of `Codes` in `lib/repack.metal`."""
     planes = planes_of(bits)
     low, high = (
         [_hexadecimal(half) for half in _row_and_k(bit_permutation(plane, order))]

@@ -46,16 +46,7 @@ INVARIANT_SIMDGROUPS_K = (1, 2)
 
 
 def plans(problem: Problem, device: Device, kernel: Kernel) -> Iterator[MetalPlan]:
-    """Yields the candidate plans, at least one.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-        kernel: Their kernel.
-
-    Raises:
-        ValueError: If the kernel has no valid plan.
-    """
+    """Yields the candidate plans, at least one."""
     body = body_of(problem, device, kernel)
     if problem.invariant:
         yield with_work(body, *invariant_work(body, device))
@@ -73,11 +64,6 @@ def works_of(
     `gemm_tensor` splits no tiles that fill the GPU: in a chain, published kernels lost
     more by a second dispatch than they gained (avlp12/mlx-vlm, docs/m5.md). Ranges of
     work may take more registers than a thread has.
-
-    Args:
-        body: A plan with the same threadgroups.
-        device: The chip to plan for.
-        widest: As for `grid_of`.
     """
     if body.problem.epilogue.gated or body.problem.norm is not None:
         return [(body.work, body.simdgroups_n)]
@@ -93,14 +79,7 @@ def works_of(
 
 
 def grid_of(body: MetalPlan, device: Device, widest: int | None = None) -> TileGrid:
-    """Returns the tiles of a plan, to be divided.
-
-    Args:
-        body: The plan.
-        device: The chip to plan for.
-        widest: Most tiles side by side in a wide tile. Default: as many as simdgroups
-            fit along k.
-    """
+    """Returns the tiles of a plan, to be divided."""
     widest = _most_along_k(body) if widest is None else widest
     return TileGrid(
         m_tiles=body.m_tiles,
@@ -125,18 +104,7 @@ def body_of(
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:
-    """Returns the data-parallel plan with the threadgroups of all candidates.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-        kernel: The kernel.
-        fragments_m: As in `MetalPlan`, as are the others. Default: as many as suit it.
-        simdgroups_m: Default: as `fragments_m`.
-        operand: Default: `operand_of`.
-        buffers: Pipeline stages.
-        loaders: Simdgroups that fill stages.
-    """
+    """Returns the data-parallel plan with the threadgroups of all candidates."""
     most = most_rows(problem, buffers)
     if fragments_m is None:
         fragments_m = (
@@ -174,15 +142,7 @@ def with_work(
     simdgroups_k: int,
     reduction: Reduction | None = None,
 ) -> MetalPlan:
-    """Returns a plan with the threadgroups of `body` and other work.
-
-    Args:
-        body: The plan.
-        work: The work.
-        simdgroups_n: As in `MetalPlan`.
-        simdgroups_k: As in `MetalPlan`.
-        reduction: As in `MetalPlan`. Default: a workspace if tiles are split.
-    """
+    """Returns a plan with the threadgroups of `body` and other work."""
     return replace(
         body,
         work=work,
@@ -271,11 +231,7 @@ def simdgroups_along_k(
 
 
 def invariant_work(body: MetalPlan, device: Device) -> tuple[Work, int, int]:
-    """Returns work whose splits of k depend only on the weight and the device.
-
-    Returns:
-        The work, and the simdgroups along n and k.
-    """
+    """Returns work whose splits of k depend only on the weight and the device."""
     weight = replace(body.problem, m=INVARIANT_ROWS)
     slices, simdgroups_k = _invariant_split(weight, device)
     tiles = body.work.tiles

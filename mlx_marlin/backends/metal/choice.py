@@ -25,11 +25,7 @@ kernels did not always hold in a chain."""
 def candidates(
     problem: Problem, device: Device, overrides: PlanOverrides
 ) -> Iterator[Candidate]:
-    """Yields the plans to compare, as `Backend.candidates`.
-
-    Raises:
-        ValueError: If no plan has the fields in `overrides`.
-    """
+    """Yields the plans to compare, as `Backend.candidates`."""
     given = [explicit.plans(problem, device, overrides)] if overrides else None
     for of_kernel in given or _of_kernels(problem, device):
         for plan in of_kernel:

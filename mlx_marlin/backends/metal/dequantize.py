@@ -49,10 +49,7 @@ def dequantize_if_faster(
 ) -> DequantizePlan | None:
     """Returns such a plan if it is predicted to take less than `others`, else None.
 
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-        others: Predicted seconds of the best alternative.
+    `others`: predicted seconds of the best alternative.
     """
     plain = problem.epilogue == PLAIN and problem.batch == 1
     if problem.m < LEAST_ROWS or not plain or problem.invariant:

@@ -28,27 +28,19 @@ language instead."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """Resources of one GPU core.
+    """Resources of one GPU core."""
 
-    Attributes:
-        register_bytes: Bytes of registers of all threads.
-        threadgroup_bytes: Bytes of threadgroup memory of all threadgroups, of which one
-            threadgroup may have 32 KiB.
-        max_threads: Largest number of resident threads.
-        tensor_flops_per_clock: float16 operations per clock of the tensor units, or 0.
-        thread_registers: Most 32-bit registers of a thread, by Apple's compiler.
-        has_bfloats: Whether it computes with bfloats; M1 and M2 convert them.
-        is_known: False if the first three figures are those of an M2. From M3 on,
-            registers, threadgroup memory and caches share one pool, whose size Apple
-            does not publish.
-    """
-
-    register_bytes: int
+    register_bytes: int  # Bytes of registers of all threads
+    # Bytes of threadgroup memory of all threadgroups, of which one threadgroup may have
+    # 32 KiB
     threadgroup_bytes: int
-    max_threads: int
+    max_threads: int  # Largest number of resident threads
+    # float16 operations per clock of the tensor units, or 0
     tensor_flops_per_clock: int
-    thread_registers: int
-    has_bfloats: bool
+    thread_registers: int  # Most 32-bit registers of a thread, by Apple's compiler
+    has_bfloats: bool  # Whether it computes with bfloats; M1 and M2 convert them
+    # False if the first three figures are those of an M2. From M3 on, registers,
+    # threadgroup memory and caches share one pool, whose size Apple does not publish
     is_known: bool
 
 
@@ -61,31 +53,21 @@ chips."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The properties of an Apple GPU that planning uses.
-
-    Attributes:
-        name: Name in Metal, such as "Apple M3 Max".
-        variant: The name with what distinguishes chips of the same name.
-        generation: "M1" to "M5", or "unknown".
-        tier: "base", "pro", "max", "ultra", or "unknown".
-        cores: Number of GPU cores.
-        bandwidth_gbs: Stated memory bandwidth in 10^9 bytes per second.
-        clock_ghz: GPU clock in GHz.
-        arch: Architecture by which MLX chooses kernels, such as "applegpu_g15s"; empty
-            if only generation and tier are known. That of a paravirtual device
-            ("air64_v27") does not tell the generation.
-        has_tensor_system: Whether macOS has Metal's tensor operations, as from 26.2 on.
-    """
+    """The properties of an Apple GPU that planning uses."""
 
     backend: ClassVar[str] = "metal"
-    name: str
-    variant: str
-    generation: str
-    tier: str
-    cores: int
-    bandwidth_gbs: float
-    clock_ghz: float
+    name: str  # Name in Metal, such as "Apple M3 Max"
+    variant: str  # The name with what distinguishes chips of the same name
+    generation: str  # "M1" to "M5", or "unknown"
+    tier: str  # "base", "pro", "max", "ultra", or "unknown"
+    cores: int  # Number of GPU cores
+    bandwidth_gbs: float  # Stated memory bandwidth in 10^9 bytes per second
+    clock_ghz: float  # GPU clock in GHz
+    # Architecture by which MLX chooses kernels, such as "applegpu_g15s"; empty if only
+    # generation and tier are known. That of a paravirtual device ("air64_v27") does not
+    # tell the generation
     arch: str = ""
+    # Whether macOS has Metal's tensor operations, as from 26.2 on
     has_tensor_system: bool = True
 
     def __post_init__(self) -> None:
@@ -123,11 +105,8 @@ class Device:
         return replace(self, cores=cores, variant=variant)
 
     def in_mlx(self) -> "Device":
-        """Returns the chip with the architecture that MLX_METAL_GPU_ARCH names, if any.
-
-        Raises:
-            ValueError: If the variable does not name an architecture.
-        """
+        """Returns the chip with the architecture that MLX_METAL_GPU_ARCH names, if
+        any."""
         arch = os.environ.get(ARCHITECTURE_ENVIRONMENT)
         try:
             return replace(self, arch=arch) if arch else self
@@ -211,17 +190,7 @@ class Device:
 
     @staticmethod
     def named(name: str, cores: int | None = None) -> "Device":
-        """Returns a chip of the table.
-
-        Args:
-            name: "Apple M3 Max" or "M3 Max"; or an architecture, "applegpu_g15s", for
-                the chips that have it.
-            cores: Selects the variant with this number of GPU cores; if there is none,
-                the largest variant with this core count. Default: the largest variant.
-
-        Raises:
-            UnknownDeviceError: If the table does not have the chip.
-        """
+        """Returns a chip of the table."""
         variants = chips().get(key(name)) or _of_architecture(name)
         if not variants:
             raise UnknownDeviceError(_unknown(name))

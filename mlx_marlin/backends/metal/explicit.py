@@ -25,16 +25,7 @@ DEFAULT_BUFFERS = 2
 def plans(
     problem: Problem, device: Device, overrides: PlanOverrides
 ) -> Iterator[MetalPlan]:
-    """Yields the plans with the given fields, at least one.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-        overrides: The fields.
-
-    Raises:
-        ValueError: If no valid plan has them.
-    """
+    """Yields the plans with the given fields, at least one."""
     kernel = overrides.get("kernel", default_kernel(problem, device))
     _check_kernel(kernel, device)
     given: dict[str, Any] = {

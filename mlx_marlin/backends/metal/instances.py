@@ -46,17 +46,12 @@ K = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """An instance of a kernel that computes products.
+    """An instance of a kernel that computes products."""
 
-    Attributes:
-        plan: The smallest plan that uses the instance; it also has the format.
-        name: Name of the kernel in MLX.
-        template: Template arguments.
-    """
-
+    # The smallest plan that uses the instance; it also has the format
     plan: MetalPlan = field(repr=False)
-    name: str
-    template: tuple[tuple[str, TemplateValue], ...]
+    name: str  # Name of the kernel in MLX
+    template: tuple[tuple[str, TemplateValue], ...]  # Template arguments
 
     @property
     def is_experiment(self) -> bool:

@@ -29,15 +29,7 @@ def has_registers(
     operand: Operand | None = None,
     has_ranges: bool = False,
 ) -> bool:
-    """Returns whether a thread has the registers of `product_registers`.
-
-    Args:
-        problem: As there, as are the others.
-        device: The chip to plan for.
-        fragments_m: Row fragments of x; 0 for dot products.
-        operand: Default: `operand_of`.
-        has_ranges: Whether a threadgroup has a range.
-    """
+    """Returns whether a thread has the registers of `product_registers`."""
     if operand is None:
         operand = operand_of(problem, device, fragments_m)
     count = product_registers(problem, fragments_m, operand, has_ranges)

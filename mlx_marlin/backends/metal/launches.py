@@ -22,11 +22,7 @@ from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 
 def launches(plan: Any) -> tuple[Launch, ...]:
-    """Returns the launches of a plan, in order.
-
-    Raises:
-        ValueError: If Metal has no kernel for this kind of plan.
-    """
+    """Returns the launches of a plan, in order."""
     build = BY_TYPE.get(type(plan))
     if build is None:
         raise ValueError(f"the back end 'metal' has no kernel for {plan!r}")

@@ -28,14 +28,7 @@ the GPU gives others."""
 def operand_of(
     problem: Problem, device: Device, fragments_m: int, kernel: Kernel | None = None
 ) -> Operand:
-    """Returns the form of codes that plans for a device have.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-        fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
-        kernel: The kernel. Default: `gemv` or `gemm_register`.
-    """
+    """Returns the form of codes that plans for a device have."""
     first, *others = forms(problem, fragments_m, kernel)
     return first if first != "bfloat" or device.core.has_bfloats else others[0]
 
@@ -48,11 +41,6 @@ def forms(
     It is the cheapest whose error is small. With one fragment of half, the cheapest
     offset is as exact as a float32 sum. Two fragments share decoded codes, so the least
     offset costs them less than 1 %.
-
-    Args:
-        problem: The product to compute.
-        fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
-        kernel: The kernel. Default: `gemv` or `gemm_register`.
     """
     if kernel == TENSOR_KERNEL:
         # Tensor operations take half codes with bfloat16 activations. They need no more
@@ -88,13 +76,7 @@ def _is_exact(problem: Problem) -> bool:
 
 
 def operand_reason(problem: Problem, operand: Operand, kernel: Kernel) -> str | None:
-    """Returns why a kernel cannot multiply codes of a form, or None.
-
-    Args:
-        problem: The product to compute.
-        operand: The form.
-        kernel: The kernel.
-    """
+    """Returns why a kernel cannot multiply codes of a form, or None."""
     if operand not in OPERANDS:
         return f"is not one of {OPERANDS}"
     if operand == "offset" and kernel == "gemv" and problem.dtype == "float32":

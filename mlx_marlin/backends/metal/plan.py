@@ -45,16 +45,12 @@ class MetalPlan(Plan):
     tiles it is 1. With a gated epilogue it is 2: half of the simdgroups compute a tile
     of gate, the others the same columns of up. A stage of `gemm_staged` holds x and
     decoded w.
-
-    Attributes:
-        simdgroups_m: Simdgroups side by side along the rows.
-        operand: The form of codes that lanes multiply.
     """
 
     backend: ClassVar[str] = "metal"
 
-    simdgroups_m: int = 1
-    operand: Operand = "offset"
+    simdgroups_m: int = 1  # Simdgroups side by side along the rows
+    operand: Operand = "offset"  # The form of codes that lanes multiply
 
     @property
     def has_tensor_operations(self) -> bool:
@@ -101,11 +97,7 @@ class MetalPlan(Plan):
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
 
     def check(self) -> None:
-        """Checks the fields and their combination.
-
-        Raises:
-            ValueError: If no kernel supports them.
-        """
+        """Checks the fields and their combination."""
         if self.kernel not in KERNELS:
             raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
         if self.kernel == "gemm_staged":

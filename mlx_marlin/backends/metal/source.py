@@ -26,17 +26,12 @@ from mlx_marlin.planning.epilogue import PLAIN
 
 
 class Body(NamedTuple):
-    """What the body of a kernel declares.
+    """What the body of a kernel declares."""
 
-    Attributes:
-        inputs: Names of the input buffers.
-        files: Files of `lib` that the body uses, in the order of their dependencies.
-        outputs: Names of the output buffers.
-    """
-
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # Names of the input buffers
+    # Files of `lib` that the body uses, in the order of their dependencies
     files: tuple[str, ...]
-    outputs: tuple[str, ...] = ("out",)
+    outputs: tuple[str, ...] = ("out",)  # Names of the output buffers
 
 
 WEIGHT = ("work", "decode", "words", "values", "lane", "weight_tile")
@@ -120,12 +115,7 @@ def of_reduce(plan: MetalPlan) -> Source:
 
 @cache
 def kernel_source(body: str, atomic: bool = False) -> Source:
-    """Returns the source of a kernel.
-
-    Args:
-        body: One of `BODIES`.
-        atomic: Whether the kernel adds to its output.
-    """
+    """Returns the source of a kernel."""
     inputs, files, outputs = BODIES[body]
     # `store` is called with arguments of MLX's types, so it must be declared before.
     files = (("atomic",) if atomic else ()) + files
@@ -145,9 +135,6 @@ def header(names: Sequence[str]) -> str:
 
     The namespace prevents conflicts with names of Metal's headers. The files have none
     themselves, because the CUDA sources include them inside one.
-
-    Args:
-        names: Files without suffix, in the order of their dependencies.
     """
     text = "\n".join([stripped(read(f"lib/{name}.metal")) for name in names])
     return f"namespace marlin {{\n{text}}}\n"

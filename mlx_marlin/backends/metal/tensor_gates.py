@@ -24,12 +24,7 @@ LEAST_COLUMNS = 2048
 
 
 def is_candidate(problem: Problem, device: Device) -> bool:
-    """Returns whether plans of `gemm_tensor` are compared with others.
-
-    Args:
-        problem: The product to compute.
-        device: A device that has tensor units.
-    """
+    """Returns whether plans of `gemm_tensor` are compared with others."""
     if tensor_reason(problem) is not None:
         return False
     fast = device.tier in ("max", "ultra")

@@ -43,12 +43,7 @@ def layout_probe(dtype: str) -> Probe:
 
 
 def layout_fault(values: Sequence[float]) -> str | None:
-    """Returns which operand has another layout than M5's, or None.
-
-    Args:
-        values: Of each lane and operand, the capacity and, of each element, whether it
-            is valid, its inner and its outer index.
-    """
+    """Returns which operand has another layout than M5's, or None."""
     # Indices of x may be those of the array or, in all lanes, of its transpose.
     faults = [_difference(values, transposed) for transposed in (False, True)]
     return None if None in faults else faults[0]
@@ -73,10 +68,7 @@ def _difference(values: Sequence[float], transposed: bool) -> str | None:
 def position(name: str, lane: int, element: int) -> tuple[int, int]:
     """Returns the (row, column) of a lane's element in memory, on M5.
 
-    Args:
-        name: The operand: "w" [n, k], "x" [m, k] or "result" [n, m].
-        lane: Index of the lane.
-        element: Index of the element.
+    `name`: the operand: "w" [n, k], "x" [m, k] or "result" [n, m].
     """
     quad = lane >> 2
     row = (quad & 4) | (lane >> 1 & 3)

@@ -21,17 +21,7 @@ NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
-    """Reads the weight of a layer.
-
-    Args:
-        folder: The checkpoint.
-        layer: Name of the layer.
-        settings: The checkpoint's `quantization_config`.
-
-    Raises:
-        ValueError: If the variant is not GEMM with 4 bits, the layer's tensors are
-            malformed or do not fit each other, or the config contradicts them.
-    """
+    """Reads the weight of a layer."""
     # "version" is AutoAWQ's name of it, the others are GPTQModel's.
     names = ("version", "format", "checkpoint_format")
     version = one_value(settings, "AWQ", *names)
@@ -63,11 +53,7 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
 
 
 def schemes(settings: dict[str, Any]) -> list[Scheme]:
-    """Returns the scheme of all layers, and those that `dynamic` gives to some.
-
-    Raises:
-        ValueError: If a value is of another type or out of range.
-    """
+    """Returns the scheme of all layers, and those that `dynamic` gives to some."""
     zero_point = settings.get("zero_point")
     if type(zero_point) not in (bool, type(None)):
         raise ValueError(f"zero_point={quoted(zero_point)}, expected true or false")

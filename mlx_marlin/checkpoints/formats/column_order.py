@@ -10,11 +10,7 @@ CHUNK_CODES = 2**22
 
 
 def order_of_columns(group_of_column: mx.array, groups: int, k: int) -> mx.array | None:
-    """Returns the columns sorted by group, int32 [k]; None if they are in order.
-
-    Raises:
-        ValueError: If a group does not exist, or has not k / groups columns.
-    """
+    """Returns the columns sorted by group, int32 [k]; None if they are in order."""
     dtype = group_of_column.dtype
     if group_of_column.shape != (k,) or not mx.issubdtype(dtype, mx.integer):
         raise ValueError(
@@ -43,11 +39,9 @@ def reordered(words: mx.array, order: mx.array, bits: int) -> mx.array:
     Codes are gathered while k is their first axis: then the gather copies whole rows,
     and codes at the same place of a word are unpacked by one operation.
 
-    Args:
-        words: Codes, uint32 [n, k * bits / 32], low code first; fastest if it is the
-            transpose of a contiguous array.
-        order: int32 [k], the column that becomes column i.
-        bits: Bits of a code.
+    `words`: codes, uint32 [n, k * bits / 32], low code first; fastest if it is the
+    transpose of a contiguous array.
+    `order`: int32 [k], the column that becomes column i.
     """
     step = max(CHUNK_CODES // order.size, 1)
     chunks: list[mx.array] = []

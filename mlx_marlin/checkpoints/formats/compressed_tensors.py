@@ -45,17 +45,7 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
-    """Reads the weight of a layer.
-
-    Args:
-        folder: The checkpoint.
-        layer: Name of the layer.
-        settings: The checkpoint's `quantization_config`.
-
-    Raises:
-        ValueError: If the format is another, the layer's tensors are malformed or do
-            not fit each other, or the config contradicts them.
-    """
+    """Reads the weight of a layer."""
     known = schemes(settings)
     format, global_scale = INTEGERS, f"{layer}.weight_global_scale"
     if folder.arrays[f"{layer}.weight_packed"].dtype == "U8":
@@ -77,12 +67,7 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
 
 
 def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:
-    """Returns the schemes of the config's groups by their formats.
-
-    Raises:
-        ValueError: If there is no group, a format is not known, or a value is of
-            another type, out of range or contradicts another one.
-    """
+    """Returns the schemes of the config's groups by their formats."""
     usual = settings.get("format")
     usual = None if usual == "mixed-precision" else usual
     known: dict[str, list[Scheme]] = {INTEGERS: [], NVFP4: [], MXFP4: []}

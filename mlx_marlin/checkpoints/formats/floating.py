@@ -25,17 +25,7 @@ MODELOPT = ("nvfp4", "w4a16_nvfp4")
 
 
 def read_modelopt(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
-    """Reads the weight of a layer of ModelOpt's.
-
-    Args:
-        folder: The checkpoint.
-        layer: Name of the layer.
-        settings: The checkpoint's `quantization_config`.
-
-    Raises:
-        ValueError: If tensors are malformed or do not fit each other, or the config
-            contradicts them.
-    """
+    """Reads the weight of a layer of ModelOpt's."""
     check_modelopt(settings)
     scale = factor(folder.read(f"{layer}.weight_scale_2"), "weight_scale_2")
     codes, scales = (
@@ -62,11 +52,7 @@ def check_modelopt(settings: dict[str, Any]) -> None:
 
 
 def factor(array: mx.array, name: str) -> mx.array:
-    """Returns the factor of a weight, float32 [1].
-
-    Raises:
-        ValueError: If it is not one finite number above 0.
-    """
+    """Returns the factor of a weight, float32 [1]."""
     number = array.astype(mx.float32)
     if number.size != 1:
         raise ValueError(f"{name} {number.shape}, expected one number")
@@ -79,23 +65,13 @@ def factor(array: mx.array, name: str) -> mx.array:
 def nvfp4(codes: mx.array, scales: mx.array, global_scale: mx.array) -> StoredWeight:
     """Returns a weight of nvfp4.
 
-    Args:
-        codes: As above.
-        scales: As above, as bytes.
-        global_scale: float32 [1], as MLX means it.
-
-    Raises:
-        ValueError: If the arrays do not fit each other.
+    `global_scale`: float32 [1], as MLX means it.
     """
     return _weight(codes, scales, "nvfp4", 16, global_scale)
 
 
 def mxfp4(codes: mx.array, scales: mx.array) -> StoredWeight:
-    """Returns a weight of mxfp4.
-
-    Raises:
-        ValueError: As for `nvfp4`.
-    """
+    """Returns a weight of mxfp4."""
     return _weight(codes, scales, "mxfp4", 32, None)
 
 
@@ -130,11 +106,8 @@ def _weight(
 
 
 def fp8(codes: mx.array, scales: mx.array, settings: dict[str, Any]) -> mx.array:
-    """Returns a weight of an original of fp8 in bfloat16, rounded once, as mlx-lm does.
-
-    Raises:
-        ValueError: If the arrays do not fit each other or the config.
-    """
+    """Returns a weight of an original of fp8 in bfloat16, rounded once, as mlx-lm
+    does."""
     factors = scales.astype(mx.float32)
     if scales.dtype == mx.uint8:
         factors = mx.power(2.0, factors - 127)

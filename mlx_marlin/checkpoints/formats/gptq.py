@@ -35,17 +35,7 @@ WHOLE_WIDTHS = (2, 4, 8)
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
-    """Reads the weight of a layer.
-
-    Args:
-        folder: The checkpoint.
-        layer: Name of the layer, such as "model.layers.0.mlp.up_proj".
-        settings: The checkpoint's `quantization_config`.
-
-    Raises:
-        ValueError: If the layer's tensors are malformed or do not fit each other, or
-            the config contradicts them.
-    """
+    """Reads the weight of a layer."""
     qweight = folder.read(f"{layer}.qweight")
     scales = folder.read(f"{layer}.scales")
     if scales.ndim != 2 or qweight.ndim != 2 or qweight.dtype != mx.int32:
@@ -78,11 +68,7 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
 
 
 def schemes(settings: dict[str, Any]) -> list[Scheme]:
-    """Returns the scheme of all layers, and those that `dynamic` gives to some.
-
-    Raises:
-        ValueError: If a value is of another type or out of range.
-    """
+    """Returns the scheme of all layers, and those that `dynamic` gives to some."""
     usual = {
         "bits": one_value(settings, "GPTQ", "bits", "w_bit", "wbits"),
         "group_size": one_value(settings, "GPTQ", "group_size", "q_group_size"),

@@ -17,21 +17,12 @@ WHOLE_ROW = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """What a config says of layers of integers; None where it says nothing.
+    """What a config says of layers of integers; None where it says nothing."""
 
-    Attributes:
-        bits: Bits of a code.
-        group_size: Columns that share a scale, or `WHOLE_ROW`.
-        symmetric: Whether all zero points are 2^(bits - 1).
-        act_order: Whether columns may be in another order than their groups.
-
-    Raises:
-        ValueError: If a value is of another type or out of range.
-    """
-
-    bits: int | None = None
-    group_size: int | None = None
-    symmetric: bool | None = None
+    bits: int | None = None  # Bits of a code
+    group_size: int | None = None  # Columns that share a scale, or `WHOLE_ROW`
+    symmetric: bool | None = None  # Whether all zero points are 2^(bits - 1)
+    # Whether columns may be in another order than their groups
     act_order: bool | None = None
 
     def __post_init__(self) -> None:
@@ -55,31 +46,17 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The codes of a layer, what is beside them, and what the config says of them.
+    """The codes of a layer, what is beside them, and what the config says of them."""
 
-    Attributes:
-        bits: Bits of a code.
-        k: Columns.
-        zeros: Name of the array of zero points; None if there is none.
-        order: Name of the array of the columns' groups; None if there is none.
-        symmetric: Whether the config says that all zero points are 2^(bits - 1).
-        act_order: Whether the config allows another order of the columns.
-    """
-
-    bits: int
-    k: int
-    zeros: str | None
-    order: str | None
-    symmetric: bool
-    act_order: bool
+    bits: int  # Bits of a code
+    k: int  # Columns
+    zeros: str | None  # Name of the array of zero points; None if there is none
+    order: str | None  # Name of the array of the columns' groups; None if there is none
+    symmetric: bool  # Whether the config says that all zero points are 2^(bits - 1)
+    act_order: bool  # Whether the config allows another order of the columns
 
     def check_zeros(self, stored: mx.array, *middles: int) -> None:
-        """Raises a ValueError if zero points of a symmetric layer are others.
-
-        Args:
-            stored: Zero points, integers.
-            middles: All of them have one of these values, the same one.
-        """
+        """Raises a ValueError if zero points of a symmetric layer are others."""
         if not any(mx.all(stored == middle).item() for middle in middles):
             raise ValueError(
                 f"zero points {self.zeros!r} from {stored.min().item()} to "
@@ -88,12 +65,7 @@ class Layer:
             )
 
     def column_order(self, folder: Folder, groups: int) -> mx.array | None:
-        """Returns the columns sorted by group, int32 [k]; None if they are in order.
-
-        Raises:
-            ValueError: If the groups are malformed, or in an order that the config
-                excludes.
-        """
+        """Returns the columns sorted by group, int32 [k]; None if they are in order."""
         if self.order is None:
             return None
         order = order_of_columns(folder.read(self.order), groups, self.k)
@@ -118,19 +90,6 @@ def layer_of(
 
     A config has a scheme for all layers, and perhaps others for some. The arrays of a
     layer tell which may be its own: one that its codes and scales fit.
-
-    Args:
-        folder: The checkpoint.
-        schemes: Those that the config has.
-        zeros: Name of the array of zero points, which need not be there.
-        order: Name of the array of the columns' groups, which need not be there; ""
-            for a format without one.
-        widths: (bits, k) that the size of the codes allows.
-        groups: Scales of a row.
-
-    Raises:
-        ValueError: If no scheme fits, or several do that read the codes differently, or
-            an array that a scheme promises is missing.
     """
     fitting = {
         (bits, k): own
@@ -197,16 +156,10 @@ def integer_weight(
 ) -> StoredWeight:
     """Returns the weight `scales * (codes - zeros)`, which `checked` has to check.
 
-    Args:
-        words: Codes, uint32 [n, k * bits / 32], low code first, contiguous or not.
-        scales: [n, groups], any float dtype.
-        zeros: Zero points, integers [n, groups]; None for 2^(bits - 1) throughout.
-        bits: Bits of a code.
-        k: Columns.
-        order: int32 [k], the columns sorted by group; None if they are in order.
-
-    Raises:
-        ValueError: If the arrays do not fit each other.
+    `words`: codes, uint32 [n, k * bits / 32], low code first, contiguous or not.
+    `scales`: [n, groups], any float dtype.
+    `zeros`: zero points, integers [n, groups]; None for 2^(bits - 1) throughout.
+    `order`: int32 [k], the columns sorted by group; None if they are in order.
     """
     n, groups = words.shape[0], scales.shape[-1]
     if not n or not groups or k % groups:
@@ -231,13 +184,7 @@ def integer_weight(
 def columns_of_words(words: mx.array, bits: int, count: int) -> mx.array:
     """Returns integers that are packed along the last axis, uint8 [..., count].
 
-    Args:
-        words: int32 or uint32 [..., ceil(count * bits / 32)], low bits first.
-        bits: Bits of an integer.
-        count: How many there are.
-
-    Raises:
-        ValueError: If there are more or fewer words than that, or of another dtype.
+    `words`: int32 or uint32 [..., ceil(count * bits / 32)], low bits first.
     """
     needed = -(-count * bits // 32)
     _check_words(words, needed)

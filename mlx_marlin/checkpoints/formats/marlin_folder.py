@@ -26,11 +26,7 @@ SIZES = ("n", "k", "group_size", "bits")
 
 
 def layers_of(folder: Folder) -> dict[str, dict[str, Any]]:
-    """Returns the record of each packed layer; none if there are no such layers.
-
-    Raises:
-        ValueError: If the checkpoint is of a newer version, or malformed.
-    """
+    """Returns the record of each packed layer; none if there are no such layers."""
     ours = folder.config.get("mlx_marlin")
     if ours is None:
         return {}
@@ -47,15 +43,7 @@ def layers_of(folder: Folder) -> dict[str, dict[str, Any]]:
 
 
 def stock_layers_of(config: dict[str, Any], path: Path) -> list[str]:
-    """Returns the layers that stay on stock MLX.
-
-    Args:
-        config: Contents of config.json.
-        path: The checkpoint, for the message of an error.
-
-    Raises:
-        ValueError: If it is not a list of names.
-    """
+    """Returns the layers that stay on stock MLX."""
     ours = config.get("mlx_marlin")
     names = ours.get("stock_layers", []) if isinstance(ours, dict) else []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -95,18 +83,7 @@ def names_of(folder: Folder, layer: str) -> dict[str, str]:
 def read(
     folder: Folder, layer: str, record: dict[str, Any], check_values: bool = True
 ) -> PackedLayer:
-    """Reads a layer's weight, or a batch of them.
-
-    Args:
-        folder: The checkpoint.
-        layer: Name of the layer.
-        record: The layer's record.
-        check_values: Whether to look at scales, which evaluates them.
-
-    Raises:
-        ValueError: If arrays are missing or do not fit the record, or a scale is not
-            finite.
-    """
+    """Reads a layer's weight, or a batch of them."""
     arrays = {
         part: folder.read(name)
         for part, name in names_of(folder, layer).items()

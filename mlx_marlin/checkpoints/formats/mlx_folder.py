@@ -22,17 +22,7 @@ Format = tuple[int, int, str]
 
 
 def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
-    """Reads the weight of a layer, or a batch of them.
-
-    Args:
-        folder: The checkpoint.
-        layer: Name of the layer.
-        settings: The checkpoint's `quantization`.
-
-    Raises:
-        ValueError: If settings or tensors are malformed or do not fit each other, or
-            the tensors fit several formats and not that of the settings.
-    """
+    """Reads the weight of a layer, or a batch of them."""
     arrays = {
         part: folder.read(f"{layer}.{part}")
         for part in PARTS
@@ -51,14 +41,7 @@ def stored_weight(
 ) -> StoredWeight:
     """Returns the weight that arrays by their parts stand for.
 
-    Args:
-        arrays: "weight" and "scales", perhaps "biases" and "global_scale".
-        settings: The checkpoint's `quantization`.
-        entry: What it says of the layer; None for nothing.
-        k: Columns, if a model tells them.
-
-    Raises:
-        ValueError: As for `read`.
+    `entry`: what it says of the layer; None for nothing.
     """
     codes, scales = arrays["weight"], arrays["scales"]
     if codes.dtype != mx.uint32 or codes.ndim < 2 or not codes.size:

@@ -168,11 +168,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks the arguments, and that kernels can run, before a model is loaded.
-
-    Raises:
-        ValueError: If an argument exceeds its limits, or no kernel can run.
-    """
+    """Checks the arguments, and that kernels can run, before a model is loaded."""
     arguments.check_range("--tokens", args.tokens, 2, MAX_TOKENS)
     for count in args.batch:
         arguments.check_range("--batch", count, 1, MAX_PROMPTS)
@@ -246,11 +242,7 @@ def measure(label: str, model: nn.Module, work: Work) -> Outcome:
 
 
 def checkpoint() -> Path:
-    """Returns the folder of the demo's own model.
-
-    Raises:
-        ValueError: If it is in none of `MODEL_FOLDERS`.
-    """
+    """Returns the folder of the demo's own model."""
     for folder in MODEL_FOLDERS:
         if (folder / "config.json").is_file():
             return folder
@@ -278,11 +270,7 @@ def prompt_tokens(tokenizer: Any, batch: int) -> mx.array:
 def held_out_tokens(
     tokenizer: Any, windows: int = WINDOWS, length: int = WINDOW
 ) -> mx.array:
-    """Returns windows of the held-out text, evenly spaced, from the start of a line.
-
-    Returns:
-        Tokens of shape `(windows, length + 1)`, plus a tokenizer's start token.
-    """
+    """Returns windows of the held-out text, evenly spaced, from the start of a line."""
     start = tokenizer.encode("")
     text = held_out_text()
     rows = []

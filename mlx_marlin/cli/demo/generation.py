@@ -15,34 +15,18 @@ from mlx_marlin.lm.verification.perplexity import Tick, read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The output of a model for a batch of prompts.
+    """The output of a model for a batch of prompts."""
 
-    Attributes:
-        tokens: The generated tokens of each sequence.
-        margins: For each token, its logit minus the second largest logit.
-        step_ms: Median milliseconds of a step, which adds a token to each sequence.
-    """
-
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # The generated tokens of each sequence
+    # For each token, its logit minus the second largest logit
     margins: list[list[float]]
-    step_ms: float
+    step_ms: float  # Median milliseconds of a step, which adds a token to each sequence
 
 
 def generate(
     model: nn.Module, prompts: mx.array, count: int, tick: Tick = lambda: None
 ) -> Generation:
-    """Generates greedily for all prompts at once.
-
-    Args:
-        model: An mlx-lm model.
-        prompts: Tokens of shape `(batch, length)`, without padding.
-        count: Tokens to generate for each prompt, at least 2, because the first takes
-            no step.
-        tick: Called after every forward pass, `passes(prompts) + count - 1` times.
-
-    Returns:
-        `count` tokens for each prompt; end-of-text tokens do not end a sequence.
-    """
+    """Generates greedily for all prompts at once."""
     cache = make_prompt_cache(model)
     tokens, margins, times = [], [], []
     for logits in read(model, prompts, cache, tick):
@@ -66,15 +50,7 @@ def generate(
 def compare_tokens(
     tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
 ) -> list[int | None]:
-    """Returns the first difference of each pair of sequences.
-
-    Args:
-        tokens: Sequences of tokens.
-        expected: As many sequences of the same lengths.
-
-    Returns:
-        For each pair the first index at which they differ; None if they are equal.
-    """
+    """Returns the first difference of each pair of sequences."""
     return [
         next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
         for pair in zip(tokens, expected, strict=True)

@@ -44,14 +44,7 @@ def opening(name: str, model: nn.Module, layout: str | None) -> str:
 def batch(
     tokenizer: Any, prompts: mx.array, ours: Generation, stock: Generation
 ) -> str:
-    """Returns the texts of a batch, their comparison with stock MLX, and the time.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        prompts: Tokens of shape `(batch, length)`.
-        ours: The output of our kernels.
-        stock: The output of stock MLX.
-    """
+    """Returns the texts of a batch, their comparison with stock MLX, and the time."""
     count = len(ours.tokens)
     texts = [
         f"{_prompt(tokenizer, prompts[i])}«{_written(tokenizer, ours.tokens[i])}»"
@@ -111,12 +104,7 @@ def plans(used: Iterable[Plan]) -> str:
 
 
 def result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> str:
-    """Returns the last line: what agrees, the number of plans, and the verdict.
-
-    Args:
-        pairs: The outputs of our kernels and of stock MLX for each batch.
-        is_wrong: Whether there are errors.
-    """
+    """Returns the last line: what agrees, the number of plans, and the verdict."""
     count = sum(len(ours.tokens) for ours, _ in pairs)
     equal = count - sum(len(_parts(*pair)) for pair in pairs)
     return (
@@ -126,12 +114,7 @@ def result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> st
 
 
 def errors(ours: float, stock: float) -> list[str]:
-    """Returns errors: a wrong perplexity, or kernels that did not run.
-
-    Args:
-        ours: Perplexity with our kernels.
-        stock: Perplexity with stock MLX and the same weights.
-    """
+    """Returns errors: a wrong perplexity, or kernels that did not run."""
     found = []
     # Written so that NaN is an error.
     if not abs(ours - stock) <= TOLERANCE * stock:

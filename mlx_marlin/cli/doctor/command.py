@@ -60,11 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def problems_to_check(args: argparse.Namespace) -> list[Problem]:
-    """Returns the products whose kernels to check; none without --check.
-
-    Raises:
-        ValueError: If the arguments are wrong, or the model has no supported layer.
-    """
+    """Returns the products whose kernels to check; none without --check."""
     if not args.check:
         for option in ("model", "rows"):
             if (value := getattr(args, option)) is not None:

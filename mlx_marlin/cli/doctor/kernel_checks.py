@@ -27,15 +27,6 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
     """Checks the kernels that serve products on this machine, with a progress bar.
 
     The verdicts are stored; `verdicts` returns them.
-
-    Args:
-        products: The products.
-
-    Returns:
-        The products that stock MLX serves, with the reasons: they need no kernel.
-
-    Raises:
-        ValueError: If kernels cannot run on this machine.
     """
     from mlx_marlin import guard
     from mlx_marlin.backends import selection
@@ -69,11 +60,7 @@ def _verdict(verdict: "Verdict") -> dict[str, Any]:
 
 
 def when_unchecked(setting: str | None) -> str:
-    """Returns a sentence for a machine where calls run kernels without a check.
-
-    Args:
-        setting: The value of the guard's variable.
-    """
+    """Returns a sentence for a machine where calls run kernels without a check."""
     from mlx_marlin import guard
 
     here = (

@@ -12,9 +12,6 @@ def charts(choices: Sequence[Choice]) -> list[Chart]:
 
     The further dispatches of a plan are part of its time, but not of its area, because
     the model does not assign them to cores.
-
-    Args:
-        choices: Plans of one product for one device, at least one.
     """
     us = max(choice.prediction.seconds for choice in choices) * 1e6
     return [

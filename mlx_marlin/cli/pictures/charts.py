@@ -17,41 +17,26 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Points with one name.
+    """Points with one name."""
 
-    Attributes:
-        name: Name in the legend, with where the figures come from.
-        marks: The points, in ascending order of x.
-        style: How they are connected.
-        is_measured: Whether they were measured. Others are drawn hollow or dashed.
-        color: Index of the colour; series that belong together share one.
-    """
-
-    name: str
-    marks: tuple[Mark, ...]
-    style: Literal["points", "line", "area", "roof"]
+    name: str  # Name in the legend, with where the figures come from
+    marks: tuple[Mark, ...]  # The points, in ascending order of x
+    style: Literal["points", "line", "area", "roof"]  # How they are connected
+    # Whether they were measured. Others are drawn hollow or dashed
     is_measured: bool = False
-    color: int = 0
+    color: int = 0  # Index of the colour; series that belong together share one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Series over two axes.
+    """Series over two axes."""
 
-    Attributes:
-        title: What it shows.
-        x: Name of the horizontal axis, with the unit.
-        y: Likewise, of the vertical one.
-        series: The series.
-        log_base: Base of the axes if they are logarithmic.
-        ends: Ends of linear axes that begin at 0; None for those of the points.
-    """
-
-    title: str
-    x: str
-    y: str
-    series: tuple[Series, ...]
-    log_base: int | None = None
+    title: str  # What it shows
+    x: str  # Name of the horizontal axis, with the unit
+    y: str  # Likewise, of the vertical one
+    series: tuple[Series, ...]  # The series
+    log_base: int | None = None  # Base of the axes if they are logarithmic
+    # Ends of linear axes that begin at 0; None for those of the points
     ends: tuple[float, float] | None = None
 
 

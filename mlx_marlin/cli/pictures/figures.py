@@ -25,14 +25,7 @@ STYLE = {
 
 
 def require(option: str) -> None:
-    """Checks that matplotlib is installed.
-
-    Args:
-        option: The option that needs it, for messages.
-
-    Raises:
-        ImportError: If it is missing.
-    """
+    """Checks that matplotlib is installed."""
     try:
         import matplotlib.style  # noqa: F401
     except ImportError as error:
@@ -42,12 +35,7 @@ def require(option: str) -> None:
 
 
 def content(draw: "Callable[[], Figure]", suffix: str) -> bytes:
-    """Returns a figure as a file. The same figure gives the same bytes.
-
-    Args:
-        draw: Returns the figure, in matplotlib's default style.
-        suffix: Suffix of the file, which selects the format: ".svg" or ".png".
-    """
+    """Returns a figure as a file. The same figure gives the same bytes."""
     import matplotlib.style
 
     output = BytesIO()

@@ -9,17 +9,7 @@ PICTURES = (".svg", ".png")
 
 
 def check(path: Path, option: str, suffixes: Sequence[str] = PICTURES) -> None:
-    """Checks that a file can be written.
-
-    Args:
-        path: The file.
-        option: The option that names it, for messages.
-        suffixes: Suffixes that it may have.
-
-    Raises:
-        ValueError: If it has another suffix, its folder does not exist, or it is a
-            folder.
-    """
+    """Checks that a file can be written."""
     if path.suffix.lower() not in suffixes:
         *others, last = suffixes
         raise ValueError(
@@ -30,11 +20,7 @@ def check(path: Path, option: str, suffixes: Sequence[str] = PICTURES) -> None:
 
 
 def check_folder(path: Path, option: str) -> None:
-    """Checks that a file can be written, whatever its suffix.
-
-    Raises:
-        ValueError: If its folder does not exist, or it is a folder.
-    """
+    """Checks that a file can be written, whatever its suffix."""
     if not path.parent.is_dir():
         raise ValueError(
             f"{option} {path}: the folder {path.parent} does not exist, expected a "
@@ -45,16 +31,7 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def write(path: Path, option: str, content: bytes) -> None:
-    """Writes a file, whole or not at all.
-
-    Args:
-        path: The file; an existing one is replaced.
-        option: The option that names it, for messages.
-        content: What to write.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes a file, whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(content)

@@ -112,15 +112,7 @@ def _draw_tile(
     place: tuple[float, float, int],
     room: tuple[float, float],
 ) -> None:
-    """Draws a tile; each split has the colour of its threadgroup.
-
-    Args:
-        axes: The axes.
-        plan: The plan.
-        tile: The tile.
-        place: Its left and upper border, and its width.
-        room: Its width and height in inches.
-    """
+    """Draws a tile; each split has the colour of its threadgroup."""
     from matplotlib.patches import Rectangle
 
     x, y, wide = place
@@ -171,12 +163,7 @@ def _draw_timeline(axes: "Axes", choice: Choice, until: float, width: float) -> 
 def _draw_bar(axes: "Axes", bar: Bar, y: int, scale: float, inches: float) -> None:
     """Draws the splits of a threadgroup.
 
-    Args:
-        axes: The axes.
-        bar: The threadgroup.
-        y: Its position.
-        scale: Microseconds per k tile.
-        inches: Inches per microsecond.
+    `scale`: microseconds per k tile.
     """
     if not bar.pieces:
         axes.text(0, y, " idle", va="center", size=7)

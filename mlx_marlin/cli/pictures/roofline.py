@@ -12,31 +12,18 @@ STOCK = "stock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A product on a roofline.
+    """A product on a roofline."""
 
-    Attributes:
-        point: Its operations, bytes and time.
-        rows: Rows of x.
-        kernel: The kernel; names of stock MLX's begin with `STOCK`.
-        origin: "measured", "predicted" or "assumed".
-    """
-
-    point: Point
-    rows: int
-    kernel: str
-    origin: str
+    point: Point  # Its operations, bytes and time
+    rows: int  # Rows of x
+    kernel: str  # The kernel; names of stock MLX's begin with `STOCK`
+    origin: str  # "measured", "predicted" or "assumed"
 
 
 def chart(
     title: str, roofs: Mapping[str, Roofline], products: Sequence[Product]
 ) -> Chart:
-    """Returns the chart of some products.
-
-    Args:
-        title: What the chart shows.
-        roofs: The roofs by name. The peaks are stated by manufacturers.
-        products: The products; those outside of the range of a chart are left out.
-    """
+    """Returns the chart of some products."""
     drawn = [
         product
         for product in products

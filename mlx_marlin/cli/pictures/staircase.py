@@ -19,32 +19,18 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The time of a product with some rows.
+    """The time of a product with some rows."""
 
-    Attributes:
-        rows: Rows of x.
-        seconds: The time.
-        name: What computes it.
-        source: "measured", "predicted" or another word for where the time comes from.
-    """
-
-    rows: int
-    seconds: float
-    name: str
-    source: str
+    rows: int  # Rows of x
+    seconds: float  # The time
+    name: str  # What computes it
+    source: str  # "measured", "predicted" or another word for where the time comes from
 
 
 def predicted(
     problem: Problem, device: PlanningDevice, **overrides: Unpack[PlanOverrides]
 ) -> Iterator[Sample]:
-    """Yields the times of the cost model for 1 to `MOST_ROWS` rows.
-
-    Args:
-        problem: The product, with any number of rows.
-        device: The device.
-        **overrides: Fields of our plans; rows for which there is no such plan are left
-            out.
-    """
+    """Yields the times of the cost model for 1 to `MOST_ROWS` rows."""
     for rows in range(1, MOST_ROWS + 1):
         try:
             choice = planner.compare(
@@ -60,16 +46,7 @@ def predicted(
 
 
 def chart(title: str, samples: Sequence[Sample]) -> Chart | None:
-    """Returns the chart of times of one product.
-
-    Args:
-        title: What the chart shows.
-        samples: The times. Of several with the same rows, name and source, the shortest
-            is drawn.
-
-    Returns:
-        The chart; None if no two of the times have different rows.
-    """
+    """Returns the chart of times of one product."""
     drawn = [
         sample
         for sample in samples

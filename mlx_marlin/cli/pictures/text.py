@@ -38,19 +38,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """The work of a threadgroup over time.
+    """The work of a threadgroup over time."""
 
-    Attributes:
-        threadgroup: The threadgroup.
-        core: The core that would run it.
-        begin: Start time on the core.
-        pieces: Its splits in order; an idle threadgroup has none.
-    """
-
-    threadgroup: int
-    core: int
-    begin: int
-    pieces: tuple[Piece, ...]
+    threadgroup: int  # The threadgroup
+    core: int  # The core that would run it
+    begin: int  # Start time on the core
+    pieces: tuple[Piece, ...]  # Its splits in order; an idle threadgroup has none
 
     @property
     def end(self) -> int:
@@ -69,16 +62,7 @@ def why_not_drawn(plan: Plan) -> str | None:
 
 
 def tile_map(plan: Plan) -> str:
-    """Draws the tiles of the result with the threadgroups that compute them.
-
-    Args:
-        plan: The plan to draw.
-
-    Returns:
-        Lines of text, one for each row of tiles, at most `SHOWN` rows and columns, and
-        fewer columns if lines would be longer than those of tables. A wide tile spans
-        the columns of the tiles that it replaces.
-    """
+    """Draws the tiles of the result with the threadgroups that compute them."""
     for shown in range(SHOWN, 0, -2):
         text = _tile_map(plan, shown)
         if max(map(len, text)) <= tables.width():
@@ -105,14 +89,7 @@ def _tile_map(plan: Plan, shown: int) -> list[str]:
 
 
 def timeline(choice: Choice) -> str:
-    """Draws the splits of each threadgroup as bars over the predicted time.
-
-    Args:
-        choice: The plan to draw, its device and its predicted time.
-
-    Returns:
-        Lines of text, one for each threadgroup, at most `SHOWN`.
-    """
+    """Draws the splits of each threadgroup as bars over the predicted time."""
     bars = schedule(choice.plan, choice.device.cores)
     last = max(bar.end for bar in bars)
     until_last = fullest(choice, bars)
@@ -228,12 +205,7 @@ def _owners(plan: Plan, row: int, column: int) -> str:
 
 
 def _grid(lines: list[tuple[str, list[str]]], spans: list[int]) -> list[str]:
-    """Formats a table whose cells may span several columns.
-
-    Args:
-        lines: The name and the cells of each row.
-        spans: The columns that each cell spans; 0 is a gap as wide as its text.
-    """
+    """Formats a table whose cells may span several columns."""
     bar = len(" | ")
     width = max(
         -(-(len(cell) - bar * (wide - 1)) // wide)

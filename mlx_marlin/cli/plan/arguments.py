@@ -65,11 +65,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def problem(args: argparse.Namespace) -> Problem:
-    """Returns the product that the arguments describe.
-
-    Raises:
-        ValueError: If it is not supported.
-    """
+    """Returns the product that the arguments describe."""
     m, n, k = arguments.product("x".join(args.shape))
     return arguments.problem(
         args,

@@ -38,13 +38,7 @@ REASONS = {
 def details(
     device: PlanningDevice, profiles: Sequence[Profile], exported: Mapping[str, Any]
 ) -> str:
-    """Returns the profiles of one product, a paragraph for each kernel.
-
-    Args:
-        device: The device.
-        profiles: The profiles.
-        exported: Their document.
-    """
+    """Returns the profiles of one product, a paragraph for each kernel."""
     rows = profile_document.products(exported).rows
     documents = exported["profiles"]
     parts = [

@@ -45,14 +45,8 @@ def find(
 ) -> tuple[list[Subject], list[Skipped]]:
     """Returns what the arguments ask for, and what cannot be profiled.
 
-    Args:
-        args: The arguments of the command.
-        device: The device to plan for.
-        why_not: Returns why something cannot be measured on this machine, or None; None
-            if nothing is measured.
-
-    Raises:
-        ValueError: If the arguments are wrong, or nothing can be profiled.
+    `why_not`: returns why something cannot be measured on this machine, or None; None
+    if nothing is measured.
     """
     found: list[Subject] = []
     skipped: list[Skipped] = []
@@ -134,11 +128,7 @@ def _model_problems(args: argparse.Namespace) -> list[Problem]:
 def _subject(
     problem: Problem, kernel: str, device: PlanningDevice, why_not: WhyNot | None
 ) -> Subject:
-    """Returns what computes a product.
-
-    Raises:
-        ValueError: If it cannot be profiled.
-    """
+    """Returns what computes a product."""
     is_measured = why_not is not None
     if kernel == STOCK:
         subject = _of_stock(problem, device, is_measured)
@@ -157,9 +147,6 @@ def _plan(
     """Returns the plan of a kernel, or of the fastest one.
 
     That is a tuned plan if there is one for this machine.
-
-    Raises:
-        ValueError: If the kernel cannot compute the product.
     """
     reason = registry.of_device(device).unsupported(problem, device)
     if reason is not None:
@@ -176,11 +163,7 @@ def _plan(
 
 
 def _of_stock(problem: Problem, device: PlanningDevice, is_measured: bool) -> Subject:
-    """Returns stock MLX's product.
-
-    Raises:
-        ValueError: If MLX has no such groups, or its time cannot be predicted.
-    """
+    """Returns stock MLX's product."""
     native = in_stock_mlx(problem)
     if native is None:
         raise ValueError(f"stock MLX has no groups of {problem.group_size}")

@@ -23,11 +23,7 @@ MOST_COUNTED = 2**30
 
 
 def on_gpu() -> bool:
-    """Returns whether products can be measured on this machine.
-
-    Raises:
-        ValueError: If a back end is forced that this machine lacks.
-    """
+    """Returns whether products can be measured on this machine."""
     missing = selection.missing()
     if missing is not None:
         raise ValueError(f"{missing}: nothing can be measured")
@@ -52,10 +48,7 @@ def predicted(
 ) -> list[Profile]:
     """Returns profiles with times of the cost model.
 
-    Args:
-        subjects: What to profile.
-        device: The device.
-        with_counts: Whether the emulator counts too, which takes seconds for a product.
+    `with_counts`: whether the emulator counts too, which takes seconds for a product.
     """
     shown = _with_progress(subjects) if with_counts else subjects
     return [_predicted(subject, device, with_counts) for subject in shown]

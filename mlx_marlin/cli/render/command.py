@@ -72,18 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> tuple[str, Any]:
-    """Reads a document.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The schema, a key of `DOCUMENTS`, and the document.
-
-    Raises:
-        ValueError: If it is not a document of a schema and version that we write.
-        OSError: If it cannot be read.
-    """
+    """Reads a document."""
     content = regular_files.read(path, result_file.MOST_BYTES)
     try:
         with regular_files.decoding():

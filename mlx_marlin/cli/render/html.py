@@ -13,14 +13,7 @@ class Markup(str):
 
 
 def element(tag: str, *children: str, **attributes: str | float | None) -> Markup:
-    """Returns an element.
-
-    Args:
-        tag: Its name.
-        *children: Its content: elements, and texts, which are escaped.
-        **attributes: Its attributes; those that are None are left out. Underscores
-            stand for hyphens, and one at the end is dropped.
-    """
+    """Returns an element."""
     listed = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for name, value in attributes.items()

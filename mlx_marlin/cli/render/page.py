@@ -21,26 +21,16 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a page shows.
+    """What a page shows."""
 
-    Attributes:
-        title: Its title.
-        subtitle: A line below the title.
-        facts: What is known of the machine: names and values; those without a value
-            are left out.
-        charts: The charts.
-        tables: The tables; those without rows are left out.
-        notes: Further lines of text.
-        origin: What the page was made from.
-    """
-
-    title: str
-    subtitle: str
+    title: str  # Its title
+    subtitle: str  # A line below the title
+    # What is known of the machine: names and values; those without a value are left out
     facts: Sequence[tuple[str, str]]
-    charts: Sequence[Chart]
-    tables: Sequence[Table]
-    notes: Sequence[str]
-    origin: str
+    charts: Sequence[Chart]  # The charts
+    tables: Sequence[Table]  # The tables; those without rows are left out
+    notes: Sequence[str]  # Further lines of text
+    origin: str  # What the page was made from
 
 
 def html(page: Page) -> str:

@@ -13,11 +13,7 @@ Document = Mapping[str, Any]
 
 
 def charts(document: Document) -> list[Chart]:
-    """Returns the roofline of a document.
-
-    Returns:
-        One chart, or none if the peaks of the device cannot be drawn.
-    """
+    """Returns the roofline of a document."""
     device = document["device"]
     roofs = {
         name: Roofline(tflops=device[key], bandwidth_gbs=device["bandwidth_gbs"])
@@ -35,12 +31,7 @@ def charts(document: Document) -> list[Chart]:
 
 
 def page(document: Document, origin: str) -> Page:
-    """Returns the page of a document.
-
-    Args:
-        document: The document.
-        origin: What it was read from.
-    """
+    """Returns the page of a document."""
     device = document["device"]
     return Page(
         title=f"Profile of {device['variant']}",

@@ -51,12 +51,7 @@ def charts(result: ResultFile) -> list[Chart]:
 
 
 def page(result: ResultFile, origin: str) -> Page:
-    """Returns the page of a result.
-
-    Args:
-        result: The result.
-        origin: What it was read from.
-    """
+    """Returns the page of a result."""
     tuned = any(row.arm.startswith(CANDIDATE) for row in result.products)
     command = "mlx-marlin tune" if tuned else "mlx-marlin bench"
     facts = asdict(result.machine).items()

@@ -170,11 +170,7 @@ def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> str:
 
 
 def _tunable(found: list[Problem]) -> list[Problem]:
-    """Returns the problems that can be tuned, and prints why the others cannot.
-
-    Raises:
-        ValueError: If there are problems, but none can be tuned.
-    """
+    """Returns the problems that can be tuned, and prints why the others cannot."""
     reasons = {problem: _why_not(problem) for problem in found}
     messages = [
         f"{problem.explain()}: not measured, {reason}"

@@ -46,11 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def streams(args: argparse.Namespace) -> list[int]:
-    """Returns the numbers of streams.
-
-    Raises:
-        ValueError: If an option of this step is out of range.
-    """
+    """Returns the numbers of streams."""
     arguments.check_range("--max-minutes", args.max_minutes, 1e-9, math.inf)
     given = args.streams
     found = arguments.numbers(given, "--streams") if given else STREAMS
@@ -63,11 +59,6 @@ def tune(name: str, counts: Sequence[int], minutes: float) -> None:
     """Finds the fastest settings of a model, prints them and keeps them.
 
     Nothing is kept if it is interrupted, or if no settings could be compared.
-
-    Args:
-        name: Name of the model.
-        counts: Numbers of streams.
-        minutes: Time after which no further settings are tried.
     """
     if reason := lookup.why_not_tuned():
         print(f"{name}: {NOT_MEASURED}: {reason}")

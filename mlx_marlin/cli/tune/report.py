@@ -42,12 +42,7 @@ def notes(problem: Problem, outcome: Outcome) -> list[str]:
 
 
 def conclusion(outcomes: Sequence[Outcome], file: Path) -> str:
-    """Returns where results are kept, and who serves the problems without a result.
-
-    Args:
-        outcomes: The outcomes of all problems.
-        file: The file of results.
-    """
+    """Returns where results are kept, and who serves the problems without a result."""
     noisy = sum(each.is_noisy for each in outcomes)
     kept = sum(each.result is not None for each in outcomes)
     failed, of = len(outcomes) - kept - noisy, f"of {len(outcomes)} problems"

@@ -66,18 +66,6 @@ def install(
 
     mlx-vlm's function is replaced when mlx-vlm is imported, which this does not do.
     Installing it again changes the options only.
-
-    Args:
-        options: Options of `optimize` that win over those of the environment.
-        tell: Gets a line about each model that is converted: who serves its layers.
-
-    Returns:
-        Whether models of mlx-lm are converted. If its functions have changed they are
-        not, and a RuntimeWarning is given; likewise for mlx-vlm.
-
-    Raises:
-        ImportError: If mlx-lm cannot be imported.
-        ValueError: If `MLX_MARLIN_OPTIONS` is malformed.
     """
     settings.from_environment()  # a mistake is found now, not at the first model
     try:

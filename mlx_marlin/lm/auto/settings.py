@@ -14,12 +14,7 @@ BITS = range(1, 9)
 
 
 def from_environment() -> dict[str, Any]:
-    """Returns the options of `optimize` that the environment sets.
-
-    Raises:
-        ValueError: If `MLX_MARLIN_OPTIONS` is malformed, names no option, names one
-            twice, or has a value that the option does not take.
-    """
+    """Returns the options of `optimize` that the environment sets."""
     text = os.environ.get(ENVIRONMENT, "")
     options: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):

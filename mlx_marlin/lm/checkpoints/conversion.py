@@ -37,39 +37,29 @@ TARGETS: dict[str, Target] = {"marlin": packed_target, "mlx": mlx_target}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What became of a parameter.
+    """What became of a parameter."""
 
-    Attributes:
-        name: Name in mlx-lm.
-        source: Its format in the source, such as "zero_point 4-bit, group 128", or the
-            type that was decoded, such as "IQ2_XS".
-        target: Its format in the result.
-        nbytes: Bytes in the result.
-        error: Relative Frobenius error that the conversion adds to the weight.
-        plain_because: Why a weight stays plain that a quantization was asked for; empty
-            for parameters that are never quantized, such as norms.
-    """
-
-    name: str
+    name: str  # Name in mlx-lm
+    # Its format in the source, such as "zero_point 4-bit, group 128", or the type that
+    # was decoded, such as "IQ2_XS"
     source: str
-    target: str
-    nbytes: int
-    error: float
+    target: str  # Its format in the result
+    nbytes: int  # Bytes in the result
+    error: float  # Relative Frobenius error that the conversion adds to the weight
+    # Why a weight stays plain that a quantization was asked for; empty for parameters
+    # that are never quantized, such as norms
     plain_because: str = ""
 
 
 @dataclass
 class Records:
-    """Values of config.json that describe quantized layers.
+    """Values of config.json that describe quantized layers."""
 
-    Attributes:
-        marlin: Records of layers in our layout.
-        mlx: Records of layers in MLX's layout.
-        stock_layers: Layers that stay on stock MLX.
-    """
-
+    # Records of layers in our layout
     marlin: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Records of layers in MLX's layout
     mlx: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Layers that stay on stock MLX
     stock_layers: list[str] = field(default_factory=list)
 
 
@@ -86,21 +76,6 @@ def convert(
 
     The files are written to a folder beside the destination, which gets the
     destination's name when all are complete. If anything fails, nothing is left.
-
-    Args:
-        source: The checkpoint.
-        destination: The folder to make; it must not exist.
-        layout: "marlin" for our packed layout, "mlx" for MLX's.
-        quantization: How to quantize the plain weights of linear layers, experts and
-            embeddings. Default: they stay as they are.
-        only: Pattern of the names of parameters to convert. Plain weights and those of
-            MLX stay as they are if they do not match.
-        dry_run: Write nothing.
-
-    Raises:
-        OSError: If a file cannot be read or written.
-        ValueError: If an argument is not valid, a weight cannot be represented, or the
-            folder cannot be loaded again; the message names the tensor.
     """
     pattern = check(destination, layout, only)
     _check_matches(source, pattern)

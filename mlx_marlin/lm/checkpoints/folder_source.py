@@ -47,15 +47,7 @@ DRAFT_NAME = re.compile(r"(?:.*?\.)?mtp\w*(?=\.)")
 
 
 class FolderSource(ModelSource):
-    """A folder of safetensors files.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        OSError: If a file is missing or cannot be read.
-        ValueError: If a file is malformed.
-    """
+    """A folder of safetensors files."""
 
     def __init__(self, path: Path, *, check_values: bool = True) -> None:
         self.path = path
@@ -148,11 +140,7 @@ class FolderSource(ModelSource):
     def _drop_heads_of_embeddings(
         self, weights: dict[str, StoredWeight], arrays: Arrays
     ) -> None:
-        """Drops the head of a tied model, which is its embedding, in place.
-
-        Raises:
-            ValueError: If a file has another head than the embedding.
-        """
+        """Drops the head of a tied model, which is its embedding, in place."""
         layers = {*weights, *(name.rpartition(".")[0] for name in arrays)}
         modules = self.model.named_modules()
         embeddings = [name for name, each in modules if isinstance(each, nn.Embedding)]
@@ -254,12 +242,7 @@ class FolderSource(ModelSource):
         ]
 
     def copy_other_files(self, folder: Path) -> None:
-        """Copies the tokenizer, the licence and whatever else is in the folder.
-
-        Raises:
-            OSError: If a file cannot be copied.
-            ValueError: If a file is a link that leads out of the checkpoint.
-        """
+        """Copies the tokenizer, the licence and whatever else is in the folder."""
         for file in sorted(self.path.iterdir()):
             if file.is_file() and not any(map(file.match, WEIGHT_FILES)):
                 copy_within(file, folder / file.name)

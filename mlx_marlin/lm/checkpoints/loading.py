@@ -74,16 +74,7 @@ def load(
 
 
 def needs_import(path: Path) -> bool:
-    """Returns whether mlx-lm cannot read a model exactly, so that `load` has to.
-
-    Args:
-        path: A folder or file, or the name of a repository.
-
-    Raises:
-        OSError: If a file cannot be read.
-        ValueError: If config.json or a header is malformed, or a file is not a regular
-            one.
-    """
+    """Returns whether mlx-lm cannot read a model exactly, so that `load` has to."""
     if any((path / file).exists() for file in SEPARATE_FILES):
         return True
     if gguf_file(path) is not None:
@@ -108,11 +99,7 @@ def needs_import(path: Path) -> bool:
 def _check_groups(
     path: Path, config: dict[str, Any], shapes: dict[str, list[int]]
 ) -> None:
-    """Checks the groups of quantized layers: MLX ends the process if k has fewer.
-
-    Raises:
-        ValueError: If a row of a layer cannot be divided into its stored groups.
-    """
+    """Checks the groups of quantized layers: MLX ends the process if k has fewer."""
     try:
         model = new_model(config)
     except Exception:  # of which mlx-lm says more
@@ -128,11 +115,7 @@ def _check_groups(
 
 
 def load_model(source: ModelSource) -> nn.Module:
-    """Returns the model of a checkpoint with its parameters, not evaluated.
-
-    Raises:
-        ValueError: As for `load`.
-    """
+    """Returns the model of a checkpoint with its parameters, not evaluated."""
     model = source.model
     plain: list[tuple[str, mx.array]] = []
     embeddings: list[tuple[str, Weight]] = []
@@ -167,11 +150,7 @@ def load_model(source: ModelSource) -> nn.Module:
 
 
 def check_written(folder: Path, destination: Path) -> None:
-    """Opens a folder as its readers do, before it gets its name; reads no weights.
-
-    Raises:
-        ValueError: If it cannot be loaded, or `mlx_lm.load` would read other weights.
-    """
+    """Opens a folder as its readers do, before it gets its name; reads no weights."""
     from mlx_lm import utils
 
     source = FolderSource(folder, check_values=False)
@@ -203,11 +182,7 @@ def _dtype(plain: list[tuple[str, mx.array]]) -> mx.Dtype:
 
 
 def _layer(module: Any, value: Weight) -> nn.Module:
-    """Returns the layer that computes with a quantized weight.
-
-    Raises:
-        ValueError: If the model has no layer for it.
-    """
+    """Returns the layer that computes with a quantized weight."""
     if isinstance(value, StoredWeight) and _is_of_mlx(value):
         return _stock_layer(module, value)
     packed = value.packed()
@@ -263,9 +238,6 @@ def _embedding(
 
     It is MLX's own if MLX has the format. Rows of other formats are rounded to a dtype
     as they are looked up, or not at all if its range is too small.
-
-    Raises:
-        ValueError: If the columns are not in order, or our kernels have no such format.
     """
     stored = value.stored() if isinstance(value, PackedLayer) else value
     if stored.input_order is not None:
@@ -332,11 +304,8 @@ def tokenizer_folder(source: ModelSource) -> Iterator[Path]:
 
 
 def end_tokens(source: ModelSource) -> Any:
-    """Returns the tokens that end a text, as mlx-lm does: generation_config.json wins.
-
-    Raises:
-        ValueError: If generation_config.json is malformed.
-    """
+    """Returns the tokens that end a text, as mlx-lm does: generation_config.json
+    wins."""
     file = source.path / "generation_config.json"
     own = read_json(file).get("eos_token_id") if file.exists() else None
     return own or source.config.get("eos_token_id")

@@ -57,21 +57,15 @@ class Dtypes:
 
 
 class ModelSource(ABC):
-    """A checkpoint that mlx-lm has a model for.
+    """A checkpoint that mlx-lm has a model for."""
 
-    Attributes:
-        path: The folder or file.
-        config: What mlx-lm's config.json holds.
-        folded: Layers whose column order became the row order of others, once the
-            first parameter was read.
-        computed: Parameters that mlx-lm's model computes from weights that are
-            quantized in the checkpoint, once each was read: the error of their dtype
-            relative to float32.
-    """
-
-    path: Path
-    config: dict[str, Any]
+    path: Path  # The folder or file
+    config: dict[str, Any]  # What mlx-lm's config.json holds
+    # Layers whose column order became the row order of others, once the first parameter
+    # was read
     folded: Set[str] = frozenset()
+    # Parameters that mlx-lm's model computes from weights that are quantized in the
+    # checkpoint, once each was read: the error of their dtype relative to float32
     computed: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
@@ -92,10 +86,6 @@ class ModelSource(ABC):
         A quantized weight of layer L is a `StoredWeight` with the name L.weight. Values
         are not kept: their memory is freed when the caller drops them. Biases that are
         zero are omitted if the model has none: GPTQ tools write them.
-
-        Raises:
-            ValueError: If a tensor is malformed, the model has no parameter of its name
-                and shape, or, at the end, a parameter of the model was not there.
         """
         missing, dtypes = set(self._shapes), Dtypes()
         # `filter` and `chain` keep no reference to what they have yielded.
@@ -155,9 +145,6 @@ class ModelSource(ABC):
         """Returns arrays after the `sanitize` of a model, which may change the model.
 
         It is the source's own model, unless another one is given.
-
-        Raises:
-            ValueError: If it fails.
         """
         sanitize = getattr(self.model if model is None else model, "sanitize", None)
         if sanitize is None:
@@ -177,9 +164,6 @@ class ModelSource(ABC):
 
         Some models do so in `sanitize` only, such as Gemma 3 with the output of a tied
         model. Arrays of zeros, never computed, stand for the tensors.
-
-        Raises:
-            ValueError: If `sanitize` fails.
         """
         self.sanitized({tensor.name: mx.zeros(tensor.shape) for tensor in tensors})
 

@@ -45,9 +45,6 @@ def moved(rows: Rows, weights: Mapping[int, StoredWeight]) -> StoredWeight | Non
     """Returns the weight that rows of others make; None if no weight can hold them.
 
     Rows of integers with other bits, groups or zero points get those of the finest.
-
-    Raises:
-        ValueError: If the weights have columns in different orders.
     """
     alike = _united([*weights.values()])
     if alike is None:

@@ -144,11 +144,7 @@ def _end_tokens(tokenizer: Any) -> dict[str, list[int]]:
 
 
 def _config(model: Any) -> dict[str, Any]:
-    """Returns the config of the model's checkpoint, or else the model's arguments.
-
-    Raises:
-        ValueError: If the model does not keep its arguments.
-    """
+    """Returns the config of the model's checkpoint, or else the model's arguments."""
     if (config := vars(model).get(CONFIG)) is not None:
         return dict(config)
     arguments = getattr(model, "args", None)

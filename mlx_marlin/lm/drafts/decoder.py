@@ -22,19 +22,12 @@ CLEARED = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Token:
-    """A generated token.
+    """A generated token."""
 
-    Attributes:
-        token: The token.
-        logprobs: Log probabilities [vocabulary] that it was chosen by.
-        from_draft: Whether it was drafted.
-        rows: Rows of the pass that verified or computed it.
-    """
-
-    token: int
-    logprobs: mx.array
-    from_draft: bool
-    rows: int
+    token: int  # The token
+    logprobs: mx.array  # Log probabilities [vocabulary] that it was chosen by
+    from_draft: bool  # Whether it was drafted
+    rows: int  # Rows of the pass that verified or computed it
 
 
 class Picker:
@@ -50,10 +43,9 @@ class Picker:
     ) -> None:
         """Keeps what chooses.
 
-        Args:
-            sampler: From log probabilities [1, vocabulary] to tokens [1].
-            processors: Change the logits [1, vocabulary] of a position, given all
-                tokens before it.
+        `sampler`: from log probabilities [1, vocabulary] to tokens [1].
+        `processors`: change the logits [1, vocabulary] of a position, given all tokens
+        before it.
         """
         self._sampler, self._processors = sampler, processors
         self._text: mx.array | None = None
@@ -70,9 +62,8 @@ class Picker:
     def pick(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Begins to choose, and returns tokens and log probabilities.
 
-        Args:
-            logits: Logits [1, vocabulary] of the position after the text; of any
-                number of positions if `is_greedy`.
+        `logits`: logits [1, vocabulary] of the position after the text; of any number
+        of positions if `is_greedy`.
         """
         for processor in self._processors:
             logits = processor(self._text, logits)  # type: ignore[arg-type]
@@ -84,25 +75,14 @@ class Picker:
 
 
 class Positions:
-    """The positions of a pass, whose tokens are chosen one after the other.
-
-    Attributes:
-        draft: The tokens between the positions.
-        index: Number of drafted tokens that were accepted.
-        tokens: The token [1] of the next position, or of all, which need not be
-            evaluated.
-    """
+    """The positions of a pass, whose tokens are chosen one after the other."""
 
     def __init__(
         self, logits: mx.array, picker: Picker, draft: Sequence[int] = (), rows: int = 1
     ) -> None:
         """Begins to choose the first token.
 
-        Args:
-            logits: Logits [positions, vocabulary].
-            picker: Chooses tokens.
-            draft: The tokens between the positions.
-            rows: Rows of the pass.
+        `logits`: logits [positions, vocabulary].
         """
         self.draft, self.index = [*draft], 0
         self._logits, self._picker, self._rows = logits, picker, rows
@@ -134,12 +114,7 @@ class Positions:
 
 
 class Decoder:
-    """Decodes a text, drafting tokens where that is expected to pay.
-
-    Attributes:
-        drafted: Tokens drafted so far.
-        accepted: Drafted tokens that were accepted so far.
-    """
+    """Decodes a text, drafting tokens where that is expected to pay."""
 
     def __init__(
         self,
@@ -151,12 +126,7 @@ class Decoder:
     ) -> None:
         """Keeps what decoding needs.
 
-        Args:
-            passes: The model's forward passes; nothing has been fed.
-            drafter: What drafts.
-            cost: The seconds of a pass.
-            picker: Chooses tokens.
-            stream: The stream of the passes.
+        `cost`: the seconds of a pass.
         """
         self._passes, self._drafter, self._cost = passes, drafter, cost
         self._picker, self._stream = picker, stream
@@ -174,11 +144,6 @@ class Decoder:
         """Yields tokens; at each of them, the caches have all that were yielded.
 
         They have these and no others when it ends, is closed or fails, too.
-
-        Args:
-            prompt: At least one token.
-            most: Most tokens to yield; -1 for no limit.
-            told: Called with the tokens of the prompt that have been fed.
         """
         self._text, self._yielded = [*prompt], len(prompt)
         self._drafter.begin(prompt)

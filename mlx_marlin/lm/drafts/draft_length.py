@@ -16,13 +16,10 @@ RECOVERY = 0.0005
 
 @dataclass(kw_only=True)
 class Acceptance:
-    """The probability that a drafted token is accepted if those before it were.
+    """The probability that a drafted token is accepted if those before it were."""
 
-    Attributes:
-        kinds: Kind of draft -> accepted and tried tokens. A kind is the length of a
-            match, or the position in a draft model's draft.
-    """
-
+    # Kind of draft -> accepted and tried tokens. A kind is the length of a match, or
+    # the position in a draft model's draft
     kinds: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def probability(self, kind: int) -> float:
@@ -31,13 +28,7 @@ class Acceptance:
         return (accepted + PRIOR * WEIGHT) / (tried + WEIGHT)
 
     def observe(self, kind: int, accepted: int, tried: int) -> None:
-        """Takes note of tokens that were tried.
-
-        Args:
-            kind: The kind of draft.
-            accepted: Tokens that were accepted.
-            tried: Those, and the first one that was not.
-        """
+        """Takes note of tokens that were tried."""
         before = self.kinds.get(kind, (0.0, 0.0))
         self.kinds[kind] = (
             MEMORY * before[0] + accepted,
@@ -76,15 +67,10 @@ def best_length(
     A draft of d tokens yields 1 + p1 + p1 p2 + ... + p1 ... pd tokens, in the seconds
     of a pass of `waiting` + d rows and of making the draft.
 
-    Args:
-        probabilities: For each position of the longest draft, the probability that its
-            token is accepted if those before it were.
-        cost: The seconds of a pass.
-        waiting: Tokens that the pass feeds before the draft: the last one, and those
-            that are fed again.
-        seconds_of_draft: Seconds that a pass with a draft takes longer than one that
-            was begun while the host waited for the token before.
-        seconds_of_token: Seconds that one drafted token takes to make.
+    `cost`: the seconds of a pass.
+    `seconds_of_draft`: seconds that a pass with a draft takes longer than one that was
+    begun while the host waited for the token before.
+    `seconds_of_token`: seconds that one drafted token takes to make.
     """
     best = Choice(length=0, rate=1 / cost.seconds(waiting))
     expected = product = 1.0

@@ -15,11 +15,7 @@ SMOOTHING = 0.2
 
 
 class Drafter(ABC):
-    """Drafts tokens, and learns how many of them are accepted.
-
-    Attributes:
-        seconds_of_token: Seconds that one drafted token takes.
-    """
+    """Drafts tokens, and learns how many of them are accepted."""
 
     seconds_of_token = 0.0
 
@@ -97,11 +93,7 @@ class ModelDrafter(Drafter):
     """Drafts the most likely tokens of another model with the same tokenizer."""
 
     def __init__(self, passes: Passes) -> None:
-        """Keeps a draft model.
-
-        Args:
-            passes: Its forward passes; nothing has been fed.
-        """
+        """Keeps a draft model."""
         super().__init__()
         self._passes = passes
         self._text: list[int] = []

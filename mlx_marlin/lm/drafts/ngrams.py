@@ -13,12 +13,6 @@ class NgramIndex:
     """The tokens of a text, and where each pair of tokens ended before.
 
     Adding a token and looking up take constant time.
-
-    Attributes:
-        tokens: The text so far.
-        length: Tokens of the longest n-gram at the end that occurred before, among the
-            places that are compared; 0 without one.
-        end: Where that n-gram ended last.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -71,9 +65,6 @@ class NgramIndex:
         """Returns the tokens that followed that n-gram when it last occurred.
 
         Where the text ends, the continuation goes on with itself.
-
-        Args:
-            count: Number of tokens; none are returned without a match.
         """
         if not self.length:
             return []

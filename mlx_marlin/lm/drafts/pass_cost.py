@@ -17,20 +17,12 @@ SMOOTHING = 0.1
 
 
 class PassCost:
-    """The seconds of forward passes.
-
-    Attributes:
-        source: "measured" with the whole model on this machine, "predicted" by the cost
-            model, or "assumed".
-        most_rows: The largest number of rows whose cost is known.
-    """
+    """The seconds of forward passes."""
 
     def __init__(self, seconds: Mapping[int, float], source: str) -> None:
         """Keeps the seconds by rows.
 
-        Args:
-            seconds: Rows -> seconds of a pass, of 1 row and of more.
-            source: Where they are from.
+        `seconds`: rows -> seconds of a pass, of 1 row and of more.
         """
         self._rows = sorted(seconds)
         self._seconds = [seconds[m] for m in self._rows]
@@ -67,11 +59,7 @@ class PassCost:
 
 
 def cost_of(model: nn.Module) -> PassCost:
-    """Returns the cost of a model's forward passes.
-
-    Args:
-        model: A model, converted or not.
-    """
+    """Returns the cost of a model's forward passes."""
     measured: Forwards | None = getattr(model, FORWARDS, None)
     if measured is not None and {1, 2} <= measured.seconds.keys():
         return PassCost(measured.served, "measured")

@@ -27,13 +27,7 @@ APPENDED = (KVCache, QuantizedKVCache, ChunkedKVCache)
 
 
 class Passes:
-    """A model, its cache, and how many tokens of a text are in it.
-
-    Attributes:
-        fed: Number of tokens in the cache since it was given, between `show` and
-            `resume` too.
-        is_seen: Whether somebody else may look at the cache.
-    """
+    """A model, its cache, and how many tokens of a text are in it."""
 
     def __init__(
         self,
@@ -47,14 +41,8 @@ class Passes:
     ) -> None:
         """Keeps what passes need.
 
-        Args:
-            model: An mlx-lm model.
-            cache: Its cache, which passes change.
-            quantize: Quantizes the cache, if it is time to.
-            step: Most tokens that `feed` feeds at a time.
-            quantized_from: Number of tokens from which on `quantize` does; None for
-                never.
-            is_seen: Whether somebody else may look at the cache.
+        `quantized_from`: number of tokens from which on `quantize` does; None for
+        never.
         """
         self._model, self._cache, self._quantize = model, cache, quantize
         self._step, self._quantized_from = step, quantized_from
@@ -100,12 +88,7 @@ class Passes:
         ]
 
     def begin(self, rows: int, passes: int = 1) -> None:
-        """Prepares for passes that `keep` may take back.
-
-        Args:
-            rows: Tokens of these passes together.
-            passes: Their number.
-        """
+        """Prepares for passes that `keep` may take back."""
         if self.fed:  # mlx-lm quantizes after a pass
             self._quantize(self._cache)
         if self._layers != self._cache:  # quantizing replaces them
@@ -123,12 +106,8 @@ class Passes:
         self._before = {index: _copied(vars(leaf)) for index, leaf in whole.items()}
 
     def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
-        """Feeds tokens [m], and returns the logits [positions, vocabulary] of the last.
-
-        Args:
-            tokens: The tokens.
-            positions: Number of positions whose logits are returned.
-        """
+        """Feeds tokens [m], and returns the logits [positions, vocabulary] of the
+        last."""
         if not self._open:
             self.begin(tokens.size)
         self._open -= 1
@@ -196,12 +175,7 @@ class Passes:
     def feed(
         self, tokens: Sequence[int], told: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Feeds tokens whose logits nobody needs, some at a time, and evaluates.
-
-        Args:
-            tokens: The tokens.
-            told: Called with the number of tokens fed so far, after each part.
-        """
+        """Feeds tokens whose logits nobody needs, some at a time, and evaluates."""
         for start in range(0, len(tokens), self._step):
             part = [*tokens[start : start + self._step]]
             self.run(mx.array(part, mx.uint32))

@@ -33,21 +33,14 @@ for this loop."""
 
 @dataclass
 class DraftedResponse(GenerationResponse):
-    """mlx-lm's response, and what drafts did.
+    """mlx-lm's response, and what drafts did."""
 
-    Attributes:
-        drafted: Tokens drafted so far.
-        accepted: Drafted tokens accepted so far.
-        rows: Rows of the pass that this token is from.
-        plain_tps: Tokens a second that plain decoding would have had.
-        cost: Where `plain_tps` and the draft lengths are from: "measured", "predicted",
-            or "assumed".
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    rows: int = 1
-    plain_tps: float = 0.0
+    drafted: int = 0  # Tokens drafted so far
+    accepted: int = 0  # Drafted tokens accepted so far
+    rows: int = 1  # Rows of the pass that this token is from
+    plain_tps: float = 0.0  # Tokens a second that plain decoding would have had
+    # Where `plain_tps` and the draft lengths are from: "measured", "predicted", or
+    # "assumed"
     cost: str = "assumed"
 
 

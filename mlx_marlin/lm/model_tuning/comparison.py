@@ -21,20 +21,15 @@ TIE = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Settings compared with stock MLX.
+    """Settings compared with stock MLX."""
 
-    Attributes:
-        settings: The settings; None for stock MLX, with another environment.
-        speedups: Number of streams -> stock MLX's time of a step over that with the
-            settings.
-        prompts: Likewise for reading the prompts.
-        excluded: Why the settings must not be used, or None.
-    """
-
+    # The settings; None for stock MLX, with another environment
     settings: ModelSettings | None
+    # Number of streams -> stock MLX's time of a step over that with the settings
     speedups: Mapping[int, float] = field(default_factory=dict)
+    # Likewise for reading the prompts
     prompts: Mapping[int, float] = field(default_factory=dict)
-    excluded: str | None = None
+    excluded: str | None = None  # Why the settings must not be used, or None
 
     @property
     def speedup(self) -> float:
@@ -69,9 +64,6 @@ def chosen(measured: Sequence[Comparison]) -> Comparison | None:
 
     Of the settings that are faster than stock MLX, the simplest that is within `TIE` of
     the fastest. If none is, the defaults, unless they are slower than stock MLX.
-
-    Args:
-        measured: At most one comparison of each settings.
     """
     faster = [each for each in measured if each.is_faster]
     if faster:

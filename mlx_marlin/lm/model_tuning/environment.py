@@ -33,49 +33,30 @@ Value = int | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a process measures.
+    """What a process measures."""
 
-    Attributes:
-        load: Loads the model; must be importable.
-        settings: The settings; None for stock MLX.
-        streams: Numbers of prompts at a time.
-        prompt: Tokens of a prompt.
-        new: Tokens to generate for each.
-    """
-
-    load: generation.Load
-    settings: ModelSettings | None
-    streams: Sequence[int]
-    prompt: int
-    new: int
+    load: generation.Load  # Loads the model; must be importable
+    settings: ModelSettings | None  # The settings; None for stock MLX
+    streams: Sequence[int]  # Numbers of prompts at a time
+    prompt: int  # Tokens of a prompt
+    new: int  # Tokens to generate for each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one process has measured.
+    """What one process has measured."""
 
-    Attributes:
-        value: The variable that the process has seen.
-        steps: Number of streams -> median seconds of a step.
-        prompts: Likewise, of reading the prompts.
-        tokens: The tokens of all streams.
-    """
-
-    value: str | None
-    steps: dict[int, float]
-    prompts: dict[int, float]
-    tokens: list[Tokens]
+    value: str | None  # The variable that the process has seen
+    steps: dict[int, float]  # Number of streams -> median seconds of a step
+    prompts: dict[int, float]  # Likewise, of reading the prompts
+    tokens: list[Tokens]  # The tokens of all streams
 
 
 Measure = Callable[[Job, Value], Run]
 
 
 def measure(job: Job, value: Value) -> Run:
-    """Measures with a value of the variable, in a new process.
-
-    Raises:
-        RuntimeError: If the process fails.
-    """
+    """Measures with a value of the variable, in a new process."""
     context: Any = multiprocessing.get_context("spawn")
     with (
         _environment(value),
@@ -113,20 +94,13 @@ class Values:
 
     Each value is measured twice, in a mirrored order (A B C, C B A), so that a machine
     that slows down affects all alike.
-
-    Attributes:
-        job: What to measure.
-        measure: Measures a value.
-        is_over: Whether there is no more time; then no value is chosen.
-        values: The values to try.
-        comparisons: The result for each value; relative to MLX's own value.
-        failure: Why MLX's own value could not be measured, or None.
     """
 
-    job: Job
-    measure: Measure
+    job: Job  # What to measure
+    measure: Measure  # Measures a value
+    # Whether there is no more time; then no value is chosen
     is_over: Callable[[], bool] = lambda: False
-    values: Sequence[int] = VALUES
+    values: Sequence[int] = VALUES  # The values to try
 
     def __post_init__(self) -> None:
         self.comparisons: dict[int, Comparison] = {}

@@ -21,12 +21,6 @@ def difference(
 
     A stream counts until its first other token, because everything after it has
     another beginning.
-
-    Args:
-        stock: The model as stock MLX runs it.
-        prompts: The prompts.
-        expected: Stock MLX's tokens, for each step those of all streams.
-        actual: The tokens to compare.
     """
     for stream, prompt in enumerate(prompts):
         pairs = zip(expected, actual, strict=True)

@@ -35,23 +35,14 @@ Speeds = tuple[float, float]
 
 @dataclass(kw_only=True)
 class Generations:
-    """Generations with a model as stock MLX runs it, and as `optimize` converts it.
+    """Generations with a model as stock MLX runs it, and as `optimize` converts it."""
 
-    Attributes:
-        load: Loads the model.
-        streams: Numbers of prompts at a time.
-        decode: Generates and times.
-        prompt: Tokens of a prompt.
-        new: Tokens to generate for each.
-        rounds: Pairs of generations for each number of streams.
-    """
-
-    load: generation.Load
-    streams: Sequence[int] = STREAMS
-    decode: Decode = decoding.decode
-    prompt: int = PROMPT
-    new: int = NEW
-    rounds: int = ROUNDS
+    load: generation.Load  # Loads the model
+    streams: Sequence[int] = STREAMS  # Numbers of prompts at a time
+    decode: Decode = decoding.decode  # Generates and times
+    prompt: int = PROMPT  # Tokens of a prompt
+    new: int = NEW  # Tokens to generate for each
+    rounds: int = ROUNDS  # Pairs of generations for each number of streams
 
     def __post_init__(self) -> None:
         self.stock = self.load()

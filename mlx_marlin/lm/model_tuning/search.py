@@ -41,22 +41,18 @@ class Search:
     fusion is compared alone, then those together that were faster, there and on the
     best traced settings. The choice is measured once more: the fastest of many
     measurements is partly luck. If it is not confirmed, the next best takes its place.
-
-    Attributes:
-        fusions: The fusions to try.
-        layouts: The layouts to try.
-        is_over: Whether no further settings are to be tried. The choice among those
-            that were is confirmed nevertheless.
-        measured: The latest comparison of each settings.
-        result: The comparison of the settings to keep; None if stock MLX is to be kept.
-        skipped: Settings for which there was no time.
     """
 
-    fusions: Sequence[str]
-    layouts: Sequence[str] = LAYOUTS
+    fusions: Sequence[str]  # The fusions to try
+    layouts: Sequence[str] = LAYOUTS  # The layouts to try
+    # Whether no further settings are to be tried. The choice among those that were is
+    # confirmed nevertheless
     is_over: Callable[[], bool] = lambda: False
+    # The latest comparison of each settings
     measured: dict[ModelSettings, Comparison] = field(default_factory=dict)
+    # The comparison of the settings to keep; None if stock MLX is to be kept
     result: Comparison | None = None
+    # Settings for which there was no time
     skipped: list[ModelSettings] = field(default_factory=list)
 
     def run(self, compare: Compare) -> Iterator[Comparison]:

@@ -53,25 +53,15 @@ Seconds = dict[int, tuple[float, float]]
 
 @dataclass(kw_only=True)
 class Race:
-    """The race of one model.
+    """The race of one model."""
 
-    Attributes:
-        model: The model.
-        recipe: What `optimize` does with it.
-        convert: Converts the model as a recipe says.
-        undo: Undoes the conversion.
-        clock: What measures products.
-        now: Clock that limits the race.
-        wait: Lets seconds pass.
-    """
-
-    model: nn.Module
-    recipe: Recipe
-    convert: Callable[[Recipe], None]
-    undo: Step
-    clock: Clock
-    now: Callable[[], float]
-    wait: Callable[[float], None]
+    model: nn.Module  # The model
+    recipe: Recipe  # What `optimize` does with it
+    convert: Callable[[Recipe], None]  # Converts the model as a recipe says
+    undo: Step  # Undoes the conversion
+    clock: Clock  # What measures products
+    now: Callable[[], float]  # Clock that limits the race
+    wait: Callable[[float], None]  # Lets seconds pass
 
     def __post_init__(self) -> None:
         self._began = self.now()
@@ -300,12 +290,7 @@ class Race:
                 self._unwritten.clear()
 
     def _compare(self, rows: Sequence[int], is_needed: bool) -> Seconds:
-        """Returns the seconds of forward passes with stock MLX and our kernels.
-
-        Args:
-            rows: Numbers of rows.
-            is_needed: Whether passes of ours are timed though the time is over.
-        """
+        """Returns the seconds of forward passes with stock MLX and our kernels."""
         ready = [m for m in rows if self._kernels.has_pass(m)]
         if self._stock:
             ready = [m for m in rows if m in self._stock[0]]
@@ -363,12 +348,8 @@ class Race:
         return forward_race.sample(self.model, rows, samples, self._budget(end))
 
     def _keep_forwards(self, found: Seconds, lost: bool) -> Forwards:
-        """Keeps the times of the model; stock MLX serves rows at which it was slower.
-
-        Args:
-            found: The times.
-            lost: Whether packed weights were given back because they were slower.
-        """
+        """Keeps the times of the model; stock MLX serves rows at which it was
+        slower."""
         raced, layout = self.recipe.raced, self.recipe.layout
         before = raced.seconds if raced and raced.layout == layout else {}
         kept = Forwards(
@@ -442,17 +423,7 @@ class Race:
 def run(
     model: nn.Module, recipe: Recipe, convert: Callable[[Recipe], None], undo: Step
 ) -> Forwards:
-    """Converts a model and times what is not known; Ctrl-C ends the timing only.
-
-    Args:
-        model: The model.
-        recipe: What to do with it.
-        convert: Converts the model as a recipe says.
-        undo: Undoes the conversion.
-
-    Returns:
-        The times of its forward passes.
-    """
+    """Converts a model and times what is not known; Ctrl-C ends the timing only."""
     race = Race(
         model=model,
         recipe=recipe,
@@ -466,11 +437,7 @@ def run(
 
 
 def clock(device: Any) -> Clock:
-    """Returns the clock of the race: few and short samples.
-
-    Args:
-        device: This machine's GPU.
-    """
+    """Returns the clock of the race: few and short samples."""
     measure = partial(
         clocks.wall_time, seconds=product_race.SECONDS, rounds=product_race.ROUNDS
     )

@@ -10,17 +10,11 @@ FEW = 16
 
 @dataclass(kw_only=True)
 class Budget:
-    """Time for items of work, each of which has a number of rows.
+    """Time for items of work, each of which has a number of rows."""
 
-    Attributes:
-        now: The clock.
-        end: When the time is over.
-        needs_one: Whether the next item is begun whatever it takes, so that each load
-            finishes one.
-    """
-
-    now: Callable[[], float]
-    end: float
+    now: Callable[[], float]  # The clock
+    end: float  # When the time is over
+    # Whether the next item is begun whatever it takes, so that each load finishes one
     needs_one: bool = True
     _latest: tuple[int, float] = field(default=(FEW, 0.0), init=False)
 

@@ -34,9 +34,7 @@ Samples = dict[int, list[float]]
 def keep(model: nn.Module, forwards: Forwards | None) -> None:
     """Lets a model know its times, and forget those before its layers changed.
 
-    Args:
-        model: The model, converted or restored.
-        forwards: Its times; None if they are not known.
+    `forwards`: its times; None if they are not known.
     """
     vars(model).pop(PREDICTED, None)
     vars(model).pop(FORWARDS, None)
@@ -52,8 +50,7 @@ def can_run(model: nn.Module) -> bool:
 def missing(known: Mapping[int, tuple[float, float]]) -> tuple[int, ...]:
     """Returns the rows to time: a prompt only if one of half as many tokens is short.
 
-    Args:
-        known: Rows -> seconds with stock MLX and with our kernels.
+    `known`: rows -> seconds with stock MLX and with our kernels.
     """
     return tuple(
         m
@@ -70,14 +67,7 @@ def _is_short(m: int, seconds: Mapping[int, float]) -> bool:
 def sample(
     model: nn.Module, rows: Sequence[int], samples: int, budget: Budget
 ) -> Samples:
-    """Returns seconds of forward passes, the first of which does not count.
-
-    Args:
-        model: A model of mlx-lm's.
-        rows: Numbers of rows, ascending: tokens of one stream.
-        samples: Passes to time for each; of prompts one.
-        budget: The time for all rows.
-    """
+    """Returns seconds of forward passes, the first of which does not count."""
     found: Samples = {}
     for m in rows:
         known = {rows: times[0] for rows, times in found.items()}

@@ -21,10 +21,6 @@ def faster_layout(race: ProductRace, products: Sequence[ModelProduct]) -> str | 
     Weights are packed only if the sum over the products gains `PACKED_GAIN` at
     `PACKED_ROWS`, one row is not slower by more than `timing.DRAW`, and a prompt with
     its answer is not slower, if prompts were timed.
-
-    Args:
-        race: The race of the products.
-        products: The products.
     """
     rows = (1, *PACKED_ROWS, PROMPT // 2, PROMPT)
     sums = {m: pair for m in rows if (pair := _sums(race, products, m))}

@@ -30,14 +30,10 @@ MOST_LAYERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProduct:
-    """A product that layers of a model compute.
+    """A product that layers of a model compute."""
 
-    Attributes:
-        product: What one of the layers computes.
-        layers: The layers that hold the weights; of joined layers, the one of all.
-    """
-
-    product: LayerProduct
+    product: LayerProduct  # What one of the layers computes
+    # The layers that hold the weights; of joined layers, the one of all
     layers: tuple[Any, ...]
 
     @property
@@ -73,12 +69,7 @@ class ModelProduct:
         return product_of(problem).m // max(self.product.choices, 1)
 
     def weights(self, layout: str, count: int) -> list[Weight]:
-        """Returns the arrays of the first layers, in a layout.
-
-        Args:
-            layout: The layout.
-            count: Number of layers.
-        """
+        """Returns the arrays of the first layers, in a layout."""
         return [_arrays(layer, layout) for layer in self.layers[:count]]
 
     def count(self, m: int, device: PlanningDevice) -> int:
@@ -100,10 +91,6 @@ def products_of(model: nn.Module, target: Target) -> list[ModelProduct]:
     """Returns the distinct products that may be served by us or by stock MLX.
 
     The one that reads most comes first.
-
-    Args:
-        model: The converted model.
-        target: This process.
     """
     found: dict[AnyProblem, list[tuple[LayerProduct, Any]]] = {}
     for _, layer, product in described(model, target):
@@ -133,14 +120,6 @@ def single_products(
 
     An embedding counts if it is also the output head. Its weight stays in its layout,
     because rows of it are read too.
-
-    Args:
-        model: Any module. Its weights need not be loaded.
-        layouts: Layouts of the weights, where layers have no other.
-
-    Returns:
-        How often each product occurs, and the number of layers in formats that our
-        kernels do not read.
     """
     counts: Counter[Problem] = Counter()
     others = 0

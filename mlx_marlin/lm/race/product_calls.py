@@ -26,15 +26,10 @@ ARRAYS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A plan or stock MLX in the race for a product.
+    """A plan or stock MLX in the race for a product."""
 
-    Attributes:
-        plan: The plan, or None for stock MLX.
-        layout: The layout of the weight that it reads.
-    """
-
-    plan: AnyPlan | None
-    layout: str
+    plan: AnyPlan | None  # The plan, or None for stock MLX
+    layout: str  # The layout of the weight that it reads
 
 
 def reading(index: int, call: Product) -> Product:

@@ -72,28 +72,18 @@ Store = Callable[[Result], None]
 
 @dataclass(kw_only=True)
 class ProductRace:
-    """The race of a model's products.
+    """The race of a model's products."""
 
-    Attributes:
-        device: This machine's GPU.
-        clock: What measures.
-        layouts: The layouts of the weights in which our kernels compete.
-        decides_layout: Whether the race decides the layout.
-        stock: Whether stock MLX competes: it does not if the weights stay packed.
-        known: The results that are stored already, by their problems.
-        store: Keeps a result.
-        budget: The time for all products.
-        is_ready: Whether stock MLX's products of so many rows compile nothing now.
-    """
-
-    device: PlanningDevice
-    clock: Clock
-    layouts: Sequence[str]
-    decides_layout: bool
-    stock: bool
+    device: PlanningDevice  # This machine's GPU
+    clock: Clock  # What measures
+    layouts: Sequence[str]  # The layouts of the weights in which our kernels compete
+    decides_layout: bool  # Whether the race decides the layout
+    stock: bool  # Whether stock MLX competes: it does not if the weights stay packed
+    # The results that are stored already, by their problems
     known: dict[AnyProblem, Result]
-    store: Store
-    budget: Budget
+    store: Store  # Keeps a result
+    budget: Budget  # The time for all products
+    # Whether stock MLX's products of so many rows compile nothing now
     is_ready: Callable[[int], bool] = lambda m: True
     _kept_for: ModelProduct | None = None
     _kept: dict[str, list[Weight]] = field(default_factory=dict)

@@ -33,16 +33,13 @@ Rows = tuple[int, ...]
 
 @dataclass(kw_only=True)
 class StockKernels:
-    """The kernels that a race needs besides those of our products.
+    """The kernels that a race needs besides those of our products."""
 
-    Attributes:
-        ahead: The processes that compile them; None where MLX compiles nothing.
-        products: By their rows, the jobs that compute stock MLX's products.
-        passes: The jobs that compute a forward pass of a model's first layers.
-    """
-
+    # The processes that compile them; None where MLX compiles nothing
     ahead: Ahead | None = None
+    # By their rows, the jobs that compute stock MLX's products
     products: Mapping[Rows, Job] = field(default_factory=dict)
+    # The jobs that compute a forward pass of a model's first layers
     passes: Sequence[Job] = ()
 
     def start(self) -> None:
@@ -86,11 +83,7 @@ def for_race(
 ) -> StockKernels:
     """Returns the kernels of a race on this machine; starts to compile them.
 
-    Args:
-        products: What the layers compute.
-        key: What the times of the model are kept by.
-        model: The model in MLX's layers as `pickled` has it; None if no pass is timed.
-        options: How `optimize` converts it.
+    `model`: the model in MLX's layers as `pickled` has it; None if no pass is timed.
     """
     version = str(mx.__version__)  # type: ignore[attr-defined]
     ahead = registry.named(selection.backend()).ahead(version)

@@ -42,8 +42,7 @@ def _times_as_fast(
 def verdict(ratios: Mapping[int, float | None]) -> str:
     """Returns the rows that are ours, and how many times as fast they are.
 
-    Args:
-        ratios: Rows -> times as fast; None where stock MLX serves.
+    `ratios`: rows -> times as fast; None where stock MLX serves.
     """
     gains = [ratio for ratio in ratios.values() if ratio is not None]
     if not gains:

@@ -25,17 +25,11 @@ Origin = Literal["predicted", "measured"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """The time of a product.
+    """The time of a product."""
 
-    Attributes:
-        us: Microseconds.
-        origin: Where it comes from.
-        clock: What it was measured with; None for predictions.
-    """
-
-    us: float
-    origin: Origin
-    clock: str | None = None
+    us: float  # Microseconds
+    origin: Origin  # Where it comes from
+    clock: str | None = None  # What it was measured with; None for predictions
 
     @property
     def mark(self) -> str:
@@ -45,39 +39,23 @@ class Time:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Who serves a product with some rows.
+    """Who serves a product with some rows."""
 
-    Attributes:
-        rows: Rows of the activations.
-        served_by: Who serves the call.
-        kernel: The kernel that serves it; None if its name is not known.
-        plan: The plan of our kernels; None if they do not serve.
-        time: The time of whoever serves; None without a model of it.
-        stock_kernel: Stock MLX's kernel for the weight in MLX's layout, or None.
-        stock_time: The time of stock MLX for that, or None.
-        reason: Why our kernels do not serve; None if they do.
-        reason_origin: Where times in the reason come from; None if it has none.
-    """
-
-    rows: int
-    served_by: Server
-    kernel: str | None
-    plan: str | None
-    time: Time | None
+    rows: int  # Rows of the activations
+    served_by: Server  # Who serves the call
+    kernel: str | None  # The kernel that serves it; None if its name is not known
+    plan: str | None  # The plan of our kernels; None if they do not serve
+    time: Time | None  # The time of whoever serves; None without a model of it
+    # Stock MLX's kernel for the weight in MLX's layout, or None
     stock_kernel: str | None
-    stock_time: Time | None
-    reason: str | None
+    stock_time: Time | None  # The time of stock MLX for that, or None
+    reason: str | None  # Why our kernels do not serve; None if they do
+    # Where times in the reason come from; None if it has none
     reason_origin: Origin | None = None
 
 
 def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
-    """Returns who serves a product; its layer must have a quantized weight.
-
-    Args:
-        product: The product of a layer.
-        rows: Rows of the activations.
-        target: What to decide for.
-    """
+    """Returns who serves a product; its layer must have a quantized weight."""
     if product.choices:
         return _of_experts(product, rows, target)
     request = product.request(rows, target.on_cpu)

@@ -44,26 +44,15 @@ LOOK_UP = "only looked up: the output head is another layer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers that compute the same product, at corresponding positions of a model.
+    """Layers that compute the same product, at corresponding positions of a model."""
 
-    Attributes:
-        name: The path of the layers, with "*" in place of numbers that differ.
-        count: Number of layers.
-        product: What each of them computes.
-    """
-
-    name: str
-    count: int
-    product: LayerProduct
+    name: str  # The path of the layers, with "*" in place of numbers that differ
+    count: int  # Number of layers
+    product: LayerProduct  # What each of them computes
 
 
 def groups_of(model: nn.Module, target: Target) -> list[LayerGroup]:
-    """Returns the groups of a model's layers, in the model's order.
-
-    Args:
-        model: Any module. Its weights need not be loaded.
-        target: What the report decides for.
-    """
+    """Returns the groups of a model's layers, in the model's order."""
     found: dict[tuple[str, LayerProduct], list[str]] = {}
     for path, _, product in described(model, target):
         found.setdefault((pattern(path), product), []).append(path)
@@ -76,12 +65,7 @@ def groups_of(model: nn.Module, target: Target) -> list[LayerGroup]:
 def described(
     model: nn.Module, target: Target
 ) -> Iterator[tuple[str, nn.Module, LayerProduct]]:
-    """Yields the path of each layer, the layer, and each product that it computes.
-
-    Args:
-        model: As for `groups_of`.
-        target: As for `groups_of`.
-    """
+    """Yields the path of each layer, the layer, and each product that it computes."""
     describe = _Describer(model, target)
     for path, layer in named_layers(model):
         for product in describe(layer):

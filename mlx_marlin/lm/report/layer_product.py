@@ -13,67 +13,40 @@ SORTED_PAIRS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A quantized weight, or several of one shape.
+    """A quantized weight, or several of one shape."""
 
-    Attributes:
-        n: Rows of the weight.
-        k: Columns of the weight.
-        mode: The quantization scheme.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        scale_dtype: Dtype of the scales.
-        layout: "mlx" or "marlin".
-        batch: Number of heads or experts; () for one weight.
-        global_scale: Whether there is a global scale.
-    """
-
-    n: int
-    k: int
-    mode: str
-    bits: int
-    group_size: int
-    scale_dtype: str
-    layout: str
-    batch: tuple[int, ...] = ()
-    global_scale: bool = False
+    n: int  # Rows of the weight
+    k: int  # Columns of the weight
+    mode: str  # The quantization scheme
+    bits: int  # Bits of a code
+    group_size: int  # Weights that share a scale
+    scale_dtype: str  # Dtype of the scales
+    layout: str  # "mlx" or "marlin"
+    batch: tuple[int, ...] = ()  # Number of heads or experts; () for one weight
+    global_scale: bool = False  # Whether there is a global scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProduct:
-    """What a layer computes.
+    """What a layer computes."""
 
-    Attributes:
-        layer: The class of the layer.
-        operation: "linear", "as_linear", "heads", "heads, not transposed" or "experts".
-        weight: The weight, in the layout that it has after `optimize`; None if the
-            layer multiplies by none that is quantized.
-        dtype: Dtype of the activations.
-        is_converted: Whether the layer is one of ours already.
-        stays: Why `optimize` leaves the layer to stock MLX; None if it does not.
-        bias: Whether the product adds a bias.
-        parts: Rows of the layers that are joined.
-        invariant: Whether a row's bits must not depend on the other rows.
-        choices: Experts that a row chooses; 0 if the weights are not experts.
-    """
-
-    layer: str
+    layer: str  # The class of the layer
+    # "linear", "as_linear", "heads", "heads, not transposed" or "experts"
     operation: str
+    # The weight, in the layout that it has after `optimize`; None if the layer
+    # multiplies by none that is quantized
     weight: Weight | None
-    dtype: str
-    is_converted: bool
+    dtype: str  # Dtype of the activations
+    is_converted: bool  # Whether the layer is one of ours already
+    # Why `optimize` leaves the layer to stock MLX; None if it does not
     stays: str | None = None
-    bias: bool = False
-    parts: tuple[int, ...] = ()
-    invariant: bool = False
-    choices: int = 0
+    bias: bool = False  # Whether the product adds a bias
+    parts: tuple[int, ...] = ()  # Rows of the layers that are joined
+    invariant: bool = False  # Whether a row's bits must not depend on the other rows
+    choices: int = 0  # Experts that a row chooses; 0 if the weights are not experts
 
     def request(self, m: int, on_cpu: bool) -> MatmulRequest:
-        """Returns the call of a layer that is not one of experts.
-
-        Args:
-            m: Rows of the activations, of each head if there are several.
-            on_cpu: Whether the call runs on the CPU.
-        """
+        """Returns the call of a layer that is not one of experts."""
         w, transpose = self.weight, "not transposed" not in self.operation
         assert w is not None
         x_dtype, scale_dtype = dtypes.dtype(self.dtype), dtypes.dtype(w.scale_dtype)
@@ -100,13 +73,7 @@ class LayerProduct:
         )
 
     def gather_request(self, m: int, on_cpu: bool, biased: bool) -> GatherRequest:
-        """Returns the call of a layer of experts, as mlx-lm makes it.
-
-        Args:
-            m: Rows, each of which chooses experts.
-            on_cpu: Whether the call runs on the CPU.
-            biased: Whether kernels add the biases of experts.
-        """
+        """Returns the call of a layer of experts, as mlx-lm makes it."""
         w, pairs = self.weight, m * self.choices
         assert w is not None
         is_sorted = pairs >= SORTED_PAIRS

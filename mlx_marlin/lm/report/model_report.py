@@ -23,15 +23,11 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """Who serves the layers of a group.
+    """Who serves the layers of a group."""
 
-    Attributes:
-        group: The layers and their product.
-        decisions: Who serves it, for each number of rows; empty if the layers have no
-            quantized product.
-    """
-
-    group: LayerGroup
+    group: LayerGroup  # The layers and their product
+    # Who serves it, for each number of rows; empty if the layers have no quantized
+    # product
     decisions: tuple[Decision, ...]
 
 
@@ -132,15 +128,7 @@ def report(
 
 
 def check(rows: Sequence[int], chip: str | None) -> tuple[tuple[int, ...], Target]:
-    """Returns the distinct numbers of rows and the target, both checked.
-
-    Args:
-        rows: As for `report`.
-        chip: As for `report`.
-
-    Raises:
-        ValueError: As for `report`.
-    """
+    """Returns the distinct numbers of rows and the target, both checked."""
     is_valid = not isinstance(rows, str) and isinstance(rows, Sequence)
     if not (is_valid and rows and all(type(m) is int and m > 0 for m in rows)):
         raise ValueError(f"rows={rows!r}, expected numbers of rows such as (1, 4, 8)")

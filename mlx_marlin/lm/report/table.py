@@ -30,10 +30,7 @@ def text(
 ) -> str:
     """Returns a report as text.
 
-    Args:
-        target: What the report decides for.
-        backend: The back end of this process; None if a chip was named.
-        layers: The layers and who serves them.
+    `backend`: the back end of this process; None if a chip was named.
     """
     reasons: dict[str, int] = {}
     rows = [

@@ -28,28 +28,20 @@ DEFAULTS = LayerConversion()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a report decides for.
+    """What a report decides for."""
 
-    Attributes:
-        device: The device to plan for.
-        is_here: Whether this process decides, with its back end, its default device
-            and measured results. Otherwise the model decides for a GPU of this kind.
-        tuned: The settings that tuning found for the model, which `optimize` uses.
-        layout: The layout that tuning or the race found for the model, or None.
-    """
-
-    device: PlanningDevice
+    device: PlanningDevice  # The device to plan for
+    # Whether this process decides, with its back end, its default device and measured
+    # results. Otherwise the model decides for a GPU of this kind
     is_here: bool
+    # The settings that tuning found for the model, which `optimize` uses
     tuned: TunedModel | None = None
+    # The layout that tuning or the race found for the model, or None
     layout: str | None = None
 
     @staticmethod
     def of(chip: str | None) -> "Target":
-        """Returns the target of a chip's name; None for this process.
-
-        Raises:
-            ValueError: If the chip is not known.
-        """
+        """Returns the target of a chip's name; None for this process."""
         if chip is None:
             return Target(device=eligibility.target(), is_here=True)
         if not isinstance(chip, str):

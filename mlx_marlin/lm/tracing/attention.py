@@ -38,12 +38,7 @@ class NoRope(nn.Module):
 
 
 def rope_of(attention: nn.Module) -> nn.Module:
-    """Returns the rope of an attention.
-
-    Raises:
-        KeyError: If it has none.
-        NotTraceableError: If its class is not a known one.
-    """
+    """Returns the rope of an attention."""
     if "rope" not in attention and vars(attention).get("rope", ()) is None:
         return NoRope()  # type: ignore[no-untyped-call]
     rope: nn.Module = attention["rope"]
@@ -68,22 +63,8 @@ def attend(
 ) -> mx.array:
     """Appends keys and values to a cache, and attends to all tokens in it.
 
-    Args:
-        queries: Queries of new tokens, [streams, heads, tokens, features].
-        keys: Keys of new tokens, [streams, kv_heads, tokens, features].
-        values: Values of new tokens, with the shape of `keys`.
-        cache: Any cache of mlx-lm.
-        mask: The mask that mlx-lm makes for this cache: an array, a string or None. It
-            must not be modified in place.
-        scale: Factor of the scores.
-        sinks: Attention sinks, one score for each head, as in MLX.
-        transformed: Whether MLX may be computing a derivative. If so, MLX's own
-            attention is used: in 0.32.4 the tangent of `addmm` lacks the factor. (A
-            forward derivative of earlier cache entries alone has this defect here too.)
-        alone: Whether the batch is one stream without padding (`is_alone`).
-
-    Returns:
-        The result of attention, [streams, heads, tokens, features].
+    `queries`: queries of new tokens, [streams, heads, tokens, features].
+    `keys`: keys of new tokens, [streams, kv_heads, tokens, features].
     """
     if alone:
         keys, values = updated_alone(cache, keys, values)
@@ -125,10 +106,9 @@ def _summands(mask: mx.array, queries: mx.array, keys: mx.array) -> mx.array:
     All layers share the mask of a step. Its summands are computed once, and kept as
     long as the mask.
 
-    Args:
-        mask: [streams, 1, tokens, length], with a length of at most `capacity`.
-        queries: [streams, heads, tokens, features].
-        keys: The whole array of a cache, [streams, kv_heads, capacity, features].
+    `mask`: [streams, 1, tokens, length], with a length of at most `capacity`.
+    `queries`: [streams, heads, tokens, features].
+    `keys`: the whole array of a cache, [streams, kv_heads, capacity, features].
     """
     global _last_summands
     last, key = _last_summands, (queries.shape, keys.shape, keys.dtype)

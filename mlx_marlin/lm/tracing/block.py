@@ -51,14 +51,7 @@ class TracedBlock(nn.Module):
     def __call__(
         self, x: mx.array, mask: Any = None, cache: Any | None = None
     ) -> mx.array:
-        """Returns the block's result for x [streams, tokens, features].
-
-        Args:
-            x: Activations of new tokens.
-            mask: The mask that mlx-lm makes for this cache. It is not read for a batch
-                of one stream without padding.
-            cache: Any cache of mlx-lm.
-        """
+        """Returns the block's result for x [streams, tokens, features]."""
         inspection = self._inspection
         if inspection is None or not is_unchanged(self, inspection.snapshot):
             inspection = self._inspection = inspect(self)
@@ -109,11 +102,6 @@ def trace_blocks(model: nn.Module, changes: Changes, fuse: frozenset[str]) -> No
 
     Blocks without attention keep their class. Blocks that are traced already are
     inspected again at their next call.
-
-    Args:
-        model: The model.
-        changes: Records the changes.
-        fuse: The fusions that are on.
     """
     classes = block_classes()
     for block in model.modules():
@@ -124,12 +112,7 @@ def trace_blocks(model: nn.Module, changes: Changes, fuse: frozenset[str]) -> No
 
 
 def untrace_blocks(model: nn.Module, changes: Changes) -> None:
-    """Restores the class of blocks that `trace_blocks` changed.
-
-    Args:
-        model: The model.
-        changes: Records the changes.
-    """
+    """Restores the class of blocks that `trace_blocks` changed."""
     for block in model.modules():
         if isinstance(block, TracedBlock):
             vars(block).pop("_inspection", None)
@@ -139,12 +122,7 @@ def untrace_blocks(model: nn.Module, changes: Changes) -> None:
 def block_outcomes(
     model: nn.Module, converted: Callable[[nn.Module], nn.Module]
 ) -> Iterator[tuple[str, str, str | None]]:
-    """Yields the path and the class of each decoder block, and why it is not traced.
-
-    Args:
-        model: The model.
-        converted: Returns a block as `optimize` leaves it.
-    """
+    """Yields the path and the class of each decoder block, and why it is not traced."""
     classes = block_classes()
     others = getattr(model, "layers", None)  # the blocks of any model of mlx-lm's
     listed = {id(block) for block in (others if isinstance(others, list) else ())}

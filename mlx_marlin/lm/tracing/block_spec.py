@@ -37,32 +37,20 @@ class NotTraceableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a model, which some modules keep as a setting.
+    """The arguments of a model, which some modules keep as a setting."""
 
-    Attributes:
-        text: Their names and values.
-        value: A copy of them.
-    """
-
-    text: str
-    value: BaseModelArgs = field(compare=False)
+    text: str  # Their names and values
+    value: BaseModelArgs = field(compare=False)  # A copy of them
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """A module without its arrays.
+    """A module without its arrays."""
 
-    Attributes:
-        cls: Class of the module.
-        settings: Its attributes except arrays and modules.
-        names: Names of its arrays.
-        children: Specs of the modules in it, by name.
-    """
-
-    cls: type[nn.Module]
-    settings: tuple[tuple[str, object], ...]
-    names: tuple[str, ...]
-    children: "ModuleSpecs" = ()
+    cls: type[nn.Module]  # Class of the module
+    settings: tuple[tuple[str, object], ...]  # Its attributes except arrays and modules
+    names: tuple[str, ...]  # Names of its arrays
+    children: "ModuleSpecs" = ()  # Specs of the modules in it, by name
 
     def build(self, arrays: Iterator[mx.array]) -> Any:
         """Returns a module of this spec that holds the next arrays of an iterator."""
@@ -84,36 +72,26 @@ ModuleSpecs = tuple[tuple[str, ModuleSpec], ...]
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """What decoder blocks that share graphs have in common.
+    """What decoder blocks that share graphs have in common."""
 
-    Attributes:
-        heads: Number of query heads.
-        kv_heads: Number of KV heads.
-        before: Modules of the graph before attention.
-        after: Modules of the graph after attention.
-        qkv: Features of q, k and v if one joined layer computes them, else empty.
-        add: How results are added to the residual. None for a plain sum.
-        gating: Combines gate and up. None for swiglu.
-        output_gate: Whether the result of attention is multiplied by the sigmoid of a
-            gate, which the query projection computes beside each head.
-        fuse: The fusions that are on.
-        graphs: Both graphs, by the shapes of a call.
-        runs: How often Python has run the code of a graph: once for each trace, and
-            once for each call that MLX transforms or does not compile.
-    """
-
-    heads: int
-    kv_heads: int
-    before: ModuleSpecs
-    after: ModuleSpecs
-    qkv: Shape
+    heads: int  # Number of query heads
+    kv_heads: int  # Number of KV heads
+    before: ModuleSpecs  # Modules of the graph before attention
+    after: ModuleSpecs  # Modules of the graph after attention
+    qkv: Shape  # Features of q, k and v if one joined layer computes them, else empty
+    # How results are added to the residual. None for a plain sum
     add: Merge | None = None
-    gating: Merge | None = None
+    gating: Merge | None = None  # Combines gate and up. None for swiglu
+    # Whether the result of attention is multiplied by the sigmoid of a gate, which the
+    # query projection computes beside each head
     output_gate: bool = False
-    fuse: frozenset[str] = frozenset()
+    fuse: frozenset[str] = frozenset()  # The fusions that are on
+    # Both graphs, by the shapes of a call
     graphs: dict[object, Graphs] = field(
         default_factory=dict, compare=False, repr=False
     )
+    # How often Python has run the code of a graph: once for each trace, and once for
+    # each call that MLX transforms or does not compile
     runs: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
 
 
@@ -126,15 +104,7 @@ def build(specs: ModuleSpecs, arrays: Iterable[mx.array]) -> dict[str, Any]:
 def specs_of(
     modules: dict[str, nn.Module], structure: Callable[[nn.Module], Structure]
 ) -> tuple[ModuleSpecs, Slots]:
-    """Returns the specs of modules, and where `build` finds their arrays.
-
-    Args:
-        modules: The modules, by the names that the code of a graph uses.
-        structure: Returns the class and the children that a module has in the graph.
-
-    Raises:
-        NotTraceableError: If a module has an entry or a setting of another type.
-    """
+    """Returns the specs of modules, and where `build` finds their arrays."""
     specs: list[tuple[str, ModuleSpec]] = []
     owners: tuple[Any, ...] = ()
     names: tuple[str, ...] = ()
@@ -150,12 +120,7 @@ def specs_of(
 
 
 def _settings(module: nn.Module, arrays: int) -> tuple[tuple[str, object], ...]:
-    """Returns a module's settings.
-
-    Raises:
-        NotTraceableError: If one is not a scalar, or if the module has other entries
-            than its arrays and children, such as a list.
-    """
+    """Returns a module's settings."""
     settings = {key: _setting(vars(module)[key]) for key in vars(module).keys() - STATE}
     if any(type(value) not in (*SCALARS, Arguments) for value in settings.values()):
         raise NotTraceableError(f"a setting of its {type(module).__name__} may change")

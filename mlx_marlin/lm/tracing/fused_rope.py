@@ -35,15 +35,7 @@ def rotated_heads(
 ) -> Heads | None:
     """Returns q, k and v of each stream's next token, or None if not fused.
 
-    Args:
-        modules: The joined layer as "joined", the norm before it as "norm", the rope as
-            "rope", and the norms of heads, if any, as "q_norm" and "k_norm".
-        sizes: Features of q, k and v.
-        features: Features of a head.
-        x: Input of the norm, [streams, 1, k].
-        positions: Positions of the tokens.
-        per_stream: Whether each stream has its own position. Otherwise the first one
-            applies to all streams.
+    `x`: input of the norm, [streams, 1, k].
     """
     layer, norm, rope = modules["joined"], modules["norm"], modules["rope"]
     if x.shape[1] != 1 or any(size % features for size in sizes):
@@ -73,19 +65,7 @@ def rotated_heads(
 def heads_of(
     modules: dict[str, Any], heads: int, kv_heads: int, columns: int
 ) -> tuple[HeadLayout, mx.array, tuple[mx.array, ...]] | None:
-    """Returns what a kernel needs to normalize and rotate the heads of q and k.
-
-    Args:
-        modules: The rope as "rope", and the norms of heads, if any, as "q_norm" and
-            "k_norm".
-        heads: Heads of q.
-        kv_heads: Heads of k and v.
-        columns: Columns of the joined product of q, k and v.
-
-    Returns:
-        The heads, the frequencies of the rope and the weights of the norms; None if the
-        kernel does not compute them.
-    """
+    """Returns what a kernel needs to normalize and rotate the heads of q and k."""
     rope, features = modules["rope"], columns // (heads + 2 * kv_heads)
     freqs, norms = freqs_of(rope, features), _head_norms(modules, features)
     if freqs is None or norms is None:

@@ -43,13 +43,6 @@ def make_graphs(
 
     Each key has functions of its own: MLX searches the traces of a compiled function
     one by one, which is slow for a function of many shapes.
-
-    Args:
-        spec: The block's spec.
-        key: Key of the graphs in `spec.graphs`.
-        call: x, the offset and the positions of a call.
-        before_arrays: Arrays of the modules before attention.
-        after_arrays: Arrays of the modules after attention.
     """
     before: Graph = partial(_before, spec)
     after: Graph = partial(_after, spec)
@@ -77,12 +70,7 @@ def _before(
 
     The output gate, if the block has one, follows: [streams, tokens, features].
 
-    Args:
-        spec: The block's spec.
-        x: Activations [streams, tokens, features].
-        offset: Positions of the first tokens, as MLX's rope takes them.
-        positions: The same values, as kernels take them (`fused_rope`).
-        *arrays: Arrays of the modules.
+    `x`: activations [streams, tokens, features].
     """
     spec.runs["before"] += 1
     modules = build(spec.before, arrays)
@@ -169,12 +157,7 @@ def _normed(
 ) -> Any:
     """Returns the product of a joined layer with normalized x, in parts if there are.
 
-    Args:
-        spec: The block's spec.
-        layer: The layer.
-        x: Activations [..., features].
-        norm: The norm before the layer.
-        parts: Features of each part.
+    `x`: activations [..., features].
     """
     if "norm" in spec.fuse:
         return layer.normed(x, norm, parts)
@@ -200,13 +183,8 @@ def _rotated(
 
 
 def _by_heads(y: mx.array, shape: Shape, norm: Any = None) -> mx.array:
-    """Returns y as [streams, heads, tokens, features], normalized if there is a norm.
-
-    Args:
-        y: Features of all streams, tokens and heads.
-        shape: Streams, tokens and heads.
-        norm: The norm of the features of a head, or of all heads together.
-    """
+    """Returns y as [streams, heads, tokens, features], normalized if there is a
+    norm."""
     streams, tokens, heads = shape
     first = (streams, tokens, heads) if tokens > 1 else (streams, heads, 1)
     if norm is not None and norm["weight"].size == y.size // (streams * tokens):
@@ -221,11 +199,8 @@ def _after(
 ) -> mx.array:
     """Returns the block's result.
 
-    Args:
-        spec: The block's spec.
-        x: Activations [streams, tokens, features].
-        attended: Result of attention, [streams, heads, tokens, features].
-        *arrays: The output gate, if the block has one, and arrays of the modules.
+    `x`: activations [streams, tokens, features].
+    `attended`: result of attention, [streams, heads, tokens, features].
     """
     gate, arrays = arrays[: spec.output_gate], arrays[spec.output_gate :]
     modules = build(spec.after, arrays)
@@ -298,13 +273,6 @@ def _added(
     A plain sum without a norm is the epilogue of the product, which rounds once. An
     invariant layer rounds twice, as it does in calls with many rows, which are not
     traced.
-
-    Args:
-        spec: The block's spec.
-        modules: Has the layer as `name` + "_proj" and its norm as `name` + "_norm".
-        name: "o" or "down".
-        x: Input of the layer.
-        residual: The residual.
     """
     layer, norm = modules[f"{name}_proj"], modules.get(f"{name}_norm")
     add = spec.add

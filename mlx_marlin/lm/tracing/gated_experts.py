@@ -34,9 +34,8 @@ class GatedExperts(SwitchGLU):
     def results(self, x: mx.array, indices: mx.array) -> mx.array:
         """Returns the same as [..., choices, 1, k], without the host time of a view.
 
-        Args:
-            x: Activations [..., k].
-            indices: Experts of each row [..., choices]. They have no derivative.
+        `x`: activations [..., k].
+        `indices`: experts of each row [..., choices]. They have no derivative.
         """
         layers: list[Any] = [self.gate_proj, self.up_proj, self.down_proj]
         are_marlin = all(type(layer) is MarlinSwitchLinear for layer in layers)

@@ -74,25 +74,15 @@ TOO_MANY = (
 
 @dataclass(slots=True)
 class Inspection:
-    """Result of the inspection of a block.
+    """Result of the inspection of a block."""
 
-    Attributes:
-        snapshot: The state of the block when it was inspected.
-        spec: The block's spec. None if the block cannot be traced.
-        before: Where the arrays of the graph before attention are.
-        after: Where the arrays of the graph after attention are.
-        windowed: Whether the block's mask may hide distant tokens.
-        scale: Factor of the attention scores.
-        reason: Why the block cannot be traced; None if it can.
-    """
-
-    snapshot: Snapshot
-    spec: BlockSpec | None
-    before: Slots = ((), ())
-    after: Slots = ((), ())
-    windowed: bool = False
-    scale: float = 1.0
-    reason: str | None = None
+    snapshot: Snapshot  # The state of the block when it was inspected
+    spec: BlockSpec | None  # The block's spec. None if the block cannot be traced
+    before: Slots = ((), ())  # Where the arrays of the graph before attention are
+    after: Slots = ((), ())  # Where the arrays of the graph after attention are
+    windowed: bool = False  # Whether the block's mask may hide distant tokens
+    scale: float = 1.0  # Factor of the attention scores
+    reason: str | None = None  # Why the block cannot be traced; None if it can
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the block is inspected again
@@ -157,12 +147,7 @@ _specs: dict[BlockSpec, BlockSpec] = state.register(_Specs())
 def _spec(
     block: nn.Module, family: Family, own: ModuleType
 ) -> tuple[BlockSpec, Slots, Slots]:
-    """Returns a block's spec, and where the arrays of both graphs are.
-
-    Raises:
-        NotTraceableError: If a part differs from what mlx-lm's own code makes.
-        KeyError: If a part is missing.
-    """
+    """Returns a block's spec, and where the arrays of both graphs are."""
     attention = block[ATTENTION]
     _checked(attention, getattr(own, family.attention))
     home: Any = sys.modules[type(attention).__module__]
@@ -244,12 +229,7 @@ def _after(
 
 
 def _structure(module: nn.Module, *also: type[nn.Module] | None) -> Structure:
-    """Returns the class and the children that a module has in a graph.
-
-    Args:
-        module: The module.
-        *also: Classes of children in addition to `EXPERT_PARTS`.
-    """
+    """Returns the class and the children that a module has in a graph."""
     children = children_of(module)
     for child in children.values():
         _checked(child, *EXPERT_PARTS, *also)
@@ -282,12 +262,7 @@ def _mlp_layers(mlp: nn.Module, cls: type[nn.Module] | None) -> dict[str, nn.Mod
 def _linears(
     parent: nn.Module, names: tuple[str, ...]
 ) -> tuple[Shape, dict[str, nn.Module]]:
-    """Returns layers with the same input.
-
-    Returns:
-        The features of each layer and the joined layer; or, if they are not joined, no
-        features and the layers.
-    """
+    """Returns layers with the same input."""
     layers: list[Any] = [parent[name] for name in names]
     if any(type(layer) is MarlinPart for layer in layers):
         for layer in layers:

@@ -34,11 +34,7 @@ FEATURES = (64, 96, 128)
 
 
 def check_caches() -> None:
-    """Checks that mlx-lm's caches have the attributes that this module uses.
-
-    Raises:
-        AttributeError: If one is missing.
-    """
+    """Checks that mlx-lm's caches have the attributes that this module uses."""
     of_stream: Any = KVCache
     used = "keys", "values", "offset", "update_and_fetch"
     for name in used:
@@ -53,10 +49,7 @@ def is_alone(x: mx.array, mask: Any, cache: Any) -> bool:
     If so, the mask hides no token unless it has a window, and the host knows the
     position of the stream. Servers create such batches.
 
-    Args:
-        x: Activations [streams, tokens, k].
-        mask: The mask that `create_attention_mask` makes for the cache.
-        cache: Any cache of mlx-lm.
+    `x`: activations [streams, tokens, k].
     """
     return (
         type(cache) is BatchKVCache
@@ -104,12 +97,7 @@ def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
 
 
 def _choose_kernel(cache: Any, tokens: int) -> None:
-    """Resizes a cache so that MLX chooses the faster attention kernel.
-
-    Args:
-        cache: A cache with all tokens except the last.
-        tokens: Tokens that the next call attends to.
-    """
+    """Resizes a cache so that MLX chooses the faster attention kernel."""
     if tokens < CUDNN_STEP or not selection.traits().stock_attends_by_capacity:
         return
     is_vector = tokens < FEW_TOKENS or ONE_PASS < tokens <= MORE_TOKENS
@@ -138,10 +126,7 @@ def _resize(cache: Any, end: int, capacity: int) -> None:
 def append(cache: Any, keys: mx.array, values: mx.array) -> None:
     """Does what `update_and_fetch` does, and makes the whole capacity readable.
 
-    Args:
-        cache: A `BatchKVCache`.
-        keys: Keys of new tokens, [streams, heads, tokens, features].
-        values: Values of new tokens, with the shape of `keys`.
+    `keys`: keys of new tokens, [streams, heads, tokens, features].
     """
     if _write(cache, cache._idx, keys, values):
         streams, _, tokens, _ = keys.shape

@@ -26,13 +26,9 @@ graphs."""
 
 @dataclass(frozen=True, slots=True)
 class ScaledResidualSum:
-    """Residual sum of granite: `residual + y * factor`.
+    """Residual sum of granite: `residual + y * factor`."""
 
-    Attributes:
-        factor: Factor of the summand.
-    """
-
-    factor: float
+    factor: float  # Factor of the summand
 
     def __call__(self, residual: mx.array, y: mx.array) -> mx.array:
         """Returns the sum."""
@@ -47,26 +43,19 @@ class Experts:
     with the indices and scores that `routing` derives from `router(x)`, plus the result
     of the shared expert if there is one. Without a rule, mlx-lm's own code runs in the
     graph.
-
-    Attributes:
-        cls: Class of the mixture.
-        routing: Returns the routing rule of one of these modules. None if kernels do
-            not have its rule, such as sigmoids with a correction bias.
-        router: Name of the router layer in the mixture.
-        router_cls: Class of the router if it is not a linear layer.
-        layers: Name of the experts in the mixture.
-        name: Name of the mixture in the block.
-        shared: Class of the shared expert. None if there is none. With a routing rule
-            it is `shared_expert`, and its result is multiplied by the sigmoid of
-            `shared_expert_gate`.
     """
 
-    cls: str
+    cls: str  # Class of the mixture
+    # Returns the routing rule of one of these modules. None if kernels do not have its
+    # rule, such as sigmoids with a correction bias
     routing: Callable[[Any], Routing] | None = None
-    router: str = "gate"
-    router_cls: str | None = None
-    layers: str = "switch_mlp"
-    name: str = "mlp"
+    router: str = "gate"  # Name of the router layer in the mixture
+    router_cls: str | None = None  # Class of the router if it is not a linear layer
+    layers: str = "switch_mlp"  # Name of the experts in the mixture
+    name: str = "mlp"  # Name of the mixture in the block
+    # Class of the shared expert. None if there is none. With a routing rule it is
+    # `shared_expert`, and its result is multiplied by the sigmoid of
+    # `shared_expert_gate`
     shared: str | None = None
 
 
@@ -76,38 +65,29 @@ def _uses_sliding_window(block: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Names of the parts of a decoder block in one module of `mlx_lm.models`.
+    """Names of the parts of a decoder block in one module of `mlx_lm.models`."""
 
-    Attributes:
-        block: Class of the block.
-        attention: Class of its attention.
-        mlp: Class of its MLP. None if it has none.
-        heads: Attributes of attention: the number of query heads and of KV heads.
-        scale: Attribute of attention: the factor of the scores.
-        windowed: Returns whether the mask of a block may hide distant tokens.
-        experts: Mixture of experts that may take the place of the MLP.
-        norm: Class of the norms. None if `nn.RMSNorm`.
-        norms: Names of the norms before attention and before the MLP; "" for none.
-        output_norms: Names of the norms of the results of attention and of the MLP; ""
-            for none. Results of experts have no norm.
-        add: Returns, for a block and its module, how both results are added to the
-            residual. None for a plain sum, as results of experts always are.
-        gating: Combines gate and up. None for swiglu.
-        output_gate: Whether q_proj also computes a gate of attention's result.
-    """
-
-    block: str = "TransformerBlock"
-    attention: str = "Attention"
-    mlp: str | None = "MLP"
+    block: str = "TransformerBlock"  # Class of the block
+    attention: str = "Attention"  # Class of its attention
+    mlp: str | None = "MLP"  # Class of its MLP. None if it has none
+    # Attributes of attention: the number of query heads and of KV heads
     heads: tuple[str, str] = ("n_heads", "n_kv_heads")
-    scale: str = "scale"
+    scale: str = "scale"  # Attribute of attention: the factor of the scores
+    # Returns whether the mask of a block may hide distant tokens
     windowed: Callable[[Any], bool] = _uses_sliding_window
+    # Mixture of experts that may take the place of the MLP
     experts: Experts | None = None
-    norm: str | None = None
+    norm: str | None = None  # Class of the norms. None if `nn.RMSNorm`
+    # Names of the norms before attention and before the MLP; "" for none
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    # Names of the norms of the results of attention and of the MLP; "" for none.
+    # Results of experts have no norm
     output_norms: tuple[str, str] = ("", "")
+    # Returns, for a block and its module, how both results are added to the residual.
+    # None for a plain sum, as results of experts always are
     add: Callable[[Any, ModuleType], Merge] | None = None
-    gating: Merge | None = None
+    gating: Merge | None = None  # Combines gate and up. None for swiglu
+    # Whether q_proj also computes a gate of attention's result
     output_gate: bool = False
 
     @property

@@ -28,11 +28,8 @@ class RoutedExperts(nn.Module):
     def added(self, x: mx.array, residual: mx.array, fuse: frozenset[str]) -> mx.array:
         """Returns the residual plus the result of the experts.
 
-        Args:
-            x: Activations [..., k].
-            residual: Residual [..., n].
-            fuse: Fusions of the block. With "experts", kernels may route, gate and add
-                up; with "gate", gate in the shared expert.
+        `x`: activations [..., k].
+        `residual`: residual [..., n].
         """
         layers = self[self.known.layers]
         layers.fused = "experts" in fuse
@@ -83,11 +80,7 @@ class SharedExpert(nn.Module):
 
 
 def check_names(experts: nn.Module, known: Experts) -> None:
-    """Checks that a mixture has what `RoutedExperts` uses.
-
-    Raises:
-        AttributeError: If mlx-lm has renamed a layer or an attribute.
-    """
+    """Checks that a mixture has what `RoutedExperts` uses."""
     names = [known.layers]
     if known.routing is not None:
         known.routing(experts)

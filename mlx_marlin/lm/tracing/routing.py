@@ -14,19 +14,14 @@ from mlx_marlin.weights.dtypes import dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Routing rule: a row chooses the experts with the largest logits.
+    """Routing rule: a row chooses the experts with the largest logits."""
 
-    Attributes:
-        choices: Experts of a row.
-        of_all: Whether scores are the softmax over all experts. Otherwise over the
-            chosen ones.
-        last: Whether the last of equal logits are chosen, as by a stable ascending
-            sort. Otherwise the first, as by a stable sort of negated logits. (Some
-            families sort rounded probabilities; here logits are compared.)
-    """
-
-    choices: int
+    choices: int  # Experts of a row
+    # Whether scores are the softmax over all experts. Otherwise over the chosen ones
     of_all: bool = False
+    # Whether the last of equal logits are chosen, as by a stable ascending sort.
+    # Otherwise the first, as by a stable sort of negated logits. (Some families sort
+    # rounded probabilities; here logits are compared.)
     last: bool = False
 
 
@@ -44,12 +39,7 @@ def has_kernel(logits: mx.array, routing: Routing) -> bool:
 def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.array]:
     """Runs the routing kernel.
 
-    Args:
-        logits: Router logits [..., experts] that `has_kernel` accepts.
-        routing: The routing rule.
-
-    Returns:
-        Indices, uint32 [..., choices], and scores in float32 [..., choices].
+    `logits`: router logits [..., experts] that `has_kernel` accepts.
     """
     run = launcher.call(_plan(logits, routing))
     if are_without_vjp():
@@ -69,14 +59,10 @@ def _plan(logits: mx.array, routing: Routing) -> RoutePlan:
 def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array:
     """Returns the residual plus the sum of the experts' results times their scores.
 
-    Args:
-        results: Results of the chosen experts [..., choices, 1, n], in a dtype that the
-            kernels support.
-        scores: Scores in float32 [..., choices].
-        residual: Residual [..., n], in the dtype of `results`.
-
-    Returns:
-        The sums [..., n], rounded once, in the dtype of `results`.
+    `results`: results of the chosen experts [..., choices, 1, n], in a dtype that the
+    kernels support.
+    `scores`: scores in float32 [..., choices].
+    `residual`: residual [..., n], in the dtype of `results`.
     """
     *rows_shape, choices, _, n = results.shape
     if scores.shape != (*rows_shape, choices) or residual.shape != (*rows_shape, n):

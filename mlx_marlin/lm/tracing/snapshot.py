@@ -39,43 +39,27 @@ class Snapshot:
 
     It does not refer to the block itself: a reference cycle would keep the arrays of a
     model until Python's garbage collector runs.
-
-    Attributes:
-        tree: All descendants of the block, whose own children have the parent None.
-        modules: The modules of `tree`.
-        types: Classes of `modules`.
-        with_arrays: The modules that have arrays.
-        lengths: Number of entries of `with_arrays`; an added bias changes it.
-        attributes: Attribute dictionaries of the modules that have settings, and of
-            the model's arguments if they are one.
-        settings: Copies of these dictionaries.
-        own_of: Returns the block's own settings from its attribute dictionary.
-        own: The block's own settings.
-        lookups: Where calls of the block find their code.
-        functions: The functions found there.
     """
 
+    # All descendants of the block, whose own children have the parent None
     tree: tuple[tuple[Any, ...], ...]
-    modules: tuple[nn.Module, ...]
-    types: list[type]
-    with_arrays: tuple[nn.Module, ...]
-    lengths: list[int]
+    modules: tuple[nn.Module, ...]  # The modules of `tree`
+    types: list[type]  # Classes of `modules`
+    with_arrays: tuple[nn.Module, ...]  # The modules that have arrays
+    lengths: list[int]  # Number of entries of `with_arrays`; an added bias changes it
+    # Attribute dictionaries of the modules that have settings, and of the model's
+    # arguments if they are one
     attributes: list[dict[str, Any]]
-    settings: list[dict[str, Any]]
+    settings: list[dict[str, Any]]  # Copies of these dictionaries
+    # Returns the block's own settings from its attribute dictionary
     own_of: Callable[[dict[str, Any]], Any]
-    own: Any
-    lookups: Lookups
-    functions: list[Any]
+    own: Any  # The block's own settings
+    lookups: Lookups  # Where calls of the block find their code
+    functions: list[Any]  # The functions found there
 
 
 def take_snapshot(block: nn.Module, cls: type[nn.Module], ignored: str) -> Snapshot:
-    """Returns a snapshot of a block.
-
-    Args:
-        block: The block.
-        cls: The block's class in mlx-lm.
-        ignored: An attribute of the block that is not a setting.
-    """
+    """Returns a snapshot of a block."""
     tree = (*_tree(block),)
     modules = tuple(child for *_, child in tree)
     types = [*map(type, modules)]

@@ -22,9 +22,6 @@ def set_for_model(arguments: Sequence[str]) -> None:
 
     It is set if tuning found a value for the model on this machine, `MLX_MARLIN_TUNED`
     is not 0, and the user has set neither it nor one of `CHOICES`.
-
-    Args:
-        arguments: The arguments of a command of mlx-lm.
     """
     off = os.environ.get("MLX_MARLIN_TUNED") == "0" or not results.folder().is_dir()
     if off or any(os.environ.get(name) for name in (VARIABLE, *CHOICES)):

@@ -12,25 +12,15 @@ PACKAGES = ("mlx", "mlx-lm", "mlx-marlin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMachine:
-    """What the speed of a model depends on besides the model and its settings.
+    """What the speed of a model depends on besides the model and its settings."""
 
-    Attributes:
-        chip: Name of the chip, or "".
-        cores: GPU cores, or 0.
-        build: Build of the operating system, which has the GPU compiler.
-        mlx: Version of MLX.
-        mlx_lm: Version of mlx-lm, or "".
-        mlx_marlin: Version of this package.
-        kernels: Digest of the kernels, which may change within a version.
-    """
-
-    chip: str
-    cores: int
-    build: str
-    mlx: str
-    mlx_lm: str
-    mlx_marlin: str
-    kernels: str
+    chip: str  # Name of the chip, or ""
+    cores: int  # GPU cores, or 0
+    build: str  # Build of the operating system, which has the GPU compiler
+    mlx: str  # Version of MLX
+    mlx_lm: str  # Version of mlx-lm, or ""
+    mlx_marlin: str  # Version of this package
+    kernels: str  # Digest of the kernels, which may change within a version
 
     @property
     def slug(self) -> str:

@@ -48,9 +48,6 @@ def key_of_model_name(name: str) -> str | None:
     """Returns the digest of the config of a model that is on this machine, or None.
 
     Neither MLX nor the network is used.
-
-    Args:
-        name: A folder, or a repository on the Hugging Face Hub.
     """
     path = os.path.join(os.path.expanduser(name), CONFIG)
     found = path if os.path.isfile(path) else _downloaded(name)

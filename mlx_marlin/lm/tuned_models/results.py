@@ -30,26 +30,16 @@ MOST_OPERATIONS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedModel:
-    """What tuning found for models of one shape.
+    """What tuning found for models of one shape."""
 
-    Attributes:
-        model: Name of the model that was measured.
-        key: Digest of the model's shape (`model_key`).
-        config: Digest of its `config.json`, or "".
-        settings: The settings to use; None for stock MLX.
-        speedups: The speed of the settings relative to stock MLX.
-        max_ops_per_buffer: The value of `MLX_MAX_OPS_PER_BUFFER` that was faster than
-            MLX's own, or None.
-        date: Date of the measurement, ISO 8601.
-    """
-
-    model: str
-    key: str
-    config: str
-    settings: ModelSettings | None
-    speedups: Speedups
+    model: str  # Name of the model that was measured
+    key: str  # Digest of the model's shape (`model_key`)
+    config: str  # Digest of its `config.json`, or ""
+    settings: ModelSettings | None  # The settings to use; None for stock MLX
+    speedups: Speedups  # The speed of the settings relative to stock MLX
+    # The value of `MLX_MAX_OPS_PER_BUFFER` that was faster than MLX's own, or None
     max_ops_per_buffer: int | None
-    date: str
+    date: str  # Date of the measurement, ISO 8601
 
     def __post_init__(self) -> None:
         for name in ("model", "key", "config", "date"):
@@ -120,11 +110,7 @@ def listed(machine: ModelMachine) -> Iterator[tuple[str, TunedModel | None]]:
 
 
 def write(machine: ModelMachine, result: TunedModel) -> Path:
-    """Keeps a result, which replaces an older one for the same model; atomic.
-
-    Raises:
-        OSError: If the folder cannot be written to, or is not trusted.
-    """
+    """Keeps a result, which replaces an older one for the same model; atomic."""
     row = {
         "machine": asdict(machine),
         **{field.name: getattr(result, field.name) for field in fields(result)},
@@ -136,12 +122,7 @@ def write(machine: ModelMachine, result: TunedModel) -> Path:
 
 
 def clear() -> int:
-    """Removes the results of all models and machines; returns the number of files.
-
-    Raises:
-        OSError: If the folder belongs to another user.
-        ValueError: If it is a link.
-    """
+    """Removes the results of all models and machines; returns the number of files."""
     if not os.path.lexists(folder()):
         return 0
     with removal.opened(folder()) as opened:

@@ -12,18 +12,12 @@ STREAMS = (1, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """The options of `optimize` that change how fast a model decodes.
+    """The options of `optimize` that change how fast a model decodes."""
 
-    Attributes:
-        layout: As for `optimize`, and so are the others.
-        join: Whether layers with the same input are joined.
-        trace: Whether decoder blocks are traced.
-        fuse: The fusions of traced blocks, in the order of `FUSIONS`.
-    """
-
-    layout: str = "mlx"
-    join: bool = False
-    trace: bool = False
+    layout: str = "mlx"  # As for `optimize`, and so are the others
+    join: bool = False  # Whether layers with the same input are joined
+    trace: bool = False  # Whether decoder blocks are traced
+    # The fusions of traced blocks, in the order of `FUSIONS`
     fuse: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,11 +74,7 @@ def row(settings: ModelSettings | None) -> dict[str, Any] | None:
 
 
 def settings_of(row: Any) -> ModelSettings | None:
-    """Returns the settings that a row encodes.
-
-    Raises:
-        ValueError: If it is not a value of `row`, and so do TypeError and KeyError.
-    """
+    """Returns the settings that a row encodes."""
     if row is None:
         return None
     if {*row} != {*DEFAULTS.options}:

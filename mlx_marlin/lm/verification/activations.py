@@ -18,19 +18,12 @@ METHODS = {"head": "as_linear"}
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """Rows of activations, each for one matrix of a layer's weight.
+    """Rows of activations, each for one matrix of a layer's weight."""
 
-    Attributes:
-        source: "random" or "captured".
-        x: Activations [rows, k]; tokens [rows] for a look-up.
-        matrices: uint32 [rows], the matrix of each row.
-        step: Rows that belong together: one for each head, else 1.
-    """
-
-    source: str
-    x: mx.array
-    matrices: mx.array
-    step: int = 1
+    source: str  # "random" or "captured"
+    x: mx.array  # Activations [rows, k]; tokens [rows] for a look-up
+    matrices: mx.array  # uint32 [rows], the matrix of each row
+    step: int = 1  # Rows that belong together: one for each head, else 1
 
     def first(self, rows: int) -> "Activations":
         """Returns the first rows."""
@@ -47,15 +40,7 @@ class Activations:
 def random_activations(
     layer: CheckedLayer, weight: ExactWeight, rows: int, dtype: mx.Dtype, seed: int
 ) -> Activations:
-    """Draws normally distributed activations, or tokens for a look-up.
-
-    Args:
-        layer: The layer.
-        weight: Its weight.
-        rows: Number of rows.
-        dtype: Dtype of the activations.
-        seed: Seed of the numbers; a layer's name changes them too.
-    """
+    """Draws normally distributed activations, or tokens for a look-up."""
     drawn = np.random.default_rng([seed, *layer.name.encode()])
     matrices, n, k = weight.shape
     zeros = mx.zeros(rows, mx.uint32)
@@ -72,12 +57,7 @@ def random_activations(
 
 
 class Capture:
-    """The first inputs of each layer of a model.
-
-    Args:
-        layers: The layers to watch.
-        rows: Rows to keep of each.
-    """
+    """The first inputs of each layer of a model."""
 
     def __init__(self, layers: Sequence[CheckedLayer], rows: int) -> None:
         self._rows = rows
@@ -90,9 +70,7 @@ class Capture:
     def run(self, model: nn.Module, tokens: mx.array) -> None:
         """Runs a model on tokens and keeps the inputs of its layers.
 
-        Args:
-            model: The model.
-            tokens: Tokens [1, length].
+        `tokens`: tokens [1, length].
         """
         with self._watching():
             mx.eval(model(tokens))

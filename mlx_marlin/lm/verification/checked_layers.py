@@ -33,17 +33,12 @@ QUANTIZED_PARTS = ("scales", "biases", "words", "packed_scales", "global_scale")
 
 @dataclass(frozen=True, eq=False)
 class CheckedLayer:
-    """A layer of a model with one weight or a batch of them.
+    """A layer of a model with one weight or a batch of them."""
 
-    Attributes:
-        name: Path of the module in the model.
-        module: The layer.
-        operation: "linear", "lookup" (an embedding's), "head" (an embedding used as the
-            output head), "experts" or "heads" (of latent attention).
-    """
-
-    name: str
-    module: Any
+    name: str  # Path of the module in the model
+    module: Any  # The layer
+    # "linear", "lookup" (an embedding's), "head" (an embedding used as the output
+    # head), "experts" or "heads" (of latent attention)
     operation: str
 
     @property
@@ -94,13 +89,9 @@ class CheckedLayer:
     def product(self, x: mx.array, matrices: mx.array) -> mx.array:
         """Returns what the layer computes for rows of x, each with one of its matrices.
 
-        Args:
-            x: Activations [rows, k]; for "lookup" the tokens [rows]. For "heads" there
-                are as many rows for each head, and heads alternate.
-            matrices: uint32 [rows], the matrix of each row.
-
-        Returns:
-            The result [rows, n]; for "lookup" the embeddings [rows, k].
+        `x`: activations [rows, k]; for "lookup" the tokens [rows]. For "heads" there
+        are as many rows for each head, and heads alternate.
+        `matrices`: uint32 [rows], the matrix of each row.
         """
         own = self.module
         match self.operation:

@@ -24,15 +24,7 @@ def compare(
     rows: Sequence[int],
     source: ExactWeight | None = None,
 ) -> LayerReport:
-    """Compares what a layer computes with float64, and its weight with the source's.
-
-    Args:
-        layer: The layer.
-        weight: Its weight.
-        inputs: Activations with as many rows as are wanted, or fewer.
-        rows: Numbers of rows to compute at once.
-        source: The weight of the source, of the same shape.
-    """
+    """Compares what a layer computes with float64, and its weight with the source's."""
     own = [Reference.empty(each, weight) for each in inputs]
     theirs = [Reference.empty(each, weight) for each in inputs if source is not None]
     comparison = None if source is None else WeightComparison(weight, source)
@@ -71,25 +63,15 @@ def compare(
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """Exact results for rows of activations, without the bias.
+    """Exact results for rows of activations, without the bias."""
 
-    Attributes:
-        inputs: The activations.
-        x: The same in float64, or the tokens of a look-up.
-        matrices: The matrix of each row.
-        k: Number of products that are added; 1 for a look-up.
-        result: Exact results [rows, n].
-        terms: Squares of the norms of what is added, [rows, n].
-        biases: Squares of the norms of what each bias adds, [rows, n].
-    """
-
-    inputs: Activations
-    x: Floats
-    matrices: NDArray[np.uint32]
-    k: int
-    result: Floats
-    terms: Floats
-    biases: Floats
+    inputs: Activations  # The activations
+    x: Floats  # The same in float64, or the tokens of a look-up
+    matrices: NDArray[np.uint32]  # The matrix of each row
+    k: int  # Number of products that are added; 1 for a look-up
+    result: Floats  # Exact results [rows, n]
+    terms: Floats  # Squares of the norms of what is added, [rows, n]
+    biases: Floats  # Squares of the norms of what each bias adds, [rows, n]
 
     @classmethod
     def empty(cls, inputs: Activations, weight: ExactWeight) -> Self:
@@ -162,14 +144,7 @@ def _products(
     source: Reference | None,
     weights: WeightComparison | None,
 ) -> Iterator[ProductReport]:
-    """Computes a product with a layer, and yields its errors.
-
-    Args:
-        layer: The layer.
-        own: The exact product with the layer's weight.
-        source: That with the source's weight, or None.
-        weights: The differences of both weights, or None.
-    """
+    """Computes a product with a layer, and yields its errors."""
     inputs = own.inputs
     y = layer.product(inputs.x, inputs.matrices)
     actual, dtype = as_float64(y), dtype_name(y.dtype)

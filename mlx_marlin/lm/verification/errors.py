@@ -11,19 +11,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Errors of a result.
+    """Errors of a result."""
 
-    Attributes:
-        relative: Frobenius norm of the error, relative to that of the exact result.
-        nmse: Its square: the mean square error, normalized.
-        max_error: The largest absolute error of an element.
-        rms_error: The root of the mean square error.
-    """
-
-    relative: float
-    nmse: float
-    max_error: float
-    rms_error: float
+    relative: float  # Frobenius norm of the error, relative to that of the exact result
+    nmse: float  # Its square: the mean square error, normalized
+    max_error: float  # The largest absolute error of an element
+    rms_error: float  # The root of the mean square error
 
     @classmethod
     def of(cls, actual: Floats, exact: Floats) -> Self:

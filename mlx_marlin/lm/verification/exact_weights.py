@@ -22,30 +22,20 @@ BYTE_ROUNDING = 2.0**-23
 
 
 class Rows(NamedTuple):
-    """Rows of one matrix of a weight.
+    """Rows of one matrix of a weight."""
 
-    Attributes:
-        matrix: Index of the matrix, such as the expert; 0 if there is only one.
-        rows: Which rows of it.
-        values: The weights in float64, columns in the order of x.
-        terms: Squares of what is added for each weight: of scale * code and of bias.
-        biases: Those of groups of columns in order; the weights if nothing shares one.
-    """
-
-    matrix: int
-    rows: slice
-    values: Floats
+    matrix: int  # Index of the matrix, such as the expert; 0 if there is only one
+    rows: slice  # Which rows of it
+    values: Floats  # The weights in float64, columns in the order of x
+    # Squares of what is added for each weight: of scale * code and of bias
     terms: Floats
+    # Those of groups of columns in order; the weights if nothing shares one
     biases: Floats
 
 
 @dataclass(frozen=True)
 class ExactWeight:
-    """A weight [n, k], or a batch of them, which is decoded without rounding.
-
-    Args:
-        stored: The weight as a checkpoint has it: quantized, or plain.
-    """
+    """A weight [n, k], or a batch of them, which is decoded without rounding."""
 
     stored: StoredWeight | PackedLayer | mx.array
 
@@ -86,11 +76,7 @@ class ExactWeight:
         return UNIT.get(dtype_name(array.dtype), BYTE_ROUNDING)
 
     def chunks(self, matrices: set[int] | None = None) -> Iterator[Rows]:
-        """Yields the rows of the weight, at most `MOST_WEIGHTS` weights at a time.
-
-        Args:
-            matrices: The matrices to decode. Default: all.
-        """
+        """Yields the rows of the weight, at most `MOST_WEIGHTS` weights at a time."""
         count, n, k = self.shape
         step = max(1, MOST_WEIGHTS // k)
         for matrix in range(count):

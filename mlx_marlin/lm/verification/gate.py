@@ -124,14 +124,7 @@ def _reports(
     source: ModelSource | None,
     compared: Callable[[CheckedLayer, ExactWeight | None], LayerReport],
 ) -> Iterator[LayerReport]:
-    """Yields a report for each layer that was quantized in the model or source.
-
-    Args:
-        layers: The layers of the model.
-        source: The source, whose weights are read one at a time; None to compare the
-            quantized layers with their own weights.
-        compared: Returns the report of a layer, given the weight of the source.
-    """
+    """Yields a report for each layer that was quantized in the model or source."""
     if source is None:
         yield from (compared(each, None) for each in layers if each.is_quantized)
         return

@@ -19,17 +19,7 @@ Tick = Callable[[], object]
 
 
 def perplexity(model: nn.Module, tokens: mx.array, tick: Tick = lambda: None) -> float:
-    """Returns the perplexity of a model on a text.
-
-    Args:
-        model: An mlx-lm model.
-        tokens: Windows of text, shape `(batch, length + 1)`.
-        tick: Called after every forward pass, `passes(tokens[:, 1:])` times.
-
-    Returns:
-        The exponential of the mean cross entropy of the last `length` tokens, infinite
-        if it is too large for a float.
-    """
+    """Returns the perplexity of a model on a text."""
     from mlx_lm.models.cache import make_prompt_cache
 
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -18,29 +18,19 @@ kernels alone then follow."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductReport:
-    """Errors of a layer's results for some rows of activations.
+    """Errors of a layer's results for some rows of activations."""
 
-    Attributes:
-        activations: "random" or "captured".
-        rows: Number of rows.
-        reference: "weights" if the exact result is that of the layer's own weights,
-            "source" if it is that of the source's.
-        dtype: Dtype of the results.
-        errors: Errors against the exact result.
-        limit: Limit of the relative error.
-        wrong_features: Output features whose results are above the limit for a single
-            one.
-        first_wrong_feature: The first of them, or None.
-    """
-
-    activations: str
-    rows: int
+    activations: str  # "random" or "captured"
+    rows: int  # Number of rows
+    # "weights" if the exact result is that of the layer's own weights, "source" if it
+    # is that of the source's
     reference: str
-    dtype: str
-    errors: Errors
-    limit: float
+    dtype: str  # Dtype of the results
+    errors: Errors  # Errors against the exact result
+    limit: float  # Limit of the relative error
+    # Output features whose results are above the limit for a single one
     wrong_features: int = 0
-    first_wrong_feature: int | None = None
+    first_wrong_feature: int | None = None  # The first of them, or None
 
     @property
     def failures(self) -> Iterator[str]:
@@ -64,22 +54,17 @@ class ProductReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReport:
-    """Differences between a layer's weight and its source's.
+    """Differences between a layer's weight and its source's."""
 
-    Attributes:
-        source: Format of the source.
-        relative: Frobenius norm of the difference, relative to that of the source.
-        limit: Limit of the relative error; 0 if the weight has the codes of the source
-            and may differ only by rounding of single numbers.
-        wrong: Weights that differ by more than rounding; if `limit` is not 0, rows
-            whose relative error is above the limit for one row.
-        first_wrong: (matrix, row, column) of the first of them, or (matrix, row).
-    """
-
-    source: str
-    relative: float
+    source: str  # Format of the source
+    relative: float  # Frobenius norm of the difference, relative to that of the source
+    # Limit of the relative error; 0 if the weight has the codes of the source and may
+    # differ only by rounding of single numbers
     limit: float
+    # Weights that differ by more than rounding; if `limit` is not 0, rows whose
+    # relative error is above the limit for one row
     wrong: int
+    # (matrix, row, column) of the first of them, or (matrix, row)
     first_wrong: tuple[int, ...] | None
 
     @property
@@ -100,22 +85,14 @@ class WeightReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """The comparison of one layer.
+    """The comparison of one layer."""
 
-    Attributes:
-        name: Path of the module.
-        operation: "linear", "lookup", "head", "experts" or "heads".
-        format: Format of its weight.
-        is_ours: Whether it runs on our kernels.
-        products: Errors of its results.
-        weights: Differences from the source's weight; None without a source.
-    """
-
-    name: str
-    operation: str
-    format: str
-    is_ours: bool
-    products: tuple[ProductReport, ...]
+    name: str  # Path of the module
+    operation: str  # "linear", "lookup", "head", "experts" or "heads"
+    format: str  # Format of its weight
+    is_ours: bool  # Whether it runs on our kernels
+    products: tuple[ProductReport, ...]  # Errors of its results
+    # Differences from the source's weight; None without a source
     weights: WeightReport | None = None
 
     @property
@@ -125,11 +102,7 @@ class LayerReport:
         return [*of_products, *(self.weights.failures if self.weights else ())]
 
     def worst(self, reference: str) -> ProductReport:
-        """Returns the product whose error is the largest part of its limit.
-
-        Args:
-            reference: "weights" or "source".
-        """
+        """Returns the product whose error is the largest part of its limit."""
         products = [each for each in self.products if each.reference == reference]
         return max(products, key=lambda each: _part(each.errors.relative, each.limit))
 
@@ -152,17 +125,11 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexities:
-    """Perplexity on the text.
+    """Perplexity on the text."""
 
-    Attributes:
-        before: Of the source, or without one, of stock MLX with the same weights.
-        after: Of the model.
-        tokens: Tokens that were predicted.
-    """
-
-    before: float
-    after: float
-    tokens: int
+    before: float  # Of the source, or without one, of stock MLX with the same weights
+    after: float  # Of the model
+    tokens: int  # Tokens that were predicted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,6 @@ def windows(text: str, tokenizer: Any) -> mx.array:
     """Returns the first windows of a text, [windows, length + 1].
 
     A text that is shorter than a window is one window.
-
-    Raises:
-        ValueError: If the text has less than two tokens.
     """
     tokens = tokenizer.encode(text)
     if len(tokens) < 2:

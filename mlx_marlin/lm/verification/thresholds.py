@@ -49,28 +49,16 @@ Number = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Sizes of a product, or of single output features.
+    """Sizes of a product, or of single output features."""
 
-    Attributes:
-        result: Frobenius norm of the exact result, and of the bias if there is one.
-        terms: Norm of all terms that are added, as if they were independent.
-        count: Number of elements.
-    """
-
+    # Frobenius norm of the exact result, and of the bias if there is one
     result: Number
-    terms: Number
-    count: int
+    terms: Number  # Norm of all terms that are added, as if they were independent
+    count: int  # Number of elements
 
 
 def product_limit(sizes: Sizes, dtype: str, k: int, sums: str = "float32") -> Number:
-    """Returns the limit of the Frobenius norm of a product's error.
-
-    Args:
-        sizes: Sizes of the product.
-        dtype: Dtype of the result.
-        k: Number of products that are added for an element.
-        sums: Dtype in which they are added.
-    """
+    """Returns the limit of the Frobenius norm of a product's error."""
     rounded = ROUNDING[dtype] ** 2
     added = (ACCUMULATION * UNIT[sums]) ** 2 * k
     squares = rounded * (sizes.result**2 + (DECODING * sizes.terms) ** 2)
@@ -93,10 +81,6 @@ def quantization_limit(mode: str, bits: int) -> float:
     range / (2^b - 1). The limit is for weights whose range in a group is 3 * sqrt(12),
     10.4 times their rms; that of 128 normally distributed weights is 5.4 times. Codes
     with m mantissa bits round by at most 2^-(m + 1) of a weight.
-
-    Args:
-        mode: Quantization scheme.
-        bits: Bits of a code.
     """
     if mode in MANTISSA_BITS:
         return math.ldexp(1, -MANTISSA_BITS[mode] - 1)

@@ -18,10 +18,6 @@ class WeightComparison:
     If both have the same bits and group size, or only the source is quantized, numbers
     may differ by rounding them once, such as biases in MLX's layout. Otherwise weights
     were quantized, and rows are compared with the limit of the format.
-
-    Args:
-        own: The layer's weight.
-        source: The weight of the source, of the same shape.
     """
 
     def __init__(self, own: ExactWeight, source: ExactWeight) -> None:

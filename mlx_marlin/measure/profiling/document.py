@@ -15,29 +15,17 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A product that was not profiled.
+    """A product that was not profiled."""
 
-    Attributes:
-        problem: The product.
-        kernel: What was to compute it.
-        reason: Why it was not profiled.
-    """
-
-    problem: Problem
-    kernel: str
-    reason: str
+    problem: Problem  # The product
+    kernel: str  # What was to compute it
+    reason: str  # Why it was not profiled
 
 
 def document(
     device: PlanningDevice, profiles: Sequence[Profile], skipped: Sequence[Skipped] = ()
 ) -> dict[str, Any]:
-    """Returns profiles as values that `json.dumps` accepts.
-
-    Args:
-        device: The device of all profiles.
-        profiles: The profiles.
-        skipped: What was not profiled.
-    """
+    """Returns profiles as values that `json.dumps` accepts."""
     return {
         "schema": SCHEMA,
         "version": VERSION,

@@ -29,33 +29,19 @@ STAND_IN = "; or the peaks, which are a small device's, because this one is not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A product on a device, computed by one kernel in some time.
+    """A product on a device, computed by one kernel in some time."""
 
-    Attributes:
-        problem: The product.
-        kernel: The kernel: its name and its simdgroups, or stock MLX's name of it.
-        served_by: "ours" or "stock".
-        device: The device.
-        seconds: The time of the product.
-        origin: Where the time comes from.
-        roofline: The roofs for this kernel.
-        plan: The plan; None for stock MLX.
-        residency: The resident threadgroups of the plan; None for stock MLX.
-        counts: What the emulator counted; None if it did not run the plan.
-
-    Raises:
-        ValueError: If the time is not positive and finite.
-    """
-
-    problem: Problem
-    kernel: str
-    served_by: Literal["ours", "stock"]
-    device: PlanningDevice
-    seconds: float
-    origin: Origin
-    roofline: Roofline
-    plan: Plan | None = None
+    problem: Problem  # The product
+    kernel: str  # The kernel: its name and its simdgroups, or stock MLX's name of it
+    served_by: Literal["ours", "stock"]  # "ours" or "stock"
+    device: PlanningDevice  # The device
+    seconds: float  # The time of the product
+    origin: Origin  # Where the time comes from
+    roofline: Roofline  # The roofs for this kernel
+    plan: Plan | None = None  # The plan; None for stock MLX
+    # The resident threadgroups of the plan; None for stock MLX
     residency: Residency | None = None
+    # What the emulator counted; None if it did not run the plan
     counts: Counts | None = None
 
     def __post_init__(self) -> None:
@@ -125,18 +111,7 @@ def of_plan(
     origin: Origin,
     counts: Counts | None = None,
 ) -> Profile:
-    """Returns the profile of a plan.
-
-    Args:
-        plan: The plan.
-        device: The device that it was made for.
-        seconds: The time of the product.
-        origin: Where the time comes from.
-        counts: What the emulator counted, if it ran the plan.
-
-    Raises:
-        ValueError: If the time is not positive and finite.
-    """
+    """Returns the profile of a plan."""
     peak = device.stock_tflops if plan.has_tensor_operations else device.tflops
     return Profile(
         problem=plan.problem,
@@ -155,17 +130,7 @@ def of_plan(
 def of_stock(
     problem: Problem, device: PlanningDevice, seconds: float, origin: Origin
 ) -> Profile:
-    """Returns the profile of stock MLX.
-
-    Args:
-        problem: The product.
-        device: The device.
-        seconds: The time of the product.
-        origin: Where the time comes from.
-
-    Raises:
-        ValueError: If the time is not positive and finite.
-    """
+    """Returns the profile of stock MLX."""
     stock = registry.of_device(device).predict_stock(problem, device)
     return Profile(
         problem=problem,

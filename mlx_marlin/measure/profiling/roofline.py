@@ -14,17 +14,11 @@ LEAST_UTILIZATION = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A product that took some time.
+    """A product that took some time."""
 
-    Attributes:
-        flops: Multiplications and additions.
-        bytes: Bytes of its operands, each counted once.
-        seconds: The time that it took.
-    """
-
-    flops: int
-    bytes: int
-    seconds: float
+    flops: int  # Multiplications and additions
+    bytes: int  # Bytes of its operands, each counted once
+    seconds: float  # The time that it took
 
     def __post_init__(self) -> None:
         if self.flops < 1 or self.bytes < 1:
@@ -52,15 +46,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The two roofs of a device.
+    """The two roofs of a device."""
 
-    Attributes:
-        tflops: Peak of the multiplying units, in 10^12 operations per second.
-        bandwidth_gbs: Stated memory bandwidth, in 10^9 bytes per second.
-    """
-
-    tflops: float
-    bandwidth_gbs: float
+    tflops: float  # Peak of the multiplying units, in 10^12 operations per second
+    bandwidth_gbs: float  # Stated memory bandwidth, in 10^9 bytes per second
 
     def __post_init__(self) -> None:
         if not (0 < self.tflops < inf and 0 < self.bandwidth_gbs < inf):

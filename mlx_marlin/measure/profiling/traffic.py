@@ -10,23 +10,14 @@ from mlx_marlin.weights.formats import TILE_N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandBytes:
-    """Bytes of the operands of a product, each counted once.
+    """Bytes of the operands of a product, each counted once."""
 
-    Attributes:
-        codes: The codes of the weight.
-        scales: The scales of its groups.
-        offsets: The biases or zero points of its groups; 0 in formats without them.
-        activations: The rows of x.
-        result: The result.
-        epilogue: Other arrays of the epilogue.
-    """
-
-    codes: int
-    scales: int
-    offsets: int
-    activations: int
-    result: int
-    epilogue: int = 0
+    codes: int  # The codes of the weight
+    scales: int  # The scales of its groups
+    offsets: int  # The biases or zero points of its groups; 0 in formats without them
+    activations: int  # The rows of x
+    result: int  # The result
+    epilogue: int = 0  # Other arrays of the epilogue
 
     @staticmethod
     def of(problem: Problem) -> "OperandBytes":
@@ -53,18 +44,12 @@ class Traffic:
     """What the simdgroups of a plan request of device memory.
 
     Caches serve most of what is requested again, so this is no memory traffic.
-
-    Attributes:
-        weight_reads: How often each weight is requested.
-        activation_reads: How often each activation is requested.
-        workspace: Bytes of partial sums that are written and read back.
-        total: Bytes of all requests.
     """
 
-    weight_reads: int
-    activation_reads: int
-    workspace: int
-    total: int
+    weight_reads: int  # How often each weight is requested
+    activation_reads: int  # How often each activation is requested
+    workspace: int  # Bytes of partial sums that are written and read back
+    total: int  # Bytes of all requests
 
     @staticmethod
     def of(plan: Plan) -> "Traffic":
@@ -92,19 +77,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What the emulator counted when it ran a plan; the same on every machine.
+    """What the emulator counted when it ran a plan; the same on every machine."""
 
-    Attributes:
-        launches: Kernels that were launched.
-        read_bytes: Bytes that simdgroups requested of device memory, except those that
-            a compiler would keep in registers.
-        written_bytes: Bytes that they wrote, likewise.
-        matrix_products: 8x8 matrix products.
-        barriers: Barriers of threadgroups.
-    """
-
-    launches: int
+    launches: int  # Kernels that were launched
+    # Bytes that simdgroups requested of device memory, except those that a compiler
+    # would keep in registers
     read_bytes: int
-    written_bytes: int
-    matrix_products: int
-    barriers: int
+    written_bytes: int  # Bytes that they wrote, likewise
+    matrix_products: int  # 8x8 matrix products
+    barriers: int  # Barriers of threadgroups

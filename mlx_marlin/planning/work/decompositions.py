@@ -28,28 +28,17 @@ WideWork = tuple[Work, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileGrid:
-    """The tiles to divide and the number of cores to divide them among.
+    """The tiles to divide and the number of cores to divide them among."""
 
-    Attributes:
-        m_tiles: Tiles along the rows of a product.
-        n_tiles: Tiles along the columns of a product.
-        batch: Number of products.
-        k_tiles: K tiles of a tile.
-        trips: Main-loop iterations of a k tile.
-        cores: GPU cores.
-        widest: Simdgroups along k, or their upper bound. The width of a wide tile must
-            divide it.
-        x_bytes: Bytes of the activations.
-    """
-
-    m_tiles: int
-    n_tiles: int
-    batch: int
-    k_tiles: int
-    trips: int
-    cores: int
+    m_tiles: int  # Tiles along the rows of a product
+    n_tiles: int  # Tiles along the columns of a product
+    batch: int  # Number of products
+    k_tiles: int  # K tiles of a tile
+    trips: int  # Main-loop iterations of a k tile
+    cores: int  # GPU cores
+    # Simdgroups along k, or their upper bound. The width of a wide tile must divide it
     widest: int
-    x_bytes: int
+    x_bytes: int  # Bytes of the activations
 
     @property
     def tiles(self) -> int:

@@ -38,21 +38,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The part of one tile that one threadgroup computes.
+    """The part of one tile that one threadgroup computes."""
 
-    Attributes:
-        tile: Number of the tile, in column-major order.
-        k_idx: First k tile of the split.
-        k_tile_count: Number of k tiles of the split.
-        k_tiles: Number of k tiles of the whole tile.
-        slot: Index of the split among those of its tile, in ascending k.
-    """
-
-    tile: int
-    k_idx: int
-    k_tile_count: int
-    k_tiles: int
-    slot: int
+    tile: int  # Number of the tile, in column-major order
+    k_idx: int  # First k tile of the split
+    k_tile_count: int  # Number of k tiles of the split
+    k_tiles: int  # Number of k tiles of the whole tile
+    slot: int  # Index of the split among those of its tile, in ascending k
 
     @property
     def requires_fixup(self) -> bool:

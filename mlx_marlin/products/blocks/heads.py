@@ -28,19 +28,9 @@ def rotated(
 ) -> tuple[mx.array, mx.array] | None:
     """Returns the normalized and rotated heads of q and k, rounded once.
 
-    Args:
-        heads: The heads.
-        qkv: The joined product of q, k and v [streams, tokens, columns].
-        positions: Positions of the first tokens, int32 [streams] or a single one.
-        freqs: As `freqs` of `mx.fast.rope`, float32 [features / 2].
-        norms: Weights [features] of the norms of q and k, if heads are normalized.
-
-    Returns:
-        q and k, each [streams, heads, tokens, features]; None if the back end has no
-        kernel for them.
-
-    Raises:
-        ValueError: If an array does not fit the heads.
+    `qkv`: the joined product of q, k and v [streams, tokens, columns].
+    `positions`: positions of the first tokens, int32 [streams] or a single one.
+    `norms`: weights [features] of the norms of q and k, if heads are normalized.
     """
     _check(heads, qkv, freqs, norms)
     streams, tokens, _ = qkv.shape

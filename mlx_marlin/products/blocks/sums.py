@@ -20,14 +20,8 @@ def added_and_normed(
 
     The sum is rounded as by MLX. The norm is rounded once, by MLX twice.
 
-    Args:
-        x: Summands [..., n].
-        y: Summands of the shape and dtype of x.
-        weight: Weight [n] of the norm, in the dtype of x.
-        epsilon: Epsilon of the norm.
-
-    Returns:
-        The sum and its norm; None if the back end has no kernel for them.
+    `x`: summands [..., n].
+    `weight`: weight [n] of the norm, in the dtype of x.
     """
     if not x.size or not x.ndim or x.shape != y.shape:
         return None

@@ -30,9 +30,6 @@ def prepare(request: GatherRequest) -> PreparedCall:
     experts, codes, scales, biases and, if the request has them, the biases [experts, n]
     that are added. If the request has a gate, it takes x, codes and scales of gate,
     those of up, the biases of both if the request has them, and the experts.
-
-    Raises:
-        ValueError: If the request is invariant and stock MLX would have to serve it.
     """
     answer = serving.serve(request, serving.here())
     if isinstance(answer, Refusal):
@@ -70,12 +67,8 @@ def _stock_call(request: GatherRequest) -> Run:
 
 
 def single_weight_call(request: GatherRequest, plan: GatherPlan) -> Run:
-    """Returns the call of a plan for experts with one weight each, as `prepare` does.
-
-    Args:
-        request: The request.
-        plan: Its plan.
-    """
+    """Returns the call of a plan for experts with one weight each, as `prepare`
+    does."""
     stock = stock_product(request, plan.pairs_per_row)
     product = differentiable(launcher.gather_product(plan), stock)
 

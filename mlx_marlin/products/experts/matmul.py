@@ -118,18 +118,7 @@ def gather_native(
 ) -> tuple[mx.array, bool]:
     """Multiplies rows by weights in MLX's layout that indices select.
 
-    Args:
-        x: Activations [..., m, k].
-        weight: All weights.
-        lhs_indices: As for `gather_qmm`.
-        rhs_indices: As for `gather_qmm`.
-        transpose: As for `gather_qmm`.
-        global_scale: As for `gather_qmm`.
-        sorted_indices: As for `gather_qmm`.
-        invariant: As for `gather_qmm`.
-
-    Returns:
-        The products, and whether stock MLX always serves such calls.
+    `x`: activations [..., m, k].
     """
     w, scales, biases, (group_size, bits, mode) = weight
     # MLX checks the arguments and infers the result's shape. The result is evaluated

@@ -32,18 +32,8 @@ def gather_packed(
 ) -> mx.array:
     """Multiplies rows by packed weights that indices select.
 
-    Args:
-        x: Activations [..., m, k].
-        w: All weights, a batch (experts,) without a global scale.
-        lhs_indices: As for `gather_qmm`.
-        rhs_indices: As for `gather_qmm`.
-        transpose: As for `gather_qmm`.
-        sorted_indices: As for `gather_qmm`.
-        invariant: As for `gather_qmm`.
-        bias: Of each weight [experts, n].
-
-    Returns:
-        The products [..., m, n], one for each pair of indices, plus their biases.
+    `x`: activations [..., m, k].
+    `bias`: of each weight [experts, n].
     """
     if rhs_indices is None:
         rhs_indices = mx.arange(w.words.shape[0], dtype=mx.uint32)
@@ -69,17 +59,9 @@ def gather_gated(
 ) -> mx.array | None:
     """Multiplies rows by packed experts of gate and of up, and gates.
 
-    Args:
-        x: Activations [..., k].
-        gate: Weights of gate.
-        up: Weights of up, of the same format.
-        indices: The experts of each row [..., choices].
-        gating: How gate gates up, one of `planning.gather_plan.GATES`.
-        biases: Of gate and of up [experts, n], or none.
-
-    Returns:
-        For example `silu(x @ gate.T) * (x @ up.T)`, [..., choices, 1, n], rounded once;
-        None if no kernel computes it.
+    `x`: activations [..., k].
+    `indices`: the experts of each row [..., choices].
+    `biases`: of gate and of up [experts, n], or none.
     """
     if gate.kind != up.kind:
         raise ValueError(f"up is {up.kind}, expected as gate: {gate.kind}")

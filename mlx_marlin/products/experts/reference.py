@@ -19,11 +19,7 @@ def flat_indices(
 ) -> tuple[mx.array, mx.array]:
     """Returns the row of x and the expert of each pair, both flat.
 
-    Args:
-        x: Activations [..., 1, k].
-        lhs: Indices of the rows. None: all rows in order.
-        rhs: Indices of the experts.
-        pairs: The shape to which both are broadcast.
+    `x`: activations [..., 1, k].
     """
     if lhs is None:
         batch = x.shape[:-2]
@@ -36,12 +32,7 @@ def _flat(indices: mx.array, pairs: Shape) -> mx.array:
 
 
 def stock_product(request: GatherRequest, pairs_per_row: int) -> Product:
-    """Returns stock MLX's product with one weight of each expert.
-
-    Args:
-        request: The request.
-        pairs_per_row: As in `GatherPlan`.
-    """
+    """Returns stock MLX's product with one weight of each expert."""
 
     def stock(
         x: mx.array,
@@ -63,13 +54,7 @@ def stock_product(request: GatherRequest, pairs_per_row: int) -> Product:
 
 
 def stock_gated(request: GatherRequest, pairs_per_row: int, gate: str) -> Product:
-    """Returns stock MLX's products with two weights, the first gating the second.
-
-    Args:
-        request: The request for one of both weights.
-        pairs_per_row: As in `GatherPlan`.
-        gate: One of `gather_plan.GATES`.
-    """
+    """Returns stock MLX's products with two weights, the first gating the second."""
     stock = stock_product(request, pairs_per_row)
 
     def gated(

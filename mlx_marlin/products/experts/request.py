@@ -22,58 +22,34 @@ a kernel adds biases."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRequest:
-    """A valid call of `gather_qmm`: its shapes, dtypes and options.
+    """A valid call of `gather_qmm`: its shapes, dtypes and options."""
 
-    Attributes:
-        x_shape: Shape of the activations.
-        dtype: Dtype of the result.
-        experts: Weights to choose from.
-        n: Rows of a weight.
-        k: Columns of a weight.
-        scale_dtype: Dtype of the scales.
-        pairs: Shape of the indices; each pair of them is a product.
-        rows_are_named: Whether there are indices of rows of x.
-        transpose: Whether the product is x @ w.T.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The quantization scheme.
-        layout: "mlx" or "marlin".
-        is_sorted: Whether the experts ascend.
-        invariant: Whether a row's bits must not depend on the others.
-        has_global_scale: Whether each weight has a global scale.
-        on_cpu: Whether the call runs on the CPU.
-        biased: Whether the kernel adds a bias [experts, n], or those of gate and up.
-        gate: How the product with one weight gates that with another one, one of
-            `gather_plan.GATES`; None for one weight.
-    """
-
-    x_shape: Shape
-    dtype: mx.Dtype
-    experts: int
-    n: int
-    k: int
-    scale_dtype: mx.Dtype
-    pairs: Shape
-    rows_are_named: bool
-    transpose: bool
-    group_size: int
-    bits: int
-    mode: str
-    layout: str
-    is_sorted: bool
-    invariant: bool
-    has_global_scale: bool
-    on_cpu: bool
+    x_shape: Shape  # Shape of the activations
+    dtype: mx.Dtype  # Dtype of the result
+    experts: int  # Weights to choose from
+    n: int  # Rows of a weight
+    k: int  # Columns of a weight
+    scale_dtype: mx.Dtype  # Dtype of the scales
+    pairs: Shape  # Shape of the indices; each pair of them is a product
+    rows_are_named: bool  # Whether there are indices of rows of x
+    transpose: bool  # Whether the product is x @ w.T
+    group_size: int  # Weights that share a scale
+    bits: int  # Bits of a code
+    mode: str  # The quantization scheme
+    layout: str  # "mlx" or "marlin"
+    is_sorted: bool  # Whether the experts ascend
+    invariant: bool  # Whether a row's bits must not depend on the others
+    has_global_scale: bool  # Whether each weight has a global scale
+    on_cpu: bool  # Whether the call runs on the CPU
+    # Whether the kernel adds a bias [experts, n], or those of gate and up
     biased: bool = False
+    # How the product with one weight gates that with another one, one of
+    # `gather_plan.GATES`; None for one weight
     gate: str | None = None
 
     @property
     def problem(self) -> GatherProblem:
-        """The products to plan for.
-
-        Raises:
-            ValueError: If no kernel of ours computes them.
-        """
+        """The products to plan for."""
         if self.has_global_scale:
             raise ValueError("our kernels for experts take no global scale")
         if not self.transpose or len(self.x_shape) < 2 or self.x_shape[-2] != 1:
@@ -146,18 +122,7 @@ def packed_request(
     rhs: ArrayType,
     options: GatherOptions,
 ) -> GatherRequest:
-    """Checks a call with packed weights, and returns its request.
-
-    Args:
-        x: Shape and dtype of the activations.
-        w: The weights; its batch is the experts.
-        lhs: Shape and dtype of the rows' indices; None without such indices.
-        rhs: Shape and dtype of the experts' indices.
-        options: The other options of the call.
-
-    Raises:
-        ValueError: If the arguments do not belong together, in MLX's words.
-    """
+    """Checks a call with packed weights, and returns its request."""
     n, k, group_size, bits, mode, scale_dtype, _, (experts,) = w.kind
     transpose, is_sorted, invariant, biased = options
     # MLX does not support every group size that our kernels do. The result and the

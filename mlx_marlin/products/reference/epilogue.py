@@ -23,16 +23,7 @@ def activation(name: str) -> Callable[[mx.array], mx.array]:
 
 
 def with_epilogue(product: Product, epilogue: Epilogue) -> Product:
-    """Returns a product followed by an epilogue in MLX's operations.
-
-    Args:
-        product: From x, codes, scales and biases to y.
-        epilogue: What follows.
-
-    Returns:
-        A function that also takes the arrays that the epilogue has. With parts, it
-        returns a tuple.
-    """
+    """Returns a product followed by an epilogue in MLX's operations."""
     activate = activation(epilogue.activation)
 
     def run(
@@ -66,14 +57,10 @@ def rotated(
 ) -> mx.array:
     """Returns the heads [m, heads, 1, features] of a product [..., n], rotated.
 
-    Args:
-        y: The product.
-        rotation: Which heads are rotated, and how.
-        parts: Columns of several results.
-        positions: Position of each row, int32 [m]; or int32 of any length, whose first
-            element is the position of all rows.
-        freqs: Of a head's pairs, float32 [features / 2].
-        norms: Weights [features] of the RMSNorms of q and k, if the rotation has them.
+    `positions`: position of each row, int32 [m]; or int32 of any length, whose first
+    element is the position of all rows.
+    `freqs`: of a head's pairs, float32 [features / 2].
+    `norms`: weights [features] of the RMSNorms of q and k, if the rotation has them.
     """
     features = rotation.features
     heads = y.reshape(math.prod(y.shape[:-1]), y.shape[-1] // features, 1, features)
@@ -110,15 +97,7 @@ def _normalized(
 
 
 def with_norm(product: Product, epsilon: float) -> Product:
-    """Returns a product of rows that an RMSNorm normalizes first.
-
-    Args:
-        product: From x, a weight's arrays and an epilogue's to y.
-        epsilon: As in `Problem.norm`.
-
-    Returns:
-        A function that also takes the norm's weight, as its last argument.
-    """
+    """Returns a product of rows that an RMSNorm normalizes first."""
 
     def normalized(x: mx.array, *given: mx.array) -> mx.array:
         *others, weight = given
@@ -139,11 +118,7 @@ def check_rotation(
     freqs: mx.array,
     norms: Sequence[mx.array],
 ) -> None:
-    """Checks the arrays of a rotation.
-
-    Raises:
-        ValueError: If an array does not fit the rotation of so many rows.
-    """
+    """Checks the arrays of a rotation."""
     fits = positions.shape == (rows,) if rotation.per_row else positions.ndim == 1
     if positions.dtype != mx.int32 or not positions.size or not fits:
         expected = f"[{rows}]" if rotation.per_row else "[1 or more]"
@@ -157,11 +132,7 @@ def check_rotation(
 def check_frequencies(
     rotation: Rotation, freqs: mx.array, norms: Sequence[mx.array]
 ) -> None:
-    """Checks the arrays of a rotation that do not depend on rows.
-
-    Raises:
-        ValueError: If an array does not fit the rotation.
-    """
+    """Checks the arrays of a rotation that do not depend on rows."""
     if freqs.dtype != mx.float32 or freqs.shape != (rotation.features // 2,):
         raise ValueError(
             f"freqs are {freqs.dtype} {freqs.shape}, expected float32 "
@@ -200,12 +171,7 @@ def check_operands(
     multiply: mx.array | None,
     residual: mx.array | None,
 ) -> None:
-    """Checks an epilogue's arrays against the result's shape.
-
-    Raises:
-        TypeError: If one is not an array.
-        ValueError: If one has a wrong shape.
-    """
+    """Checks an epilogue's arrays against the result's shape."""
     for name, array, expected in (
         ("bias", bias, tuple(shape[-1:])),
         ("multiply", multiply, tuple(shape)),

@@ -15,9 +15,7 @@ def decoded_rows(packed: PackedWeight, rows: mx.array) -> mx.array:
 
     It reads the words of these rows only, and the parameters of their tiles.
 
-    Args:
-        packed: One weight, not a batch.
-        rows: Indices of rows, integers [count].
+    `rows`: indices of rows, integers [count].
     """
     format = format_of(packed.mode, packed.bits)
     size, k = packed.group_size, packed.k

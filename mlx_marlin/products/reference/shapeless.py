@@ -24,9 +24,6 @@ def settled(*arrays: mx.array) -> tuple[mx.array, ...]:
     """Returns arrays that were made from weights, evaluated in such a trace.
 
     The trace then holds them as constants, for as long as the compiled function lives.
-
-    Raises:
-        ValueError: If the weights are inputs of the compiled function.
     """
     if is_traced():
         try:

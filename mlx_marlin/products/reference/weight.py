@@ -32,15 +32,6 @@ def stock_groups(mode: str, bits: int, group_size: int) -> int | None:
     """Returns the group size that stock MLX uses for a format.
 
     Groups that are longer than MLX's are split.
-
-    Args:
-        mode: The quantization scheme.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-
-    Returns:
-        The size; None for groups of 16 integers and for codebooks, which MLX does not
-        support.
     """
     if format_of(mode, bits).has_codebook:
         return None
@@ -55,11 +46,9 @@ def as_mlx(packed: PackedWeight, *, exact: bool = False) -> tuple[mx.array, ...]
     The groups have `stock_group_size`, or the weight's own size if that is None. Those
     of "k_quant" are float32. The global scale is not applied.
 
-    Args:
-        packed: The weight.
-        exact: Whether the scales and biases of "zero_point" and "symmetric" are
-            float32, in which MLX decodes these weights exactly. Otherwise they have the
-            scales' dtype, to which a bias is rounded.
+    `exact`: whether the scales and biases of "zero_point" and "symmetric" are float32,
+    in which MLX decodes these weights exactly. Otherwise they have the scales' dtype,
+    to which a bias is rounded.
     """
     words, scales, *rest = unpack(packed)
     if packed.mode == "k_quant":
@@ -163,15 +152,9 @@ def decoded(
 ) -> mx.array:
     """Returns the values of codes in MLX's layout, float32 [..., n, k].
 
-    Args:
-        words: Codes, uint32 [..., n, k * bits / 32].
-        scales: Scales [..., n, k / group_size].
-        biases: Biases of "affine", zero points of "zero_point", None for other modes.
-        group_size: Weights that share a scale.
-        bits: Bits of a code.
-        mode: The scheme, as in `PackedWeight`.
-        global_scale: As in `PackedWeight`.
-        codebook: As in `PackedWeight`.
+    `words`: codes, uint32 [..., n, k * bits / 32].
+    `scales`: scales [..., n, k / group_size].
+    `biases`: biases of "affine", zero points of "zero_point", None for other modes.
     """
     format = format_of(mode, bits)
     if format.has_super_blocks:

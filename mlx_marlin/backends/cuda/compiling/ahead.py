@@ -26,11 +26,7 @@ JOB = "job"
 
 
 class Ahead:
-    """The processes of some jobs.
-
-    Args:
-        mlx: Version of MLX.
-    """
+    """The processes of some jobs."""
 
     def __init__(self, mlx: str) -> None:
         self._shared = mlx_folder.folder(mlx)

@@ -23,24 +23,13 @@ MOST_BYTES = 16 * 2**20
 
 
 def file_name(text: str, function: str, identity: str) -> str:
-    """Returns the name of a kernel's file.
-
-    Args:
-        text: The text that is compiled.
-        function: C++ name of the kernel.
-        identity: `Toolchain.identity`.
-    """
+    """Returns the name of a kernel's file."""
     key = json.dumps([text, function, identity])
     return f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
 
 
 def read(name: str) -> MachineCode | None:
-    """Returns a stored kernel; None if there is none.
-
-    Raises:
-        ValueError: If the file is not valid.
-        OSError: If it cannot be read, or other users may have written it.
-    """
+    """Returns a stored kernel; None if there is none."""
     path = cache.folder(FOLDER) / name
     try:
         if reason := cache.why_untrusted(path):
@@ -53,11 +42,7 @@ def read(name: str) -> MachineCode | None:
 
 
 def write(name: str, compiled: MachineCode) -> None:
-    """Stores a kernel.
-
-    Raises:
-        OSError: If the folder cannot be written to, or is not trusted.
-    """
+    """Stores a kernel."""
     cache.write(cache.folder(FOLDER), name, _content(compiled))
 
 

@@ -38,12 +38,7 @@ def qualified(launch: Launch) -> str:
 
 
 def text(launch: Launch) -> str:
-    """Returns the text that MLX compiles for a launch.
-
-    Raises:
-        ValueError: If the body reads shapes or strides of an input, which MLX passes as
-            further parameters.
-    """
+    """Returns the text that MLX compiles for a launch."""
     source = launch.source
     for name in source.input_names:
         for suffix in _SUFFIXES:

@@ -29,11 +29,7 @@ SEED = 0xC70F6907
 
 
 def folder(mlx: str) -> Path:
-    """Returns MLX's folder, which may not exist.
-
-    Args:
-        mlx: Version of MLX.
-    """
+    """Returns MLX's folder, which may not exist."""
     if named := os.environ.get(ENVIRONMENT):
         return Path(named)
     found = (os.environ.get(name) for name in TEMPORARY)
@@ -42,17 +38,7 @@ def folder(mlx: str) -> Path:
 
 
 def kernel_name(launch: Launch, text: str) -> str:
-    """Returns the name by which MLX finds a compiled kernel.
-
-    Args:
-        launch: A launch of the kernel.
-        text: Its text.
-
-    Raises:
-        OSError: If GNU's library of C++ cannot be loaded.
-        AttributeError: If it has no such function.
-        ValueError: If MLX distributes such a long name to several folders.
-    """
+    """Returns the name by which MLX finds a compiled kernel."""
     content = text.encode()
     name = f"{kernel_text.function(launch)}_{_hash()(content, len(content), SEED):x}"
     if len(name) > LONGEST_NAME:
@@ -61,28 +47,14 @@ def kernel_name(launch: Launch, text: str) -> str:
 
 
 def make(target: Path) -> None:
-    """Makes MLX's folder if it is missing.
-
-    Raises:
-        OSError: If that fails, or the folder belongs to another user.
-    """
+    """Makes MLX's folder if it is missing."""
     target.mkdir(parents=True, exist_ok=True)
     if (owner := target.stat().st_uid) != os.geteuid():
         raise PermissionError(f"{target} belongs to the user {owner}")
 
 
 def place(target: Path, name: str, launch: Launch, compiled: MachineCode) -> None:
-    """Puts a kernel into MLX's folder, unless it is there.
-
-    Args:
-        target: MLX's folder; created if it is missing.
-        name: The kernel's name.
-        launch: A launch of the kernel.
-        compiled: Its machine code.
-
-    Raises:
-        OSError: If the folder cannot be written to or belongs to another user.
-    """
+    """Puts a kernel into MLX's folder, unless it is there."""
     make(target)
     names = f"{kernel_text.qualified(launch)}\t{compiled.symbol}\n".encode()
     # MLX looks for the machine code first, so it is written last.

@@ -30,15 +30,7 @@ class MachineCode(NamedTuple):
 
 
 class Nvrtc:
-    """An NVRTC library.
-
-    Args:
-        library: Path of the library.
-
-    Raises:
-        OSError: If the library cannot be loaded.
-        CompileError: If it cannot be used.
-    """
+    """An NVRTC library."""
 
     def __init__(self, library: Path) -> None:
         # NVRTC finds this library by name only once it is loaded.
@@ -62,12 +54,7 @@ class Nvrtc:
         options: Sequence[str],
         headers: dict[str, str],
     ) -> MachineCode:
-        """Compiles like `compile`, in another process if one can be started.
-
-        Raises:
-            CompileError: If NVRTC refuses the text.
-            children.EndedError: If an interrupt has ended the process.
-        """
+        """Compiles like `compile`, in another process if one can be started."""
         # This file is also a program, which imports nothing of the package.
         from mlx_marlin.backends import children
 
@@ -89,17 +76,7 @@ class Nvrtc:
         options: Sequence[str],
         headers: dict[str, str],
     ) -> MachineCode:
-        """Compiles a text that has one kernel.
-
-        Args:
-            text: The text.
-            function: C++ name of the kernel.
-            options: Options of the compiler.
-            headers: Texts of headers by the names that `#include` gives them.
-
-        Raises:
-            CompileError: If NVRTC refuses the text.
-        """
+        """Compiles a text that has one kernel."""
         program = ctypes.c_void_p()
         texts = (ctypes.c_char_p * len(headers))(*map(str.encode, headers.values()))
         names = (ctypes.c_char_p * len(headers))(*map(str.encode, headers))

@@ -28,15 +28,7 @@ _OF_THE_TEXT = ": error: "
 
 
 def prepare(launch: Launch) -> Prepared:
-    """Puts a kernel into MLX's folder if it is stored, or returns what compiles it.
-
-    Args:
-        launch: A launch of the kernel.
-
-    Returns:
-        The text to launch. It names the compiler and the architecture, so that MLX
-        finds no machine code that was made by or for others.
-    """
+    """Puts a kernel into MLX's folder if it is stored, or returns what compiles it."""
     chain = _toolchain()
     if chain is None:
         return Prepared(launch.source)

@@ -34,37 +34,21 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A compiler with the options of MLX.
+    """A compiler with the options of MLX."""
 
-    Attributes:
-        compiler: The compiler.
-        arch: The architecture to compile for, such as "sm_90a".
-        options: All options.
-        mlx: Version of MLX.
-        identity: Everything that machine code depends on besides the text.
-    """
-
-    compiler: Nvrtc
-    arch: str
-    options: tuple[str, ...]
-    mlx: str
-    identity: str
+    compiler: Nvrtc  # The compiler
+    arch: str  # The architecture to compile for, such as "sm_90a"
+    options: tuple[str, ...]  # All options
+    mlx: str  # Version of MLX
+    identity: str  # Everything that machine code depends on besides the text
 
     def compile(self, text: str, function: str) -> MachineCode:
-        """Compiles a text as MLX does.
-
-        Raises:
-            CompileError: If NVRTC refuses it.
-        """
+        """Compiles a text as MLX does."""
         return self.compiler.compile_apart(text, function, self.options, HEADERS)
 
 
 def here() -> Toolchain | None:
-    """Returns the tool chain of this process; None if MLX has no CUDA device.
-
-    Raises:
-        UnavailableError: If something is missing.
-    """
+    """Returns the tool chain of this process; None if MLX has no CUDA device."""
     device = detection.detect_device()
     if device is None:
         return None
@@ -102,12 +86,7 @@ def _library() -> tuple[Path, str]:
 
 
 def _include_paths(mlx: str | None, major: str) -> Iterator[Path]:
-    """Yields the folders of headers in MLX's order.
-
-    Args:
-        mlx: File of the module `mlx.core`.
-        major: Major version of CUDA.
-    """
+    """Yields the folders of headers in MLX's order."""
     root = Path(mlx or "").parent
     yield root / "include" / "cccl"
     installed = root.parent / "nvidia"

@@ -21,22 +21,14 @@ array if there are more."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaGatherPlan(GatherPlan):
-    """How the CUDA kernel computes experts' products.
-
-    Attributes:
-        simdgroups_n: Packed tiles side by side in a block.
-    """
+    """How the CUDA kernel computes experts' products."""
 
     backend: ClassVar[str] = "cuda"
 
-    simdgroups_n: int
+    simdgroups_n: int  # Packed tiles side by side in a block
 
     def check(self) -> None:
-        """Checks the fields, one by one and against each other.
-
-        Raises:
-            ValueError: If the kernel cannot have them.
-        """
+        """Checks the fields, one by one and against each other."""
         limits.check(self)
         layout, n = self.problem.layout, self.problem.n
         if self.gather.bias and layout != "marlin":

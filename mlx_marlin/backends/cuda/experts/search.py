@@ -29,13 +29,6 @@ def choose_gather(gather: GatherProblem, device: CudaDevice) -> CudaGatherPlan:
 
     The block is the one that suits a batch of products best, with a product for each
     expert that is expected to be chosen.
-
-    Args:
-        gather: The products to compute.
-        device: The device to plan for.
-
-    Raises:
-        ValueError: If the kernel does not multiply in the problem's format.
     """
     problem = gather.problem
     # A tile for twice the mean: experts are chosen unevenly.

@@ -22,29 +22,20 @@ Counts = Sequence[Sequence[int]]
 
 
 class Count(NamedTuple):
-    """What an iteration takes.
+    """What an iteration takes."""
 
-    Attributes:
-        slots: Issue slots besides the matrix products.
-        registers: 16-bit registers of a thread that are alive at once, at most.
-        allocated: Those that the compiler took, which fills its classes.
-    """
-
-    slots: int
-    registers: int
-    allocated: int
+    slots: int  # Issue slots besides the matrix products
+    registers: int  # 16-bit registers of a thread that are alive at once, at most
+    allocated: int  # Those that the compiler took, which fills its classes
 
 
 @dataclass(frozen=True, slots=True)
 class LoopCost:
-    """Counts of one format.
+    """Counts of one format."""
 
-    Attributes:
-        fragments: Counts for 1 and 2 row fragments of x, by form of codes and dtype.
-        rows: Counts of the dot products for 1 row and more, in the same way.
-    """
-
+    # Counts for 1 and 2 row fragments of x, by form of codes and dtype
     fragments: Mapping[str, Counts]
+    # Counts of the dot products for 1 row and more, in the same way
     rows: Mapping[str, Counts]
 
     def of_fragments(self, fragments_m: int, operand: Operand, dtype: str) -> Count:
@@ -52,22 +43,12 @@ class LoopCost:
 
         A form that was not counted costs as much as the exact one, and a third fragment
         as much as the second.
-
-        Args:
-            fragments_m: Row fragments of x that a simdgroup holds.
-            operand: The form of codes.
-            dtype: The dtype of x.
         """
         return _nth(_of_form(self.fragments, operand, dtype), fragments_m)
 
     def of_rows(self, m: int, operand: Operand, dtype: str) -> Count:
-        """Returns the counts of the dot products; further rows cost as the last does.
-
-        Args:
-            m: Rows of x.
-            operand: The form of codes.
-            dtype: The dtype of x.
-        """
+        """Returns the counts of the dot products; further rows cost as the last
+        does."""
         return _nth(_of_form(self.rows, operand, dtype), m)
 
 
@@ -86,27 +67,13 @@ def form_key(operand: Operand, dtype: str) -> str:
 
 
 def format_key(codes: str, bits: int, group: int, layout: str) -> str:
-    """Returns the name of a format in the data file.
-
-    Args:
-        codes: What codes stand for, such as "affine".
-        bits: Bits of a code.
-        group: Weights that share a scale, at most `LARGEST_GROUP`.
-        layout: "mlx" or "marlin".
-    """
+    """Returns the name of a format in the data file."""
     return f"{codes} {bits} {group} {layout}"
 
 
 @lru_cache
 def loop_cost(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
-    """Returns the counts of a format, or of the affine one if it was not counted.
-
-    Args:
-        mode: Quantization mode, such as "affine".
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        layout: "mlx" or "marlin".
-    """
+    """Returns the counts of a format, or of the affine one if it was not counted."""
     group = min(group_size, LARGEST_GROUP)
     table = _counted()
     codes = format_of(mode, bits).codes

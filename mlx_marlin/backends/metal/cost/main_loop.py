@@ -23,34 +23,21 @@ NORM_SLOTS = 33
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainLoop:
-    """Cost of the main loop.
+    """Cost of the main loop."""
 
-    Attributes:
-        bytes: Memory traffic: every operand once. A weight in MLX's layout counts as
-            the packed one that takes as long to read.
-        slots: Issue slots of all simdgroups.
-        lane_bytes: Bytes that loads return to lanes.
-        matrix: Seconds of the tensor units; 0 if they are not used.
-    """
-
+    # Memory traffic: every operand once. A weight in MLX's layout counts as the packed
+    # one that takes as long to read
     bytes: float
-    slots: float
-    lane_bytes: float
-    matrix: float = 0.0
+    slots: float  # Issue slots of all simdgroups
+    lane_bytes: float  # Bytes that loads return to lanes
+    matrix: float = 0.0  # Seconds of the tensor units; 0 if they are not used
 
 
 @lru_cache(maxsize=1024)
 def loop_of(
     problem: Problem, fragments_m: int, operand: Operand, device: Device
 ) -> MainLoop:
-    """Returns the cost of the main loop; cached for all plans of a product.
-
-    Args:
-        problem: The product.
-        fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
-        operand: The form of codes.
-        device: The chip to plan for.
-    """
+    """Returns the cost of the main loop; cached for all plans of a product."""
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     weights, rates = padded_weights(problem), rates_of(device)
     slots, x_bytes = _per_iteration(

@@ -28,21 +28,16 @@ ULTRA_LEVEL = 5.5e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Fitted rates of one chip generation.
+    """Fitted rates of one chip generation."""
 
-    Attributes:
-        matrix_slots: Issue slots of one 8x8 product in our kernels. No other slots are
-            hidden behind the products.
-        bandwidth: Share of the stated memory bandwidth that kernels reach.
-        scattered: Share of `bandwidth` at which our kernels read codes in MLX's layout:
-            8 rows of w at a time instead of a whole packed tile.
-        lane_bytes: Bytes that the loads of a core return to lanes per clock.
-    """
-
+    # Issue slots of one 8x8 product in our kernels. No other slots are hidden behind
+    # the products
     matrix_slots: float
-    bandwidth: float
+    bandwidth: float  # Share of the stated memory bandwidth that kernels reach
+    # Share of `bandwidth` at which our kernels read codes in MLX's layout: 8 rows of w
+    # at a time instead of a whole packed tile
     scattered: float
-    lane_bytes: float
+    lane_bytes: float  # Bytes that the loads of a core return to lanes per clock
 
 
 APPLE9 = Rates(matrix_slots=19, bandwidth=0.9, scattered=0.9, lane_bytes=85)

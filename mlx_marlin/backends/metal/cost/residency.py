@@ -67,14 +67,7 @@ def fits(plan: MetalPlan | MetalGatherPlan, device: Device) -> bool:
 def product_registers(
     problem: Problem, fragments_m: int, operand: Operand, has_ranges: bool = False
 ) -> int:
-    """Returns the 32-bit registers of a thread of `gemv` or `gemm_register`.
-
-    Args:
-        problem: The product.
-        fragments_m: Row fragments of x that a simdgroup holds; 0 for dot products.
-        operand: The form of codes.
-        has_ranges: Whether a threadgroup has a range instead of one whole tile.
-    """
+    """Returns the 32-bit registers of a thread of `gemv` or `gemm_register`."""
     rows = 1 if fragments_m else problem.m
     halves = _halves_of_loop(problem, fragments_m, operand)
     halves += has_ranges * RANGE_HALVES[fragments_m]
@@ -118,12 +111,7 @@ def residency(plan: MetalPlan, device: Device) -> Residency:
 
 
 def resident_threadgroups(plan: MetalPlan, device: Device) -> tuple[int, int, int, int]:
-    """Returns the threadgroups of a core that each of `LIMITS` allows.
-
-    Args:
-        plan: The plan.
-        device: The chip to plan for.
-    """
+    """Returns the threadgroups of a core that each of `LIMITS` allows."""
     core, work = device.core, plan.work
     return (
         -(-(work.threadgroups - work.idle) // device.cores),

@@ -35,11 +35,6 @@ def tensor_loop(problem: Problem, fragments_m: int, device: Device) -> MainLoop:
     up the same activations and scales as many sums. The second operation of a
     simdgroup decodes nothing: two more fragments cost twice what the second one of
     `gemm_register` does.
-
-    Args:
-        problem: The product.
-        fragments_m: Row fragments of x that a simdgroup holds.
-        device: The chip to plan for.
     """
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     weights = padded_weights(problem)

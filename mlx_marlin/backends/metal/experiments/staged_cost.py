@@ -32,17 +32,11 @@ THREADGROUP_BYTES_PER_CLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedLoop:
-    """Cost of an iteration of the main loop (32 rows of w x 64 k), all simdgroups.
+    """Cost of an iteration of the main loop (32 rows of w x 64 k), all simdgroups."""
 
-    Attributes:
-        other: Slots besides the matrix products, including barriers.
-        lane_bytes: Bytes per weight that loads from device memory return to lanes.
-        staged_bytes: Bytes per weight written to and read from threadgroup memory.
-    """
-
-    other: float
-    lane_bytes: float
-    staged_bytes: float
+    other: float  # Slots besides the matrix products, including barriers
+    lane_bytes: float  # Bytes per weight that loads from device memory return to lanes
+    staged_bytes: float  # Bytes per weight written to and read from threadgroup memory
 
 
 def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, float]:
@@ -62,13 +56,7 @@ def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, floa
 
 
 def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> StagedLoop:
-    """Returns the cost of the main loop of a plan of `gemm_staged`.
-
-    Args:
-        plan: The plan.
-        counts: The counts of the format for `gemm_register`.
-        held: Simdgroups that read each weight, by the row fragments they hold.
-    """
+    """Returns the cost of the main loop of a plan of `gemm_staged`."""
     problem = plan.problem
     count = sum(held.values())
     fragments = sum(held_m * number for held_m, number in held.items())

@@ -22,20 +22,11 @@ BUFFERS = (1, 2, 3)
 def buffer_bytes(m: int, n: int, k: int, element: int) -> int:
     """Returns the bytes of a buffer.
 
-    Args:
-        m: Rows of x.
-        n: Rows of w.
-        k: Values of a row.
-        element: Bytes of a value.
+    `element`: bytes of a value.
     """
     return (m + n) * k * element
 
 
 def barriers(stages: int, buffers: int) -> int:
-    """Returns the number of phases of a split, each of which ends with a barrier.
-
-    Args:
-        stages: Stages of the split, at least 1.
-        buffers: Number of buffers in threadgroup memory.
-    """
+    """Returns the number of phases of a split, each of which ends with a barrier."""
     return stages * (2 if buffers == 1 else 1) + (buffers > 1)

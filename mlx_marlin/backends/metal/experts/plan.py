@@ -31,29 +31,20 @@ further row takes 28 (counted)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetalGatherPlan(GatherPlan):
-    """How the Metal kernel computes experts' products.
-
-    Attributes:
-        simdgroups_m: Simdgroups side by side along the rows.
-        dot_rows: A tile of up to this many rows is computed as dot products, for which
-            all simdgroups share k.
-        operand: The form of codes that lanes multiply with matrices.
-
-    With a gate, `simdgroups_k` counts those of both weights of an expert.
-    """
+    """How the Metal kernel computes experts' products."""
 
     backend: ClassVar[str] = "metal"
 
-    simdgroups_m: int
+    simdgroups_m: int  # Simdgroups side by side along the rows
+    # A tile of up to this many rows is computed as dot products, for which all
+    # simdgroups share k
     dot_rows: int
+    # The form of codes that lanes multiply with matrices. With a gate, `simdgroups_k`
+    # counts those of both weights of an expert
     operand: Operand
 
     def check(self) -> None:
-        """Checks the fields, one by one and against each other.
-
-        Raises:
-            ValueError: If the kernel cannot have them.
-        """
+        """Checks the fields, one by one and against each other."""
         if self.simdgroups_k % self.gather.weights:
             raise ValueError(
                 f"simdgroups_k={self.simdgroups_k} is odd, expected an even number: a "

@@ -58,11 +58,6 @@ def choose_gather(
 
     It is the first whose registers a thread has: with fewer fragments, then with fewer
     rows of dot products.
-
-    Args:
-        gather: The products to compute.
-        device: The chip to plan for.
-        operand: The form of codes. Default: `operand_of`.
     """
     problem = gather.problem
     # A tile for twice the mean: experts are chosen unevenly.
@@ -91,15 +86,7 @@ def _plan(
     dot_rows: int,
     operand: Operand,
 ) -> MetalGatherPlan:
-    """Returns a plan for experts' products.
-
-    Args:
-        gather: The products to compute.
-        fragments: Row fragments of a tile.
-        fragments_m: Row fragments that a simdgroup holds.
-        dot_rows: Most rows of a tile that are dot products.
-        operand: The form of codes.
-    """
+    """Returns a plan for experts' products."""
     problem = gather.problem
     simdgroups_m = min(-(-fragments // fragments_m), MAX_SIMDGROUPS_M)
     # The bits of a row are the same for any number of rows only if k is cut alike.
@@ -179,10 +166,6 @@ def gather_seconds(gather: GatherProblem, device: Device) -> tuple[float, float]
     assumed to be enough threadgroups to load all cores equally. Stock MLX's vector
     kernel is assumed to read a weight from memory for every pair, even if the previous
     pair had the same expert: the hit rate of the caches is not known.
-
-    Args:
-        gather: The products to compute.
-        device: The chip to plan for.
     """
     stock = gather.weights * _stock_seconds(gather, device)
     return stock, max(_own_times(gather, device))
@@ -194,11 +177,6 @@ def expected_tiles(pairs: int, experts: int, max_rows: int) -> dict[int, float]:
     Every pair chooses an expert independently, and all experts are equally likely, so
     the number of rows of an expert is binomial. The rows fill whole tiles, and the
     remainder is one more tile.
-
-    Args:
-        pairs: Pairs (row, expert).
-        experts: Weights to choose from.
-        max_rows: Rows of a whole tile.
     """
     tiles: dict[int, float] = {}
     for expert_rows, share in _rows_of_expert(pairs, experts):

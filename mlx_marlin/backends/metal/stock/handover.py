@@ -28,12 +28,9 @@ def faster_apart(
 
     They must be faster by `MODEL_ERROR`: a caller asks for one kernel.
 
-    Args:
-        problem: A product with an RMSNorm before it, or else with an epilogue.
-        device: The chip to plan for.
-        product: Predicted seconds of the best plan without the norm, or without the
-            epilogue.
-        fused: Predicted seconds of the best plan with it.
+    `product`: predicted seconds of the best plan without the norm, or without the
+    epilogue.
+    `fused`: predicted seconds of the best plan with it.
     """
     norm = _norm_seconds(problem, device)
     apart = product + (norm or _epilogue_seconds(problem, device))
@@ -69,14 +66,6 @@ def handover(problem: Problem, device: Device, prediction: Prediction) -> str | 
 
     The result is None for packed weights, which stock MLX cannot read, and for
     invariant products, which it does not support.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to plan for.
-        prediction: Predicted times of the best plan.
-
-    Returns:
-        One sentence with predicted figures, or None.
     """
     if problem.layout != "mlx" or problem.invariant:
         return None

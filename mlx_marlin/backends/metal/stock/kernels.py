@@ -35,18 +35,13 @@ M1."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """Division of the result by a kernel.
+    """Division of the result by a kernel."""
 
-    Attributes:
-        columns: Columns of the result that a threadgroup computes.
-        simdgroups: Simdgroups of a threadgroup.
-        to_fill: Simdgroups that a core needs to hide latency: 8 with 1 KB in flight
-            each, 12 if barriers separate loads from products (fit: two published times
-            with 80 and 128 threadgroups, less 20 us for the call).
-    """
-
-    columns: int
-    simdgroups: int
+    columns: int  # Columns of the result that a threadgroup computes
+    simdgroups: int  # Simdgroups of a threadgroup
+    # Simdgroups that a core needs to hide latency: 8 with 1 KB in flight each, 12 if
+    # barriers separate loads from products (fit: two published times with 80 and 128
+    # threadgroups, less 20 us for the call)
     to_fill: int
 
 
@@ -75,21 +70,13 @@ TWO_ROWS = ("nvfp4", "applegpu_g17s", 4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockCall:
-    """A launch of stock MLX for a product.
+    """A launch of stock MLX for a product."""
 
-    Attributes:
-        kernel: One of `KERNELS`.
-        rows: Rows of x that a threadgroup computes.
-        passes: How often the whole weight is read and decoded.
-        split_k: Number of splits of k, each with its own threadgroups.
-        threadgroups: Threadgroups of all products and splits.
-    """
-
-    kernel: str
-    rows: int
-    passes: int
-    split_k: int
-    threadgroups: int
+    kernel: str  # One of `KERNELS`
+    rows: int  # Rows of x that a threadgroup computes
+    passes: int  # How often the whole weight is read and decoded
+    split_k: int  # Number of splits of k, each with its own threadgroups
+    threadgroups: int  # Threadgroups of all products and splits
 
     @property
     def family(self) -> str:
@@ -108,12 +95,7 @@ class StockCall:
 
 
 def stock_call(problem: Problem, device: Device) -> StockCall:
-    """Returns the launch of stock MLX for `mx.quantized_matmul(transpose=True)`.
-
-    Args:
-        problem: The product to compute.
-        device: The chip, whose architecture determines the kernel.
-    """
+    """Returns the launch of stock MLX for `mx.quantized_matmul(transpose=True)`."""
     if problem.m >= _vector_limit(problem, device):
         return _matrix_call(problem, device)
     kernel, rows = _vector_kernel(problem, device)

@@ -72,28 +72,18 @@ OVERLAP = {"M3": 0.83, "M4": 0.83, "M5": 0.83}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockPrediction:
-    """Predicted times of the product alone in stock MLX, in seconds.
+    """Predicted times of the product alone in stock MLX, in seconds."""
 
-    Attributes:
-        call: The launch.
-        memory: Memory traffic of the operands and the partial sums.
-        issue: Instruction issue, if all cores are equally loaded.
-        loads: Loaded bytes returned to lanes, if all cores are equally loaded.
-        stretch: Factor of at least 1 for load imbalance and low occupancy.
-        waves: Factor of at least 1 in a chain, where no other launch fills the last
-            wave of threadgroups.
-        dispatch: Dispatches in a chain, besides their work.
-        calibrated: Whether published times of such chips and formats were fitted.
-    """
-
-    call: StockCall
-    memory: float
-    issue: float
-    loads: float
-    stretch: float
+    call: StockCall  # The launch
+    memory: float  # Memory traffic of the operands and the partial sums
+    issue: float  # Instruction issue, if all cores are equally loaded
+    loads: float  # Loaded bytes returned to lanes, if all cores are equally loaded
+    stretch: float  # Factor of at least 1 for load imbalance and low occupancy
+    # Factor of at least 1 in a chain, where no other launch fills the last wave of
+    # threadgroups
     waves: float
-    dispatch: float
-    calibrated: bool
+    dispatch: float  # Dispatches in a chain, besides their work
+    calibrated: bool  # Whether published times of such chips and formats were fitted
 
     @property
     def seconds(self) -> float:
@@ -136,10 +126,6 @@ def stock_prediction(problem: Problem, device: Device) -> StockPrediction:
 
     The epilogue is not included, because it consists of separate operations in stock
     MLX. A packed weight is priced as a native one.
-
-    Args:
-        problem: The product to compute.
-        device: The chip to compute it on.
     """
     call = stock_call(problem, device)
     columns = call.geometry.columns

@@ -28,17 +28,11 @@ instructions overlap in part. One row of few bits shows it, which reading does n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockSlots:
-    """Issue slots per weight of one format.
+    """Issue slots per weight of one format."""
 
-    Attributes:
-        vector: `qmv_fast`, for one row.
-        wide: `qmv_wide`, for 2, 3, 4 and 5 rows.
-        tile: The matrix kernels, for 32 rows, without 8x8 products.
-    """
-
-    vector: float
-    wide: tuple[float, ...]
-    tile: float
+    vector: float  # `qmv_fast`, for one row
+    wide: tuple[float, ...]  # `qmv_wide`, for 2, 3, 4 and 5 rows
+    tile: float  # The matrix kernels, for 32 rows, without 8x8 products
 
 
 def _counted(
