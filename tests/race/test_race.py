@@ -31,7 +31,8 @@ from mlx_marlin.lm.race import (
 from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.race.product_race import AGAIN, BETWEEN, ROWS
 from mlx_marlin.lm.warn_once import forget
-from mlx_marlin.planning.measurement import PROMPTS, STOCK
+from mlx_marlin.measure.timing import Spread
+from mlx_marlin.planning.measurement import PROMPTS, STOCK, plan_problem, product_of
 from race.conftest import M3_MAX, SimulatedMac
 from support.models import Layers, arrays, tiny_llama, types
 from support.profiles import drawn
@@ -196,6 +197,20 @@ def test_forward_passes_have_the_same_cache_before_them(
     before = forward_race.PREFIX
     passes = [((0, before), (before, m)) for m in (1, 3) for _ in range(3)]
     assert offsets == [each for pair in passes for each in pair]
+
+
+def test_a_pass_is_timed_without_the_tokens_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+
+    def run(_: nn.Module, __: Any, rows: int) -> None:
+        clock[0] += rows
+
+    monkeypatch.setattr(forward_race, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(forward_race, "_run", run)
+
+    assert forward_race.passes(tiny_llama(), 3, 2) == [3.0, 3.0]
 
 
 def test_an_interrupt_leaves_a_working_model_with_what_is_known(
@@ -388,6 +403,24 @@ def test_weights_are_packed_only_if_that_gains(
     again = mac.optimize(Layers(layer()))
     assert again.layers[0].layout == layout
     assert not mac.raced
+
+
+@pytest.mark.parametrize(
+    ("gaining", "losing", "layout"), [(1, 3, "mlx"), (3, 1, "marlin")]
+)
+def test_a_layout_is_chosen_by_the_sum_over_all_layers(
+    mac: SimulatedMac, gaining: int, losing: int, layout: str
+) -> None:
+    def spread(entry: Any, m: int) -> Spread:
+        if entry.layout == "mlx":
+            return Spread(median=10e-6, samples=3)
+        gains = product_of(plan_problem(entry.plan)).n == 4096
+        return Spread(median=7e-6 if gains else 11e-6, samples=3)
+
+    mac._spread = spread  # type: ignore[method-assign]
+    layers = [layer() for _ in range(gaining)] + [layer(2048) for _ in range(losing)]
+
+    assert mac.optimize(Layers(*layers)).layers[0].layout == layout
 
 
 def test_weights_are_packed_once_for_all_rows(
