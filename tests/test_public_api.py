@@ -4,12 +4,9 @@ import subprocess
 import sys
 from inspect import getdoc, isclass, signature
 
-import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from support.choose import Choose
-from support.models import tiny_llama
 
 NAMES = sorted(mlx_marlin.__all__)
 ONE_ARGUMENT = ("exporting", "read_checkpoint", "restore")
@@ -103,27 +100,6 @@ def test_neither_importing_nor_serving_takes_in_what_it_does_not_need(
     assert "mlx_marlin" in roots
     assert not roots & {"numpy", "mlx_lm", "tqdm", "transformers", "rich", "elftools"}
     assert not [each for each in loaded if each.startswith("metal_emulator")]
-
-
-def test_what_is_returned_is_shown_in_a_line(backend: Choose) -> None:
-    backend("emulator")
-    model = tiny_llama()
-    choice = mlx_marlin.plan(8, 4096, 4096, chip="M3 Max")
-    packed = mlx_marlin.quantize(mx.ones((64, 128)))
-    shown = {
-        repr(choice): choice.explain(),
-        repr(mlx_marlin.report(model)): "0 of 15 quantized products are converted",
-        repr(mlx_marlin.optimize(model, dry_run=True)): "converts 15 of 15 layers",
-        repr(mlx_marlin.optimize(model, dry_run=True).recipe): "measure=True",
-        repr(mlx_marlin.verify(model, rows=(1,))): "15 of 15 layers passed",
-        repr(packed): "PackedWeight(n=64, k=128, group_size=64, bits=4",
-        repr(mlx_marlin.MarlinLinear.from_packed(packed)): "input_dims=128",
-        repr(next(mlx_marlin.variants())): "Variant(",
-    }
-    for text, part in shown.items():
-        assert part in text
-        assert "\n" not in text
-        assert len(text) < 350, text
 
 
 def test_planning_takes_in_no_mlx() -> None:

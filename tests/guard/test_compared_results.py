@@ -481,7 +481,9 @@ GATHERED: list[tuple[Any, str, str, int, str | None, bool]] = [
 
 
 @pytest.mark.parametrize(
-    ("device", "layout", "dtype", "per_row", "gate", "bias"), GATHERED, ids=str
+    ("device", "layout", "dtype", "per_row", "gate", "bias"),
+    GATHERED,
+    ids=lambda value: getattr(value, "__name__", str(value)),  # no address
 )
 def test_products_of_experts_are_those_of_the_weights_that_are_given(
     device: Callable[[], Any],
