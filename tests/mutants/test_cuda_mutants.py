@@ -119,6 +119,9 @@ CHECKS: dict[str, Callable[[Any], object]] = {
     "native bfloat16, decoded in blocks of k": partial(
         cuda_on_cpu.check_decoded, transposed=False
     ),
+    "groups of 32, decoded in blocks of k": partial(
+        cuda_on_cpu.check_decoded, transposed=False
+    ),
     "wgmma, groups of 32, k tail, x ends in an infinity": cuda_on_cpu.check_infinite,
 }
 """What compares a case with float64; a product with arrays that are moved if it has
@@ -149,6 +152,15 @@ CASES |= {
         64,
         "mlx",
         "bfloat16",
+        10,
+        WHOLE,
+    ),
+    "groups of 32, decoded in blocks of k": (
+        "affine",
+        4,
+        32,
+        "marlin",
+        "float16",
         10,
         WHOLE,
     ),
