@@ -127,18 +127,18 @@ def test_what_no_plan_serves_is_said_and_left_out(
 ) -> None:
     on_h200(backend, monkeypatch)
     # Where the back end is forced, plans serve any number of rows.
-    assert "not measured" not in printed("tune 64x256 --rows 128,129")
-    assert [each.m for each in tuned] == [128, 129]
+    assert "not measured" not in printed("tune 4096x4096 --rows 64,4096")
+    assert [each.m for each in tuned] == [64, 4096]
 
     monkeypatch.setattr(selection, "backend", cached(lambda: "cuda"))
     monkeypatch.setattr(selection, "forced_backend", cached(lambda: None))
     tuned.clear()
-    said = printed("tune 64x256 --rows 128,129")
+    said = printed("tune 4096x4096 --rows 64,4096")
 
-    assert [(each.m, each.layout) for each in tuned] == [(128, "marlin")]
+    assert [(each.m, each.layout) for each in tuned] == [(64, "marlin")]
     assert said.count("not measured") == 1
-    assert "129 rows of 256→64" in said
-    assert "129 rows are multiplied by the weight decoded once" in said
+    assert "4096 rows of 4096→4096" in said
+    assert "4096 rows are multiplied by the weight decoded once" in said
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ import mlx_marlin
 from mlx_marlin import MarlinLinear
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.lm.checkpoints.conversion import convert
-from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.verification import gate
@@ -249,14 +249,16 @@ def test_a_weight_of_the_source_is_dropped_before_the_next_is_read(
     packed: Path, gptq: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model(open_source(packed))
-    own, read = FolderSource._stored_weight, []
+    mx.eval(model.parameters())
+    own, read, active = StoredWeight.checked, [], mx.get_active_memory()
 
-    def watched(source: FolderSource, layer: str, arrays: dict[str, mx.array]) -> Any:
+    def watched(weight: StoredWeight) -> StoredWeight:
         assert all(array() is None for array in read)
-        weight = own(source, layer, arrays)
-        read.append(weakref.ref(weight.codes))
-        return weight
+        assert mx.get_active_memory() < active + weight.codes.nbytes
+        checked = own(weight)
+        read.append(weakref.ref(checked.codes))
+        return checked
 
-    monkeypatch.setattr(FolderSource, "_stored_weight", watched)
+    monkeypatch.setattr(StoredWeight, "checked", watched)
     assert mlx_marlin.verify(model, gptq, rows=(1,)).passed
     assert len(read) == 14
