@@ -32,11 +32,15 @@ EXTRA = (
 NUMBER = re.compile(r"[\d,]+(\.\d*)?(e[-+]\d+)?")
 TIME = re.compile(r"([\d.]+ )?(us|ms|tokens/s)\b")
 """How cells begin that say what a time, or a column of times, is. They stay whole."""
-PARTS = re.compile(r"\S+?(?:[.,:_/-](?=[A-Za-z*\[])|(?=\s|$))|\s+")
+MARKED = r"[\d.]+ (?:us|ms|tokens/s) \(?(?:measured|predicted|assumed|tuned)\S*"
+"""A time and its mark, which no line divides."""
+WORDS = re.compile(rf"{MARKED}|\S+")
+PARTS = re.compile(rf"{MARKED}|\S+?(?:[.,:_/-](?=[A-Za-z*\[])|(?=\s|$))|\s+")
 """What a text is divided into where its words are too long: a path at its dots."""
 LONG = 1 / 3
 """Share of a line from which a word is divided as soon as spaces are too few."""
 INDENT = "  "
+UNBROKEN = "\N{NO-BREAK SPACE}"
 
 Value = str | float | None
 
@@ -94,7 +98,7 @@ def printed(table: Table) -> str:
     for above, row in reversed([*pairwise(cells)]):
         if all(above[i] == row[i] for i in once):
             row[:] = ["" if i in once else cell for i, cell in enumerate(row)]
-    above = [textwrap.fill(note, width()) for note in notes if note]
+    above = [line for note in notes for line in _wrapped(note, width())]
     return "\n".join(filter(None, [table.title, *above, aligned([heads, *cells])]))
 
 
@@ -163,15 +167,25 @@ def _paragraph(heads: Sequence[str], row: Sequence[str]) -> str:
     cells = [*zip(heads, row, strict=True)][1:]
     named = [f"{head} {cell}".strip() for head, cell in cells if cell]
     told = "; ".join(filter(None, [row[0], *named]))
-    return textwrap.fill(told, width(), subsequent_indent=INDENT)
+    return "\n".join(_wrapped(told, width(), INDENT))
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Returns the lines of a text; those behind the first one are indented."""
+    whole = re.sub(MARKED, lambda found: found[0].replace(" ", UNBROKEN), text)
+    lines = textwrap.wrap(
+        whole, width, subsequent_indent=indent, break_on_hyphens=False
+    )
+    return [line.replace(UNBROKEN, " ") for line in lines]
 
 
 def _words(cell: str) -> list[str]:
     """Returns what of a cell stays whole: a time with its mark, and words."""
     if TIME.match(cell):
         return [cell]
-    words = (PARTS.findall(w) if len(w) > LONG * width() else [w] for w in cell.split())
-    return [part for word in words for part in word]
+    words = WORDS.findall(cell)
+    found = (PARTS.findall(w) if len(w) > LONG * width() else [w] for w in words)
+    return [part for parts in found for part in parts]
 
 
 DIVISIONS: tuple[Callable[[str], list[str]], ...] = (_words, PARTS.findall)
@@ -212,8 +226,8 @@ def _divided(cell: str, width: int) -> list[str]:
     """Returns the lines of a cell: divided at spaces, and in words that are longer."""
     if len(cell) <= width:
         return [cell]
-    if all(len(word) <= width for word in cell.split()):
-        return textwrap.wrap(cell, width, break_on_hyphens=False)
+    if all(len(word) <= width for word in WORDS.findall(cell)):
+        return _wrapped(cell, width)
     lines = [""]
     for part in PARTS.findall(cell):
         if len((lines[-1] + part).rstrip()) > width:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
-from mlx_marlin import guard, state
+from mlx_marlin import guard, state, tables
 from mlx_marlin.backends import devices, launcher, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.guard import checks
@@ -28,8 +28,9 @@ profiles.register()
 
 # What somebody has measured here must not decide what a test sees.
 os.environ[tuned_results.ENVIRONMENT] = "0"
-# Nor must the width of the terminal that the tests are run in.
-os.environ.pop("COLUMNS", None)
+# Nor must the width of the terminal that the tests are run in, nor that of 80 which
+# readline writes for the workers of pytest-xdist.
+os.environ["COLUMNS"] = str(tables.PIPED)
 # Tests of kernels want a fault to raise; those of the guard switch it on.
 os.environ[guard.ENVIRONMENT] = "0"
 checks.raises_mistakes = True

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_marlin import tables
 from mlx_marlin.cli import main as cli
 from support import stand_ins
 
@@ -55,7 +56,11 @@ LANGUAGES = ("python", "console", "sh", "", "text", "json", "cpp", "metal")
 PRINTS = re.compile(r"\s*prints `(.*?)`")
 RUNS_LONG = re.compile(r"^mlx-marlin (bench|tune|lm) ")
 """Commands that get `stand_ins.ARGUMENTS`."""
-SETTINGS = {"MLX_MARLIN_BACKEND": "emulator", "MLX_MARLIN_TUNED": "0"}
+SETTINGS = {
+    "MLX_MARLIN_BACKEND": "emulator",
+    "MLX_MARLIN_TUNED": "0",
+    "COLUMNS": str(tables.PIPED),
+}
 """The environment of programs that a page starts."""
 
 

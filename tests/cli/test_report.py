@@ -93,8 +93,9 @@ def test_every_time_is_marked(
     report = mlx_marlin.report(model, rows=(1, 3, 8, 300), chip=chip)
 
     assert TIME.search(str(report)) or chip == "NVIDIA H200"
-    for line in str(report).splitlines():
-        cells = re.split(r"  +", line)
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        cells = re.split(r"  +|\n", str(report))
         assert not [
             cell for cell in cells if TIME.search(cell) and not MARKED.search(cell)
         ]
