@@ -1,6 +1,7 @@
 """Charts, drawn with matplotlib."""
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.cli.pictures.charts import Chart, Series
@@ -28,8 +29,15 @@ ROOFS = ("black", "#777777")
 DENSE = 32
 """Points of a series from which its markers are small."""
 
-WIDTH, HEIGHT, AREA, LINE = 8.0, 4.5, 1.5, 0.2
-"""Inches of a chart, the height of one with an area, and of a line of a legend."""
+WIDTH, HEIGHT, AREA, LINE = 4.7, 3.4, 1.6, 0.22
+"""Inches of a chart, the height of one with an area, and of a line of a legend. A phone
+shows the width in about as many pixels as it has points."""
+TEXT = 11.5
+"""Points of all text, hence at least 11 pixels on a phone."""
+LETTERS = 43
+"""Letters of a line of a title or of a name in a legend."""
+LEFT = -0.12
+"""Where titles and legends begin: left of the axes, which are too narrow for them."""
 
 
 def figure(charts: Sequence[Chart]) -> "Figure":
@@ -45,7 +53,11 @@ def figure(charts: Sequence[Chart]) -> "Figure":
 
 
 def _height(chart: Chart) -> float:
-    return HEIGHT + LINE * len(chart.series) if _has_legend(chart) else AREA
+    lines = fill(chart.title, LETTERS).count("\n")
+    if not _has_legend(chart):
+        return AREA + LINE * lines
+    lines += sum(fill(each.name, LETTERS).count("\n") + 1 for each in chart.series)
+    return HEIGHT + LINE * lines
 
 
 def _has_legend(chart: Chart) -> bool:
@@ -56,19 +68,21 @@ def _has_legend(chart: Chart) -> bool:
 def _draw(axes: "Axes", chart: Chart) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.set_title(chart.title, size=10, loc="left")
-    axes.set(xlabel=chart.x, ylabel=chart.y)
+    axes.set_title(fill(chart.title, LETTERS), size=TEXT, loc="left", x=LEFT)
+    axes.set_xlabel(chart.x, size=TEXT)
+    axes.set_ylabel(chart.y, size=TEXT)
     axes.grid(color="#DDDDDD", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    for series in chart.series:
-        _draw_series(axes, series)
+    axes.tick_params(labelsize=TEXT)
+    for index, series in enumerate(chart.series):
+        _draw_series(axes, series, 1 - index / len(chart.series))
     if chart.log_base is not None:
         axes.set_xscale("log", base=chart.log_base)
         axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis)[chart.log_base == 2 :]:
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        if chart.log_base != 2:
+            axes.xaxis.set_major_locator(LogLocator())
     else:
         axes.set_xlim(0, chart.ends[0] if chart.ends else None)
         axes.set_ylim(0, chart.ends[1] if chart.ends else None)
@@ -76,10 +90,15 @@ def _draw(axes: "Axes", chart: Chart) -> None:
         axis.set_major_formatter("{x:.10g}")  # exponents need mathematical text
         axis.set_minor_formatter("")
     if _has_legend(chart):
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize=8)
+        place = {"loc": "upper left", "bbox_to_anchor": (LEFT, -0.2)}
+        axes.legend(fontsize=TEXT, handlelength=1.5, borderpad=0, **place)
 
 
-def _draw_series(axes: "Axes", series: Series) -> None:
+def _draw_series(axes: "Axes", series: Series, size: float) -> None:
+    """Draws a series; of those that meet, what is below has the larger `size`.
+
+    The largest is 1, and all are seen.
+    """
     xs, ys, _ = zip(*series.marks, strict=True)
     color = COLORS[series.color % len(COLORS)]
     if series.style == "area":
@@ -88,24 +107,25 @@ def _draw_series(axes: "Axes", series: Series) -> None:
     shape = series.color + series.color // len(COLORS)
     marker: dict[str, Any] = {
         "marker": MARKERS[shape % len(MARKERS)],
-        "ms": 5.5 if len(xs) < DENSE else 3,
+        "ms": (4 if len(xs) < DENSE else 2) + 7 * size,
+        "lw": 1 + 3 * size,
         "mfc": color if series.is_measured else "white",
         "color": color,
         "clip_on": False,
         "zorder": 3,
     }
     styles: dict[str, dict[str, Any]] = {
-        "roof": {"color": ROOFS[series.color % len(ROOFS)]},
+        "roof": {"color": ROOFS[series.color % len(ROOFS)], "lw": 1 + size},
         "points": {**marker, "ls": "none"},
         "line": {**marker, "ls": "-" if series.is_measured else "--"},
     }
-    axes.plot(xs, ys, label=series.name, **styles[series.style])
+    axes.plot(xs, ys, label=fill(series.name, LETTERS), **styles[series.style])
     for mark in series.marks:
         axes.annotate(
             mark.label,
             (mark.x, mark.y),
-            (0, -13),
+            (7, -3),
             textcoords="offset points",
-            size=7,
-            ha="center",
+            size=TEXT,
+            va="top",
         )
