@@ -292,11 +292,14 @@ def test_the_last_bits_of_a_layout_change_no_byte(charts: Any) -> None:
     assert first == second != third
 
 
-def test_series_with_equal_times_are_all_seen() -> None:
-    names = [f"arm {index}" for index in range(8)]
-    found = staircase.chart(
-        "times", [sample(rows, 1, name=name) for name in names for rows in (1, 8)]
-    )
+@pytest.mark.parametrize("source", ["measured", "predicted"])
+def test_up_to_four_series_with_equal_times_are_all_seen(source: str) -> None:
+    samples = [
+        sample(rows, 1, name=f"arm {index}", source=source)
+        for index in range(4)
+        for rows in (1, 8)
+    ]
+    found = staircase.chart("times", samples)
     assert found is not None
     figure = plots.figure([found])
     (axes,) = figure.axes
@@ -307,7 +310,7 @@ def test_series_with_equal_times_are_all_seen() -> None:
     middle = (x + right) / 2  # the markers of 1 and 8 rows are left and right of it
     for left, end in ((x, right), (middle - 0.1, middle + 0.1)):
         part = picture[:, slice(*(int(at * picture.shape[1]) for at in (left, end)))]
-        for color in plots.COLORS:
+        for color in plots.COLORS[:4]:
             assert (abs(part - to_rgb(color)).max(axis=2) < 0.15).any(), color
 
 
@@ -320,10 +323,21 @@ def test_nothing_of_a_chart_is_outside_of_its_picture(microseconds: float) -> No
     roofs = roofline.chart("R" * 60, ROOF, products(512, "predicted", name))
     figure = plots.figure([found, roofs])
     figures.content(lambda: figure, ".svg")
+    figure.draw_without_rendering()  # places are those of the file's resolution
 
+    undrawn = {
+        tick.label1
+        for axes in figure.axes
+        for axis, (low, high) in (
+            (axes.xaxis, sorted(axes.get_xlim())),
+            (axes.yaxis, sorted(axes.get_ylim())),
+        )
+        for tick in axis.get_major_ticks()
+        if not low <= tick.get_loc() <= high
+    }
     left, bottom, right, top = figure.bbox.extents
     for text in figure.findobj(Text):
-        if text.get_text() and text.get_visible():
+        if text.get_text() and text.get_visible() and text not in undrawn:
             x, y, end, upper = text.get_window_extent().extents
             assert left <= x <= end <= right + 1, text
             assert bottom <= y <= upper <= top + 1, text

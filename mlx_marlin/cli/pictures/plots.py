@@ -28,13 +28,15 @@ ROOFS = ("black", "#777777")
 """Colours of roofs."""
 DENSE = 32
 """Points of a series from which its markers are small."""
+SEEN = 4
+"""Series of a chart that are all seen where they are equal; of more, some may hide."""
 
 WIDTH, HEIGHT, AREA, LINE = 4.7, 3.4, 1.6, 0.22
 """Inches of a chart, the height of one with an area, and of a line of a legend. A phone
 shows the width in about as many pixels as it has points."""
 TEXT = 11.5
 """Points of all text, hence at least 11 pixels on a phone."""
-LETTERS = 43
+LETTERS = 37
 """Letters of a line of a title or of a name in a legend."""
 LEFT = -0.12
 """Where titles and legends begin: left of the axes, which are too narrow for them."""
@@ -53,11 +55,18 @@ def figure(charts: Sequence[Chart]) -> "Figure":
 
 
 def _height(chart: Chart) -> float:
-    lines = fill(chart.title, LETTERS).count("\n")
+    lines = _lines(chart.title).count("\n")
     if not _has_legend(chart):
         return AREA + LINE * lines
-    lines += sum(fill(each.name, LETTERS).count("\n") + 1 for each in chart.series)
+    lines += sum(_lines(each.name).count("\n") + 1 for each in chart.series)
     return HEIGHT + LINE * lines
+
+
+def _lines(text: str) -> str:
+    """Returns a text in lines; a time and what is in brackets stay together."""
+    tied = text.replace(" us", "\N{NO-BREAK SPACE}us")
+    tied = tied.replace(" (", "\N{NO-BREAK SPACE}(")
+    return fill(tied, LETTERS).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _has_legend(chart: Chart) -> bool:
@@ -68,15 +77,16 @@ def _has_legend(chart: Chart) -> bool:
 def _draw(axes: "Axes", chart: Chart) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.set_title(fill(chart.title, LETTERS), size=TEXT, loc="left", x=LEFT)
+    axes.set_title(_lines(chart.title), size=TEXT, loc="left", x=LEFT)
     axes.set_xlabel(chart.x, size=TEXT)
     axes.set_ylabel(chart.y, size=TEXT)
     axes.grid(color="#DDDDDD", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=TEXT)
-    for index, series in enumerate(chart.series):
-        _draw_series(axes, series, 1 - index / len(chart.series))
+    step = min(1, SEEN / len(chart.series))
+    for above, series in zip(range(len(chart.series))[::-1], chart.series, strict=True):
+        _draw_series(axes, series, above * step)
     if chart.log_base is not None:
         axes.set_xscale("log", base=chart.log_base)
         axes.set_yscale("log")
@@ -94,11 +104,8 @@ def _draw(axes: "Axes", chart: Chart) -> None:
         axes.legend(fontsize=TEXT, handlelength=1.5, borderpad=0, **place)
 
 
-def _draw_series(axes: "Axes", series: Series, size: float) -> None:
-    """Draws a series; of those that meet, what is below has the larger `size`.
-
-    The largest is 1, and all are seen.
-    """
+def _draw_series(axes: "Axes", series: Series, above: float) -> None:
+    """Draws a series, wider where others are drawn `above` it, so that it is seen."""
     xs, ys, _ = zip(*series.marks, strict=True)
     color = COLORS[series.color % len(COLORS)]
     if series.style == "area":
@@ -107,19 +114,19 @@ def _draw_series(axes: "Axes", series: Series, size: float) -> None:
     shape = series.color + series.color // len(COLORS)
     marker: dict[str, Any] = {
         "marker": MARKERS[shape % len(MARKERS)],
-        "ms": (4 if len(xs) < DENSE else 2) + 7 * size,
-        "lw": 1 + 3 * size,
+        "ms": (5 if len(xs) < DENSE else 3) + 2.5 * above,
+        "lw": 1.2 + 1.5 * above,
         "mfc": color if series.is_measured else "white",
         "color": color,
         "clip_on": False,
         "zorder": 3,
     }
     styles: dict[str, dict[str, Any]] = {
-        "roof": {"color": ROOFS[series.color % len(ROOFS)], "lw": 1 + size},
+        "roof": {"color": ROOFS[series.color % len(ROOFS)], "lw": 1.5},
         "points": {**marker, "ls": "none"},
         "line": {**marker, "ls": "-" if series.is_measured else "--"},
     }
-    axes.plot(xs, ys, label=fill(series.name, LETTERS), **styles[series.style])
+    axes.plot(xs, ys, label=_lines(series.name), **styles[series.style])
     for mark in series.marks:
         axes.annotate(
             mark.label,
