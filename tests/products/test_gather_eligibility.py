@@ -66,12 +66,12 @@ CHOSEN = mx.array([[0], [3]])
         ((PACKED,), {"group_size": 32}, "do not fit the packed weight"),
         ((PACKED,), {"global_scale": mx.ones(4)}, "global_scale"),
         (
-            (packed_unread(*(each[0] for each in EXPERTS)),),
+            (ONE,),
             {},
             "expected a batch [experts, n",
         ),
         (
-            (packed_unread(*(each[None] for each in EXPERTS)),),
+            (NESTED,),
             {},
             "shape (1, 4, 40, 128)",
         ),
