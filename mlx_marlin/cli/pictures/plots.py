@@ -100,7 +100,7 @@ def _draw(axes: "Axes", chart: Chart) -> None:
         axis.set_major_formatter("{x:.10g}")  # exponents need mathematical text
         axis.set_minor_formatter("")
     if _has_legend(chart):
-        place = {"loc": "upper left", "bbox_to_anchor": (LEFT, -0.2)}
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (LEFT, -0.2)}
         axes.legend(fontsize=TEXT, handlelength=1.5, borderpad=0, **place)
 
 
