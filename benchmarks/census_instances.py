@@ -172,7 +172,7 @@ def _blocks() -> Iterator[Instance]:
     heads = Heads(heads=32, kv_heads=8, features=128, columns=6144, norm=1e-6)
     for dtype in DTYPE_BYTES:
         for plan in (
-            RoutePlan(8, dtype, 128, 8),
+            RoutePlan(8, dtype, 128, 8, of_all=False, last=False),
             CombinePlan(8, dtype, 2048, 8),
             HeadsPlan(heads, dtype, 2, 3, True),
             AddNormPlan(1, dtype, 4096, 1e-5),

@@ -239,7 +239,7 @@ def test_beyond_the_most_rows_what_holds_there_holds(decodes: bool) -> None:
 
     assert Measured.beyond(ours) == Measured(reason=None, decodes=decodes)
     assert Measured.beyond(stock) == Measured(
-        reason="measured here at 300 rows: stock MLX serves them, and it does more"
+        reason="measured here up to 300 rows: stock MLX serves 300 and more"
     )
 
 

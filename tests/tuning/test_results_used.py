@@ -92,7 +92,7 @@ def said_by(rows: dict[int, Result], left: bool, m: int) -> Measured | None:
     if m in rows:
         return Measured(reason=rows[m].reason, plan=rows[m].plan, result=rows[m])
     if left and m > 1:
-        return Measured(reason="not measured yet: stock MLX serves it until it is")
+        return Measured(reason="not measured: stock MLX serves it")
     fewer = [each for each in sorted(rows) if each < m][-1:]
     more = [each for each in sorted(rows) if each > m][:1]
     near = [*fewer, *more]
@@ -105,7 +105,7 @@ def said_by(rows: dict[int, Result], left: bool, m: int) -> Measured | None:
     if more:
         said = f"at {fewer[0]} and {more[0]} rows: stock MLX serves {slower}"
     else:
-        said = f"at {slower} rows: stock MLX serves them, and it does more"
+        said = f"up to {slower} rows: stock MLX serves {slower} and more"
     return Measured(reason=f"measured here {said}")
 
 
