@@ -34,7 +34,7 @@ AS_MLX = {
 MOST_LINES = {
     "backends": 9447,
     "checkpoints": 6247,
-    "cli": 5855,
+    "cli": 5781,
     "guard": 2077,
     "layers": 1573,
     "lm": 13028,
