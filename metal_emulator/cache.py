@@ -19,8 +19,6 @@ import platformdirs
 APPLICATION = "mlx_marlin"
 """The cache is that of the distribution: `mlx-marlin cache` lists and limits it."""
 FOLDER = "emulator"
-TEMPORARY_PREFIX = "mlx_marlin-"
-"""Prefix of the names of temporary folders, followed by the process ID."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _replacement: Path | None = None
@@ -147,15 +145,10 @@ def store(file_name: str, content: bytes) -> Path:
         return write(replacement, file_name, content)
 
 
-def temporary_prefix() -> str:
-    """Returns the prefix of this process's temporary folders."""
-    return f"{TEMPORARY_PREFIX}{os.getpid()}-"
-
-
 def _replace(reason: str) -> Path:
     """Creates the temporary folder that replaces the cache, and says so."""
     global _replacement
-    _replacement = Path(tempfile.mkdtemp(prefix=temporary_prefix()))
+    _replacement = Path(tempfile.mkdtemp(prefix="mlx_marlin-"))
     atexit.register(_remove, _replacement, os.getpid())
     warnings.warn(
         f"metal_emulator: {reason}; {_replacement} replaces it until this process ends",

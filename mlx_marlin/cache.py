@@ -71,11 +71,8 @@ def _why_unusable(path: Path) -> str | None:
         reason := regular_files.why_irregular(status)
     ):
         return f"{path} is {reason}"
-    if status.st_uid != os.geteuid():
-        return (
-            f"{path} belongs to the user {status.st_uid}, expected "
-            f"{os.geteuid()}, who runs this process"
-        )
+    if reason := _why_not_own(path, status):
+        return reason
     if status.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(status.st_mode)
         return (
@@ -83,6 +80,15 @@ def _why_unusable(path: Path) -> str | None:
             f"{path}"
         )
     return None
+
+
+def _why_not_own(path: Path, status: os.stat_result) -> str | None:
+    if status.st_uid == os.geteuid():
+        return None
+    return (
+        f"{path} belongs to the user {status.st_uid}, expected {os.geteuid()}, who "
+        f"runs this process"
+    )
 
 
 def make(folder: Path) -> None:
@@ -162,6 +168,55 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
         Path(temporary).unlink(missing_ok=True)
         raise
     return folder / file_name
+
+
+def sizes(path: Path) -> list[int]:
+    """Returns the size of each file in a folder and its subfolders.
+
+    Links count as files. There are none in a folder that is a link or is missing.
+    """
+    found: list[int] = []
+    with suppress(OSError):
+        for _, _, _, folder in os.fwalk(path):
+            found += [
+                entry.stat(follow_symlinks=False).st_size
+                for entry in os.scandir(folder)
+                if not entry.is_dir(follow_symlinks=False)
+            ]
+    return found
+
+
+def remove(path: Path) -> int:
+    """Removes a file or a folder, and returns the number of files removed.
+
+    Of a link, the link alone is removed. What cannot be removed, in a folder, stays.
+    """
+    import shutil
+
+    if path.is_symlink() or not path.is_dir():
+        try:
+            path.unlink()
+        except FileNotFoundError:  # removed by another process
+            return 0
+        return 1
+    before = len(sizes(path))
+    shutil.rmtree(path, ignore_errors=True)
+    return before - len(sizes(path))
+
+
+def clear(folder: Path, pattern: str = "*") -> int:
+    """Removes what a folder has under matching names; returns the number of files."""
+    check_own(folder)
+    return sum(map(remove, [*folder.glob(pattern)]))
+
+
+def check_own(folder: Path) -> None:
+    """Checks that a folder whose entries are to be removed is this user's."""
+    if folder.is_symlink() or not folder.is_dir():
+        kind = "a link, which is not followed" if folder.is_symlink() else "a file"
+        raise ValueError(f"{folder} is {kind}, expected a folder")
+    if reason := _why_not_own(folder, folder.stat()):
+        raise PermissionError(reason)
 
 
 def find(name: str, file_name: str) -> Path | None:

@@ -34,7 +34,7 @@ AS_MLX = {
 MOST_LINES = {
     "backends": 9447,
     "checkpoints": 6247,
-    "cli": 5781,
+    "cli": 5705,
     "guard": 2077,
     "layers": 1573,
     "lm": 13028,
@@ -42,7 +42,7 @@ MOST_LINES = {
     "planning": 2768,
     "products": 3375,
     "weights": 1187,
-    "": 1014,
+    "": 991,
 }
 """Lines of Python that a room may have; "" is the folder of the package itself. They
 are lowered to what is reached: a change that needs more removes as much in its room."""

@@ -139,7 +139,7 @@ def _precompiled(found: Compiler, flags: tuple[str, ...]) -> Path | None:
     """Returns the precompiled `HEADER` for kernels with these flags, or None."""
 
     def make() -> bytes:
-        with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
+        with tempfile.TemporaryDirectory() as name:
             result = Path(name) / HEADER
             options = ("-x", "c++-header", str(INCLUDE / HEADER), "-o", str(result))
             run((*found.clang, *flags, *options), Path(name))
@@ -159,8 +159,8 @@ def _built(
     with_header: bool,
 ) -> bytes:
     """Compiles and links, and returns the content of the library."""
-    # Built outside of the cache, to tell errors of the compiler from cache errors.
-    with tempfile.TemporaryDirectory(prefix=cache.temporary_prefix()) as name:
+    # Built outside of the cache, which may be full: a folder replaces it then.
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = sources(folder)
         _compile(found, flags, [*map(str, files)], folder, with_header)

@@ -100,10 +100,9 @@ def clear(results_folder: Path) -> int:
     """Removes the results of all machines and returns the number of files."""
     if not os.path.lexists(results_folder):
         return 0
-    from mlx_marlin import removal
-
-    with removal.opened(results_folder) as opened, locked(results_folder):
-        return removal.remove_matching("*.json", opened)
+    cache.check_own(results_folder)
+    with locked(results_folder):
+        return cache.clear(results_folder, "*.json")
 
 
 @contextmanager

@@ -4,10 +4,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mlx_marlin import removal
+from mlx_marlin import cache
 
 
 @contextmanager
@@ -20,17 +20,19 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise ValueError(f"{path} exists, expected the name of a new folder")
     partial = path.with_name(f".{path.name}.partial")
-    with _parents(partial):
+    with ExitStack() as stack:
+        stack.enter_context(_parents(partial))
         partial.mkdir(exist_ok=True)
-        with removal.opened(partial) as opened:
-            _lock(opened, partial)
-            try:
-                removal.remove_matching("*", opened)
-                yield partial
-                partial.rename(path)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+        cache.check_own(partial)
+        stack.callback(os.close, opened := os.open(partial, os.O_RDONLY))
+        _lock(opened, partial)
+        try:
+            cache.clear(partial)
+            yield partial
+            partial.rename(path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 @contextmanager
@@ -49,10 +51,8 @@ def _parents(path: Path) -> Iterator[None]:
 
 def _lock(opened: int, partial: Path) -> None:
     """Locks an open folder; the lock ends with the process."""
-    try:
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_mine = os.path.samestat(os.fstat(opened), partial.stat())
-    except (BlockingIOError, FileNotFoundError):
-        is_mine = False
-    if not is_mine:
-        raise ValueError(f"{partial}: another process is writing this folder")
+        if os.path.samestat(os.fstat(opened), partial.stat()):
+            return
+    raise ValueError(f"{partial}: another process is writing this folder")

@@ -3,17 +3,27 @@
 import argparse
 import os
 import re
+import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from metal_emulator.cache import TEMPORARY_PREFIX
-from mlx_marlin import cache, removal
-from mlx_marlin.cli import cache_folders, json_output
-from mlx_marlin.cli.cache_folders import CacheFolder, size_text
+from mlx_marlin import cache
+from mlx_marlin.cli import json_output
+
+CONTENTS = {
+    "emulator": "kernels compiled for the emulator",
+    "gpus": "measured figures of CUDA devices",
+    "kernels": "compiled CUDA kernels",
+    "models": "settings of optimize that mlx-marlin tune found",
+    "tuned": "results of mlx-marlin tune",
+    "verdicts": "checks of kernels on this machine",
+}
+"""Description of a folder, by name. Other folders are listed without one."""
+
 
 KERNELS = {"emulator": "*.so", "kernels": "*.cubin"}
 """Names of the folders that `--limit` applies to, and pattern of their files."""
@@ -26,21 +36,29 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "TIB": 2**40,
 }
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)")
-LEFTOVER = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}(\d+)-\w+")
-"""Name of a temporary folder, with the ID of its process."""
-MIN_AGE = 3600
-"""Seconds since its last change after which a temporary folder may be removed."""
 
 DESCRIPTION = "List the files in the package's cache."
 EPILOG = """
-All files of the cache can be recreated, so it is always safe to remove them. The
-command also removes temporary folders of killed processes that are older than an hour.
+All files of the cache can be recreated, so it is always safe to remove them.
 
 examples:
   mlx-marlin cache --limit 500MB
   mlx-marlin cache --clear emulator
   mlx-marlin cache --forget marlin_gemv
 """
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """A folder of the cache."""
+
+    name: str  # Name of the folder
+    path: str  # Path of the folder
+    contents: str  # Description of its contents, or ""
+    files: int  # Number of files, including those in subfolders
+    bytes: int  # Total size of the files
+    rights: str | None  # Its access rights; None if it does not exist
+    problem: str | None  # Why it cannot be used, or None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,19 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Removes files if requested, and lists the cache."""
     removed = _remove_files(args)
-    leftovers = remove_leftovers()
-    folders = cache_folders.listed()
+    folders = listed()
     facts = {
         "root": str(cache.root()),
         "folders": [asdict(folder) for folder in folders],
         "removed_files": removed or 0,
-        "removed_leftovers": leftovers,
     }
     json_output.write(args, facts)
     if removed is not None:
         print(f"{'files' if args.forget is None else 'verdicts'} removed: {removed}")
-    if leftovers:
-        print(f"leftover temporary folders removed: {leftovers}")
     print(listing(folders))
     if args.limit is not None and (reason := _above(size(args.limit), folders)):
         print(reason)
@@ -136,26 +150,21 @@ def clear(name: str) -> int:
 
     Of a folder that is a link, the link alone is removed.
     """
-    folders = {path.name: path for path in _folders()}
+    folders = {path.name: path for path in _entries() if path.is_dir()}
     if name != ALL and name not in folders:
         known = ", ".join(folders) or "nothing to remove"
         raise ValueError(f"--clear {name!r}, expected a folder of the cache: {known}")
     if not folders:
         return 0
-    chosen = [*folders] if name == ALL else [name]
-    with removal.opened(cache.root()) as root:
-        for path in (folders[each] for each in chosen):
-            _check_owner(path)
-        removed = sum(removal.remove(each, root) for each in chosen)
+    cache.check_own(cache.root())
+    chosen = [*folders.values()] if name == ALL else [folders[name]]
+    for path in chosen:
+        if not path.is_symlink():
+            cache.check_own(path)
+    removed = sum(map(cache.remove, chosen))
     with suppress(OSError):  # not empty
         cache.root().rmdir()
     return removed
-
-
-def _check_owner(path: Path) -> None:
-    if not path.is_symlink():
-        with removal.opened(path):
-            pass
 
 
 def forget(kernel: str) -> int:
@@ -175,71 +184,100 @@ def shrink(limit: int) -> int:
 
     `limit`: maximum bytes of the remaining kernels.
     """
-    removed = 0
-    total = 0
-    with ExitStack() as opened:
-        files = []
-        for name, pattern in KERNELS.items():
-            if not os.path.lexists(path := cache.folder(name)):
-                continue
-            folder = opened.enter_context(removal.opened(path))
-            files += [(*each, folder) for each in removal.entries(folder, pattern)]
-        for status, name, folder in sorted(files, key=_last_use, reverse=True):
-            total += status.st_size
-            if total > limit:
-                removed += removal.remove(name, folder)
+    found = []
+    for name, pattern in KERNELS.items():
+        if os.path.lexists(folder := cache.folder(name)):
+            cache.check_own(folder)
+            for file in folder.glob(pattern):
+                with suppress(FileNotFoundError):  # removed by another process
+                    found.append((file.lstat(), file))
+    removed = total = 0
+    for status, file in sorted(found, key=lambda each: -each[0].st_mtime):
+        total += status.st_size
+        if total > limit:
+            removed += cache.remove(file)
     return removed
 
 
-def remove_leftovers() -> int:
-    """Removes the temporary folders of killed processes, and returns their number."""
-    removed = 0
-    temporary = Path(tempfile.gettempdir()).resolve()
-    with suppress(OSError), removal.opened(temporary, any_owner=True) as folder:
-        removed += _remove_old(folder, _is_of_killed_process)
-    with suppress(OSError, ValueError), removal.opened(cache.root()) as root:
-        for path in _folders():
-            with suppress(OSError, ValueError), removal.opened(path.name, root) as each:
-                # An unfinished file or a build folder.
-                removed += _remove_old(each, lambda name: name.startswith("tmp"))
-    return removed
-
-
-def _remove_old(folder: int, is_temporary: Callable[[str], bool]) -> int:
-    """Removes this user's temporary entries that are old, and returns their number."""
-    old = [
-        name
-        for status, name in removal.entries(folder)
-        if is_temporary(name)
-        and status.st_uid == os.geteuid()
-        and time.time() - status.st_mtime >= MIN_AGE
-    ]
-    for name in old:
-        removal.remove(name, folder)
-    return len(old)
-
-
-def _is_of_killed_process(name: str) -> bool:
-    found = LEFTOVER.fullmatch(name)
-    return found is not None and not _is_running(int(found[1]))
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _folders() -> list[Path]:
+def _entries() -> list[Path]:
     root = cache.root()
-    if not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if path.is_dir())
+    return sorted(root.iterdir()) if root.is_dir() else []
 
 
-def _last_use(file: tuple[os.stat_result, str, int]) -> float:
-    return file[0].st_mtime
+def listed() -> list[CacheFolder]:
+    """Returns the folders of the cache, sorted by name, and files in their place."""
+    return [
+        describe(path) for path in _entries() if path.is_dir() or path.name in CONTENTS
+    ]
+
+
+def describe(path: Path) -> CacheFolder:
+    """Returns the facts of a folder of the cache, or of its root."""
+    sizes = cache.sizes(path)
+    contents = CONTENTS.get(path.name, "")
+    try:
+        rights, problem = stat.filemode(path.stat().st_mode), _unusable(path)
+    except FileNotFoundError:
+        rights, problem = None, _cannot_be_created(path)
+    except OSError as error:
+        rights, problem = None, f"cannot be read: {error.strerror}"
+    return CacheFolder(
+        name=path.name,
+        path=str(path),
+        contents=f"{contents} (a link)" if path.is_symlink() else contents,
+        files=len(sizes),
+        bytes=sum(sizes),
+        rights=rights,
+        problem=problem,
+    )
+
+
+def _unusable(path: Path) -> str | None:
+    """Returns why a folder cannot be written to or read safely, or None."""
+    if not path.is_dir():
+        return "is not a folder"
+    # The root's own folders have facts of their own.
+    inner = [] if path == cache.root() else filter(Path.is_dir, path.iterdir())
+    reasons = filter(None, map(cache.why_untrusted, (path, *inner)))
+    if reason := next(reasons, None):
+        return f"is not used: {reason}"
+    return _refuses_files(path)
+
+
+def _cannot_be_created(path: Path) -> str | None:
+    """Returns why a missing folder cannot be created, or None."""
+    parent = next(parent for parent in path.parents if parent.exists())
+    reason = _refuses_files(parent)
+    return None if reason is None else f"does not exist, and {parent} {reason}"
+
+
+def _refuses_files(path: Path) -> str | None:
+    """Returns why a file cannot be created in a folder, or None.
+
+    Creates a temporary file: access rights do not apply to root, and do not show that a
+    file system is read-only.
+    """
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        return f"cannot be written to: {error.strerror}"
+    return None
+
+
+def check_writable(folder: Path, prepare: Callable[[Path], Any]) -> None:
+    """Checks before measurements, which take minutes, that results can be kept."""
+    try:
+        with prepare(folder) or nullcontext():
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(
+            f"the results cannot be kept in {folder}: {error.strerror or error}"
+        ) from error
+
+
+def size_text(count: int) -> str:
+    """Returns a number of bytes with its unit."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"

@@ -1,9 +1,8 @@
-"""`mlx-marlin cache` lists what is kept, removes what is asked for and leftovers."""
+"""`mlx-marlin cache` lists what is kept, and removes what is asked for."""
 
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,13 @@ from mlx_marlin.cli.main import main
 from mlx_marlin.guard import verdicts
 
 HOURS = 3600
-DEAD = 2**22 + 1
-"""No process has this number: it is above Linux's and macOS's largest."""
 
 
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Gives the test a cache and a temporary folder of its own."""
+    """Gives the test a cache of its own."""
     place = tmp_path / "mlx_marlin"
     monkeypatch.setattr(cache, "root", lambda: place)
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return place
 
 
@@ -80,7 +75,6 @@ def test_json_has_the_same_in_figures(root: Path, answer: Callable[..., Any]) ->
             }
         ],
         "removed_files": 0,
-        "removed_leftovers": 0,
     }
 
 
@@ -195,7 +189,7 @@ def precious(tmp_path: Path) -> Path:
     """Returns a folder outside of the cache, with names that the cache uses."""
     folder = tmp_path / "elsewhere"
     (folder / "deep").mkdir(parents=True)
-    for name in ("a.so", "b.cubin", "c.json", "tmpabc", "deep/d.so"):
+    for name in ("a.so", "b.cubin", "c.json", "deep/d.so"):
         (folder / name).write_text("text")
         aged(folder / name, hours=9)
     return folder
@@ -269,42 +263,4 @@ def test_what_belongs_to_others_is_not_removed(
 
     said = f"belongs to the user {path.stat().st_uid}"
     assert said in refused(f"cache {options}")
-    assert path.exists()
-
-
-def test_old_temporary_folders_of_dead_processes_are_removed(
-    root: Path, tmp_path: Path, answer: Callable[..., Any]
-) -> None:
-    keep("emulator", "a.so", 1)
-    temporary = tmp_path / "temporary"
-    names = {
-        temporary / f"mlx_marlin-{DEAD}-abc": True,
-        temporary / f"mlx_marlin-{os.getpid()}-abc": False,
-        temporary / f"mlx_marlin-{DEAD}": False,
-        temporary / "mlx_marlin-notes": False,
-        root / "emulator" / "tmpabc": True,
-    }
-    for path in names:
-        path.mkdir()
-        (path / "file").write_text("text")
-        aged(path, hours=2)
-    young = temporary / f"mlx_marlin-{DEAD}-young"
-    young.mkdir()
-
-    assert answer()["removed_leftovers"] == 2
-    assert {path: not path.exists() for path in names} == names
-    assert young.exists()
-    assert (root / "emulator" / "a.so").exists()
-
-
-def test_temporary_folders_of_others_are_left_alone(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "temporary" / f"mlx_marlin-{DEAD}-abc"
-    path.mkdir()
-    aged(path, hours=2)
-    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-
-    assert main(["cache"]) == 0
-
     assert path.exists()

@@ -16,7 +16,7 @@ from cli.conftest import Run
 from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import devices, planner, result_files, tuned_results
 from mlx_marlin.backends.metal import device
-from mlx_marlin.cli import cache_folders
+from mlx_marlin.cli import cache as cache_command
 from mlx_marlin.cli.doctor import installation, kernel_checks
 from mlx_marlin.cli.main import main
 from mlx_marlin.guard import known_answers
@@ -191,13 +191,13 @@ def test_a_folder_that_cannot_be_made_or_is_another_users_is_unusable(
 
     with monkeypatch.context() as patch:
         patch.setattr("tempfile.TemporaryFile", refused)
-        missing = cache_folders.describe(root).problem
+        missing = cache_command.describe(root).problem
         assert missing is not None
         assert missing.startswith(f"does not exist, and {tmp_path} cannot be written")
-        assert "cannot be written to" in str(cache_folders.describe(tmp_path).problem)
-    assert cache_folders.describe(root).problem is None
+        assert "cannot be written to" in str(cache_command.describe(tmp_path).problem)
+    assert cache_command.describe(root).problem is None
     monkeypatch.setattr("os.geteuid", lambda: 12345)
-    assert "belongs to the user" in str(cache_folders.describe(tmp_path).problem)
+    assert "belongs to the user" in str(cache_command.describe(tmp_path).problem)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -408,7 +408,7 @@ def test_a_part_that_fails_hides_no_other(
 
     monkeypatch.setattr(devices, "current", fails)
     monkeypatch.setattr("metal_emulator.compiling.compiler.find", fails)
-    monkeypatch.setattr(cache_folders, "listed", fails)
+    monkeypatch.setattr(cache_command, "listed", fails)
 
     found = facts(status=1)
 

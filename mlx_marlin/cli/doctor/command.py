@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable
 
 from mlx_marlin.cli import arguments, json_output, models
-from mlx_marlin.cli.cache_folders import size_text
+from mlx_marlin.cli.cache import size_text
 from mlx_marlin.cli.doctor import kernel_checks, machine
 from mlx_marlin.cli.doctor.machine import Facts
 from mlx_marlin.planning.problem import Problem, problem_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import cache, regular_files
-from mlx_marlin.cli import cache_folders
+from mlx_marlin.cli import cache as cache_command
 from mlx_marlin.cli.doctor import installation, kernel_checks
 
 Facts = dict[str, Any]
@@ -83,7 +83,7 @@ def back_end() -> Facts:
 def cache_facts() -> Facts:
     """Returns the root of the cache and its folders."""
     root = cache.root()
-    folders = [cache_folders.describe(root), *cache_folders.listed()]
+    folders = [cache_command.describe(root), *cache_command.listed()]
     return {"root": str(root), "folders": [*map(asdict, folders)]}
 
 

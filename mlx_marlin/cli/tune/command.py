@@ -14,8 +14,9 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import arguments, cache_folders, json_output, models
+from mlx_marlin.cli import arguments, json_output, models
 from mlx_marlin.cli.arguments import BOTH
+from mlx_marlin.cli.cache import check_writable
 from mlx_marlin.cli.tune import model, report
 from mlx_marlin.lm.tuned_models import lookup, results
 from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
@@ -98,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
     folder = result_files.folder()
     clock = models.clock(args.seconds) if found else None
     if found:
-        cache_folders.check_writable(folder, result_files.locked)
+        check_writable(folder, result_files.locked)
     if names and lookup.why_not_tuned() is None:
-        cache_folders.check_writable(results.folder(), cache.make)
+        check_writable(results.folder(), cache.make)
     if args.clear:
         print(f"files removed from {folder}: {result_files.clear(folder)}")
         print(f"files removed from {results.folder()}: {results.clear()}")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache, regular_files, removal
+from mlx_marlin import cache, regular_files
 from mlx_marlin.lm.tuned_models import settings
 from mlx_marlin.lm.tuned_models.machine import ModelMachine
 from mlx_marlin.lm.tuned_models.settings import ModelSettings
@@ -125,8 +125,7 @@ def clear() -> int:
     """Removes the results of all models and machines; returns the number of files."""
     if not os.path.lexists(folder()):
         return 0
-    with removal.opened(folder()) as opened:
-        return removal.remove_matching("*.json", opened)
+    return cache.clear(folder(), "*.json")
 
 
 def _read(path: Path, machine: ModelMachine) -> TunedModel | None:
