@@ -15,7 +15,6 @@ from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
 from mlx_marlin.checkpoints import folder, gguf, safetensors_header
 from mlx_marlin.cli.render import command as render
 from mlx_marlin.guard import verdicts
-from mlx_marlin.lm.tuned_models import model_key
 from mlx_marlin.measure import result_file
 from support.limits import limited
 
@@ -48,7 +47,6 @@ UNUSED: dict[str, Callable[[Path], Any]] = {
     "verdict": verdicts.read,
     "library": build._is_intact,
     "ptx": lambda path: mlx_folder._has(path, b"text"),
-    "model": lambda path: model_key.key_of_model_name(str(path.parent)),
 }
 """Readers of files that can be made again: what cannot be read is not there."""
 

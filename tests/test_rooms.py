@@ -16,7 +16,7 @@ ALLOWED = {
     "backends/selection.py": "the values of MLX_MARLIN_BACKEND and MLX's devices",
     "backends/kernels.py": "names MLX's functions that make kernels",
     "backends/source.py": "suffixes of the kernels' files",
-    "lm/tuned_models/machine.py": "asks macOS for the chip without MLX",
+    "lm/measured_models.py": "asks macOS for the chip without MLX",
     "cli/demo/report.py": "descriptions by the value of MLX_MARLIN_BACKEND",
 }
 """Files and folders that may name a back end, and why."""
@@ -32,14 +32,14 @@ AS_MLX = {
 }
 """Functions with the signature of one of MLX's, and their positional parameters."""
 MOST_LINES = {
-    "backends": 9447,
+    "backends": 9468,
     "checkpoints": 6247,
-    "cli": 5705,
+    "cli": 5673,
     "guard": 2077,
     "layers": 1573,
-    "lm": 13028,
+    "lm": 12682,
     "measure": 1876,
-    "planning": 2768,
+    "planning": 2746,
     "products": 3375,
     "weights": 1187,
     "": 991,

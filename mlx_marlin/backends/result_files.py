@@ -8,8 +8,8 @@ not valid is ignored with a warning.
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,21 @@ from mlx_marlin.planning.measurement import Forwards, Machine, Result
 Results = dict[AnyProblem, Result]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What is known of a machine."""
 
     results: Results = field(default_factory=dict)  # The results of problems
     # The times of whole models, by their keys
     forwards: dict[str, Forwards] = field(default_factory=dict)
+    # The settings of whole models as JSON has them, by the models' keys
+    settings: dict[str, Any] = field(default_factory=dict)
     # Families of problems whose race is not finished. No file holds them
     unfinished: set[AnyProblem] = field(default_factory=set)
+
+    def __or__(self, newer: "Stored") -> "Stored":
+        names = [each.name for each in fields(self)]
+        return Stored(*(getattr(self, name) | getattr(newer, name) for name in names))
 
 
 def folder() -> Path:
@@ -57,15 +63,17 @@ def read(results_folder: Path, here: Machine) -> Stored:
 def changes(results_folder: Path, here: Machine) -> str:
     """Returns what has changed since this chip was measured last, or "" if it was
     not."""
+    before = next(machines(results_folder, here), None)
+    return "" if before is None else measurement.differences(before, here)
+
+
+def machines(results_folder: Path, here: Machine) -> Iterator[Machine]:
+    """Yields the machines of a chip's files, that of the newest file first."""
     prefix = here.file_name.rsplit("-", 1)[0]
     files = [*results_folder.glob(f"{prefix}-*.json")]
     for file in sorted(files, key=_written_at, reverse=True):
-        try:
-            before = _machine_of(file)
-        except (OSError, ValueError):
-            continue
-        return measurement.differences(before, here)
-    return ""
+        with suppress(OSError, ValueError):
+            yield _machine_of(file)
 
 
 def _written_at(file: Path) -> float:
@@ -82,18 +90,20 @@ def write(
     results: Iterable[Result] = (),
     forwards: Iterable[Forwards] = (),
 ) -> Path:
-    """Adds results to a machine's file; they replace older ones for the same problems.
+    """Adds results to a machine's file, as `add` does."""
+    new = Stored({r.problem: r for r in results}, {f.key: f for f in forwards})
+    return add(results_folder, here, new)
+
+
+def add(results_folder: Path, here: Machine, new: Stored) -> Path:
+    """Adds to a machine's file what replaces older results of the same problems.
 
     Several processes may write at the same time; no results are lost.
     """
     with locked(results_folder):
-        before = read(results_folder, here)
-        merged = Stored(
-            results=before.results | {each.problem: each for each in results},
-            forwards=before.forwards | {each.key: each for each in forwards},
-        )
+        content = _text(here, read(results_folder, here) | new).encode()
         # The write is atomic, because readers take no lock.
-        return cache.write(results_folder, here.file_name, _text(here, merged).encode())
+        return cache.write(results_folder, here.file_name, content)
 
 
 def clear(results_folder: Path) -> int:
@@ -116,7 +126,8 @@ def locked(results_folder: Path) -> Iterator[None]:
 def _machine_of(file: Path) -> Machine:
     data = cache.read_json(file)
     with regular_files.decoding():
-        return measurement_json.machine_of(data["machine"])
+        found: Machine = measurement_json.decoded(Machine, data["machine"])
+        return found
 
 
 def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
@@ -124,8 +135,9 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
     try:
         data = cache.read_json(file)
         with regular_files.decoding():
-            machine = measurement_json.machine_of(data["machine"])
+            machine = measurement_json.decoded(Machine, data["machine"])
             rows, models = (_list(data, name) for name in ("results", "forwards"))
+            settings = _list({"settings": []} | data, "settings")
         if machine != here:
             raise ValueError("they belong to another machine")
     except FileNotFoundError:
@@ -139,8 +151,11 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
             stored.results[result.problem] = result
     for row in models:
         with _complaining(complaints):
-            model = measurement_json.forwards_of(row)
+            model = measurement_json.decoded(Forwards, row)
             stored.forwards[model.key] = model
+    for row in settings:
+        with _complaining(complaints):
+            stored.settings[measurement_json.decoded(str, row["key"])] = row
     return stored
 
 
@@ -176,12 +191,13 @@ def _text(here: Machine, stored: Stored) -> str:
 
     ordered = sorted(stored.results.values(), key=lambda each: _order(each.problem))
     data = {
-        "machine": measurement_json.machine_row(here),
+        "machine": measurement_json.encoded(here),
         "results": [measurement_json.row(result) for result in ordered],
         "forwards": [
-            measurement_json.forwards_row(stored.forwards[key])
+            measurement_json.encoded(stored.forwards[key])
             for key in sorted(stored.forwards)
         ],
+        "settings": [stored.settings[key] for key in sorted(stored.settings)],
     }
     return json.dumps(data, indent=1) + "\n"
 

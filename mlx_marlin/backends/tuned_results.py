@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mlx_marlin import state
 from mlx_marlin.backends import devices, registry, result_files
@@ -41,18 +42,23 @@ outlives `state.reset`, since no file has it."""
 
 def machine(target: PlanningDevice, backend: str) -> Machine:
     """Returns what the times of kernels depend on in this process."""
-    import platform
-
     import mlx.core as mx
 
-    version = platform.mac_ver()[0] or platform.release()
     return measurement.machine(
         target,
         backend=backend,
-        system=f"{platform.system()} {version}",
+        system=system(),
         mlx=str(mx.__version__),  # type: ignore[attr-defined]
         kernels=kernels(backend),
     )
+
+
+def system() -> str:
+    """Returns the operating system and its version."""
+    import platform
+
+    version = platform.mac_ver()[0] or platform.release()
+    return f"{platform.system()} {version}"
 
 
 def stands_for_another(backend: str) -> bool:
@@ -93,19 +99,15 @@ def find(problem: AnyProblem, target: PlanningDevice, backend: str) -> Measured 
 
 def known(results_folder: Path, here: Machine) -> result_files.Stored:
     """Returns what a machine's file holds and what only this process knows."""
-    stored, own = result_files.read(results_folder, here), _own(here)
-    return result_files.Stored(
-        results=stored.results | own.results,
-        forwards=stored.forwards | own.forwards,
-        unfinished=own.unfinished,
-    )
+    return result_files.read(results_folder, here) | _own(here)
 
 
 def keep(
     results_folder: Path,
     here: Machine,
-    results: Iterable[Result],
+    results: Iterable[Result] = (),
     forwards: Iterable[Forwards] = (),
+    settings: Iterable[Any] = (),
 ) -> None:
     """Writes results, with those of this process that could not be written before.
 
@@ -114,11 +116,10 @@ def keep(
     own = _own(here)
     own.results.update((each.problem, each) for each in results)
     own.forwards.update((each.key, each) for each in forwards)
-    result_files.write(
-        results_folder, here, own.results.values(), own.forwards.values()
-    )
-    own.results.clear()  # they would hide newer ones of the file
-    own.forwards.clear()
+    own.settings.update((each["key"], each) for each in settings)
+    result_files.add(results_folder, here, own)
+    for each in (own.results, own.forwards, own.settings):
+        each.clear()  # they would hide newer ones of the file
 
 
 def leave_to_stock(here: Machine, problem: AnyProblem) -> None:
@@ -143,6 +144,11 @@ def _own(here: Machine) -> result_files.Stored:
 def forwards(target: PlanningDevice, backend: str) -> dict[str, Forwards]:
     """Returns the times of whole models on this machine, by their keys."""
     return _found(target, backend).forwards
+
+
+def settings(target: PlanningDevice, backend: str) -> dict[str, Any]:
+    """Returns the settings of whole models on this machine, by the models' keys."""
+    return _found(target, backend).settings
 
 
 @lru_cache(maxsize=1)

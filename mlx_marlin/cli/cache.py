@@ -18,7 +18,6 @@ CONTENTS = {
     "emulator": "kernels compiled for the emulator",
     "gpus": "measured figures of CUDA devices",
     "kernels": "compiled CUDA kernels",
-    "models": "settings of optimize that mlx-marlin tune found",
     "tuned": "results of mlx-marlin tune",
     "verdicts": "checks of kernels on this machine",
 }

@@ -8,8 +8,8 @@ from types import CodeType
 from typing import Any
 
 from mlx_marlin.cli import arguments, models
+from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.compute import COMPUTE
-from mlx_marlin.lm.tuned_models import environment
 
 LOADING = {"load_model", "load_tokenizer"}
 """mlx-lm's functions that read a model's files."""
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
             f"lm: --lookup {args.lm_command}, expected one of {', '.join(GENERATE)}, "
             f"because other commands have no drafts"
         )
-    model = environment.model_of(args.arguments)
+    model = measured_models.model_of(args.arguments)
     if model is not None:
         models.check(model)
     values = {name: getattr(args, name) for name in OPTIONS}
     options = {name: v for name, v in values.items() if v is not None}
     if not options:
-        environment.set_for_model(args.arguments)  # before anything imports MLX
+        measured_models.set_for_model(args.arguments)  # before anything imports MLX
 
     from mlx_marlin.lm.auto import hook  # here, because it takes seconds
 

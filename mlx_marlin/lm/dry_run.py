@@ -16,8 +16,8 @@ from mlx_marlin.lm.layer_conversion import (
     is_marlin_layer,
 )
 from mlx_marlin.lm.module_tree import common_path, named_layers, pattern
+from mlx_marlin.lm.race.settings import name_of
 from mlx_marlin.lm.recipe import Recipe
-from mlx_marlin.lm.tuned_models.settings import name_of
 from mlx_marlin.tables import aligned
 
 HEADS = ("layer", "count", "is", "optimize", "layout", "why not")

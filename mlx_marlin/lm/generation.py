@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -47,12 +46,6 @@ def models(load: Load, layout: str | None) -> dict[str, nn.Module]:
     optimize(ours, layout=layout)
     mx.eval(ours.parameters())
     return {STOCK_MODEL: stock, OURS: ours}
-
-
-def name_of(model: str) -> str:
-    """Returns a model's name for results: that of a folder without its path."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else model
 
 
 def vocabulary(model: nn.Module) -> int:

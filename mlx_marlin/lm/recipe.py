@@ -8,12 +8,12 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.fusions import FUSIONS, fusions
 from mlx_marlin.lm.known_layers import is_packed_faster, is_tracing_faster
 from mlx_marlin.lm.layer_conversion import LayerConversion
-from mlx_marlin.lm.tuned_models import lookup
-from mlx_marlin.lm.tuned_models.results import TunedModel
-from mlx_marlin.lm.tuned_models.settings import DEFAULTS, STOCK
+from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.race.settings import DEFAULTS, STOCK
 from mlx_marlin.planning.measurement import Forwards
 from mlx_marlin.products import eligibility
 from mlx_marlin.tables import aligned
@@ -141,7 +141,7 @@ def resolve(
     given = {name for name, value in named.items() if value is not None}
     given |= _differing(conversion)
     not_measured = frozenset() if measure else frozenset({"measure"})
-    tuned = None if given - {"group_size", "bits"} else lookup.find(model)
+    tuned = None if given - {"group_size", "bits"} else measured_models.find(model)
     if tuned is not None:
         settings = tuned.settings or DEFAULTS
         if tuned.settings is not None:
@@ -168,7 +168,7 @@ def _with_measurements(model: nn.Module, recipe: Recipe) -> Recipe:
     """Returns a recipe with what the race has found for the model, if it has run."""
     if not recipe.measure or recipe.backend not in selection.ON_GPU:
         return recipe
-    key = lookup.key_of(model)
+    key = measured_models.key_of(model)
     if key is None:
         return recipe
     options = {**recipe.options, "layout": recipe.conversion.layout, "measure": None}

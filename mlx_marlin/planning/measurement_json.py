@@ -5,11 +5,11 @@ What does not encode a value leads to an error of any type: decode in
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from mlx_marlin.planning.measurement import Forwards, Machine, Result
+from mlx_marlin.planning.measurement import Result
 
 SERVED_BY = ("ours", "stock")
 
@@ -45,28 +45,6 @@ def result(row: Any, plan_type: Callable[[str, str], type]) -> Result:
         date=decoded(str, row["date"]),
         live=decoded(bool, row["live"]),
     )
-
-
-def forwards_row(forwards: Forwards) -> dict[str, Any]:
-    """Returns the times of a model as JSON-serializable values."""
-    return asdict(forwards)
-
-
-def forwards_of(row: Any) -> Forwards:
-    """Returns the times of a model that a row encodes."""
-    found: Forwards = decoded(Forwards, row)
-    return found
-
-
-def machine_row(machine: Machine) -> dict[str, Any]:
-    """Returns a machine as JSON-serializable values."""
-    return asdict(machine)
-
-
-def machine_of(row: Any) -> Machine:
-    """Returns the machine that a row encodes."""
-    found: Machine = decoded(Machine, row)
-    return found
 
 
 def encoded(value: Any) -> Any:

@@ -13,7 +13,7 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm import decoding, generation
+from mlx_marlin.lm import decoding, generation, measured_models
 from mlx_marlin.lm.decoding import Decoded, Prompts
 from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.measure.rows import OURS, STOCK_MODEL
@@ -175,8 +175,8 @@ def test_a_local_model_is_named_without_its_path(tmp_path: Path) -> None:
     folder = tmp_path / "Qwen3-4B-4bit"
     folder.mkdir()
 
-    assert generation.name_of(str(folder)) == "Qwen3-4B-4bit"
-    assert generation.name_of("some/model-4bit") == "some/model-4bit"
+    assert measured_models.name_of_model(str(folder)) == "Qwen3-4B-4bit"
+    assert measured_models.name_of_model("some/model-4bit") == "some/model-4bit"
 
 
 def test_a_model_without_an_embedding_has_no_vocabulary() -> None:

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,22 @@ import pytest
 import mlx_marlin
 from cli.conftest import Run
 from mlx_marlin import cache, state
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import devices, result_files, selection, tuned_results
+from mlx_marlin.backends.metal import detection
+from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import models
 from mlx_marlin.cli.main import main
-from mlx_marlin.lm.model_tuning import environment as values_of_mlx
-from mlx_marlin.lm.model_tuning.comparison import Comparison
-from mlx_marlin.lm.model_tuning.environment import Job, Value
-from mlx_marlin.lm.model_tuning.generations import Generations
-from mlx_marlin.lm.race import conditions
-from mlx_marlin.lm.tuned_models import environment, lookup, machine, model_key, results
-from mlx_marlin.lm.tuned_models.results import TunedModel
-from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.lm import measured_models
+from mlx_marlin.lm.measured_models import VARIABLE, TunedModel
+from mlx_marlin.lm.race import conditions, settings_race
+from mlx_marlin.lm.race.settings import DEFAULTS, Comparison, ModelSettings
+from mlx_marlin.lm.race.settings_race import Arms, Job, Value
+from mlx_marlin.planning.measurement import Machine
 from support.choose import Choose
 from support.models import tiny_llama
 from support.processes import run_python
 
 JOINED = ModelSettings(join=True)
-VARIABLE = environment.VARIABLE
 Speeds = dict[Any, float]
 
 
@@ -45,6 +43,10 @@ def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
     monkeypatch.setattr(conditions, "why_not", lambda *_: "there is no clock")
+    device = Device.named("M3 Max", 30)
+    monkeypatch.setattr(devices, "current", lambda *_: device)
+    monkeypatch.setattr(detection, "chip_name", lambda: device.name)
+    monkeypatch.setattr(detection, "gpu_cores", lambda: device.cores)
     backend(None)
     return place
 
@@ -54,22 +56,20 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
     """Stands in for clocks: speeds by settings and values. Products take no time."""
     found: Speeds = {}
 
-    def compare(self: Generations, settings: ModelSettings) -> Comparison:
+    def compare(self: Arms, settings: ModelSettings) -> Comparison:
         speed = found.get(settings, 1.0)
         if speed == 0:
-            return Comparison(settings=settings, excluded="other tokens")
+            return Comparison(settings=settings, excluded="other logits")
         return Comparison(
-            settings=settings, speedups=dict.fromkeys(self.streams, speed)
+            settings=settings, seconds=dict.fromkeys(self.rows, (speed, 1.0))
         )
 
-    def measure(job: Job, value: Value) -> values_of_mlx.Run:
-        steps = dict.fromkeys(job.streams, 1 / found.get(value, 1.0))
-        return values_of_mlx.Run(
-            value=str(value), steps=steps, prompts=steps, tokens=[]
-        )
+    def measure(job: Job, value: Value) -> settings_race.Run:
+        samples = {m: [1 / found.get(value, 1.0)] for m in job.rows}
+        return samples, []
 
-    monkeypatch.setattr(Generations, "compare", compare)
-    monkeypatch.setattr(values_of_mlx, "measure", measure)
+    monkeypatch.setattr(Arms, "compare", compare)
+    monkeypatch.setattr(settings_race, "measure", measure)
     monkeypatch.setattr("mlx_marlin.cli.tune.command._tune", lambda *_: 0)
     monkeypatch.setattr(models, "clock", lambda *_: object())
     return found
@@ -82,7 +82,7 @@ def is_joined() -> bool:
 
 def kept() -> TunedModel | None:
     state.reset()
-    return lookup.find(tiny_llama())
+    return measured_models.find(tiny_llama())
 
 
 def verdict() -> TunedModel:
@@ -97,11 +97,11 @@ def test_what_wins_is_kept_and_used(speeds: Speeds, printed: Run) -> None:
 
     out = printed("tune some/model --streams 1,4")
 
-    assert "some/model: speed relative to stock MLX, by streams" in out
+    assert "some/model: speed relative to stock MLX, by rows of a forward pass" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["join", "1.200", "1.200", "faster"] in lines
     assert ["defaults", "1.000", "1.000", "no", "difference"] in lines
-    assert ["trace", "not", "used:", "other", "tokens"] in lines
+    assert ["trace", "not", "used:", "other", "logits"] in lines
     assert ["200", "1.100", "1.100", "faster"] in lines
     assert "optimize(model) uses join from now on" in out
     assert f"{VARIABLE}=200 is faster: `mlx-marlin lm` sets it" in out
@@ -110,7 +110,8 @@ def test_what_wins_is_kept_and_used(speeds: Speeds, printed: Run) -> None:
     assert found.speedups == {1: 1.2, 4: 1.2}
     assert found.max_ops_per_buffer == 200
     assert is_joined()
-    assert str(results.folder() / results.file_name(machine.here(), found.key)) in out
+    (file,) = result_files.folder().glob("*.json")
+    assert f"kept in {file}" in out
 
 
 def test_a_tie_keeps_the_defaults_and_a_loss_stock_mlx(
@@ -129,10 +130,10 @@ def test_a_tie_keeps_the_defaults_and_a_loss_stock_mlx(
 def test_without_a_comparison_nothing_is_kept(
     speeds: Speeds, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
-    def fail(self: Generations, settings: ModelSettings) -> Comparison:
+    def fail(self: Arms, settings: ModelSettings) -> Comparison:
         return Comparison(settings=settings, excluded="RuntimeError: out of memory")
 
-    monkeypatch.setattr(Generations, "compare", fail)
+    monkeypatch.setattr(Arms, "compare", fail)
 
     out = printed("tune some/model")
 
@@ -146,16 +147,15 @@ def test_the_folder_is_checked_before_anything_is_measured(
     speeds: Speeds, root: Path, printed: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root.mkdir()
-    (root / results.FOLDER).mkdir()
-    (root / results.FOLDER).chmod(0o777)
+    result_files.folder().mkdir()
+    result_files.folder().chmod(0o777)
 
     assert main(["tune", "some/model"]) == 2
 
     out, said = capsys.readouterr()
     assert "speed relative to stock MLX" not in out
-    assert f"the results cannot be kept in {results.folder()}: " in said
+    assert f"the results cannot be kept in {result_files.folder()}: " in said
     assert "can be written by other users" in said
-    printed("tune some/model --no-model")
     printed("tune some/model --dry-run")
 
 
@@ -167,7 +167,7 @@ def test_an_interrupted_search_keeps_no_verdict(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(values_of_mlx, "measure", interrupt)
+    monkeypatch.setattr(settings_race, "measure", interrupt)
 
     printed("tune some/model", status=130)
     assert kept() is None
@@ -176,20 +176,20 @@ def test_an_interrupted_search_keeps_no_verdict(
 def test_the_models_are_freed_before_the_processes_load_theirs(
     speeds: Speeds, printed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compared: list[weakref.ref[Generations]] = []
+    compared: list[weakref.ref[Arms]] = []
     alive: list[bool] = []
-    compare, measure = Generations.compare, values_of_mlx.measure
+    compare, measure = Arms.compare, settings_race.measure
 
-    def noting(self: Generations, settings: ModelSettings) -> Comparison:
+    def noting(self: Arms, settings: ModelSettings) -> Comparison:
         compared.append(weakref.ref(self))
         return compare(self, settings)
 
-    def checking(job: Job, value: Value) -> values_of_mlx.Run:
+    def checking(job: Job, value: Value) -> settings_race.Run:
         alive.extend(each() is not None for each in compared)
         return measure(job, value)
 
-    monkeypatch.setattr(Generations, "compare", noting)
-    monkeypatch.setattr(values_of_mlx, "measure", checking)
+    monkeypatch.setattr(Arms, "compare", noting)
+    monkeypatch.setattr(settings_race, "measure", checking)
 
     printed("tune some/model")
 
@@ -246,39 +246,34 @@ def test_nothing_is_measured_without_a_clock(
     said = printed("tune some/model --dtype float16")
 
     assert "the settings of `optimize` are not measured: " in said
-    assert not results.folder().exists()
+    assert not [*result_files.folder().glob("*.json")]
 
 
 def test_a_dry_run_lists_the_settings(speeds: Speeds, printed: Run) -> None:
     out = printed("tune some/model --dry-run")
 
-    assert "generation at 1,4,8 streams with defaults; trace; join; " in out
+    assert "passes of 1,4,8 rows with defaults; trace; join; " in out
     assert kept() is None
 
 
 def write(folder: Path | None = None, **others: Any) -> Path:
-    key = model_key.key_of_model_name(str(folder)) if folder else ""
-    return results.write(
-        machine.here(),
-        TunedModel(
-            **{
-                "model": "tiny",
-                "key": model_key.model_key(tiny_llama()),
-                "config": key,
-                "settings": JOINED,
-                "speedups": {1: 1.25},
-                "max_ops_per_buffer": 200,
-                "date": "2026-11-25",
-            }
-            | others
-        ),
-    )
+    fields: dict[str, Any] = {
+        "model": folder.name if folder else "tiny",
+        "key": measured_models.model_key(tiny_llama()),
+        "settings": JOINED,
+        "speedups": {1: 1.25},
+        "max_ops_per_buffer": 200,
+        "date": "2026-11-25",
+    }
+    file = measured_models.keep(TunedModel(**fields | others))
+    state.reset()
+    return file
 
 
 def test_the_cache_lists_and_clears_them(printed: Run) -> None:
-    for line in ("cache --clear models", "tune --clear"):
+    for line in ("cache --clear tuned", "tune --clear"):
         write()
-        said = "settings of optimize that mlx-marlin tune found"
+        said = "results of mlx-marlin tune"
         assert said in printed("cache")
         printed(line)
         assert kept() is None
@@ -295,7 +290,7 @@ def test_doctor_tells_the_settings_and_the_variable(
     export = f"export {VARIABLE}=200 before MLX starts"
 
     out = doctor()
-    line = "tiny: join, measured here on 2026-11-25: 1.25 times stock MLX at 1 streams"
+    line = "tiny: join, measured here on 2026-11-25: 1.25 times stock MLX at 1 rows"
     assert line in out
     assert export in out
     (found,) = json.loads(doctor("--json"))["models"]["models"]
@@ -308,8 +303,9 @@ def test_doctor_tells_the_settings_and_the_variable(
         out = doctor()
     assert export not in out
     assert out.count("switched off by MLX_MARLIN_TUNED=0") == 2
-    file.write_text("{")
-    assert f"the measured settings in {file} are ignored" in doctor()
+    write(date=5)
+    said = f"measured settings of a model in {file.parent} are ignored: 5 is not"
+    assert said in doctor()
 
 
 @pytest.fixture
@@ -342,10 +338,9 @@ def test_lm_sets_what_won(
     assert variable(arguments=[f"--model={folder}", "--prompt", "x"]) == "200"
     assert variable(arguments=["--prompt", "--model"]) is None
     other = shutil.copytree(folder, tmp_path / "other")
-    (other / "config.json").write_text("{}")
     assert variable(arguments=["--model", str(other)]) is None
     assert variable("--join") is None
-    for name in (*environment.CHOICES, tuned_results.ENVIRONMENT):
+    for name in (*measured_models.CHOICES, tuned_results.ENVIRONMENT):
         with monkeypatch.context() as patch:
             patch.setenv(name, "0")
             assert variable() is None
@@ -353,54 +348,45 @@ def test_lm_sets_what_won(
         patch.setenv(VARIABLE, "77")
         assert main(["lm", "generate", *model]) == 0
         assert called[-1] == "77"
-    for others in ({"max_ops_per_buffer": None}, {"config": "another"}):
+    for others in ({"max_ops_per_buffer": None}, {"model": "another"}):
         write(folder, **others)
         assert variable() is None
     write(folder)
-    old = replace(machine.here(), mlx="0.1.2")
-    monkeypatch.setattr(machine, "here", lambda: old)
-    with pytest.warns(RuntimeWarning, match="measured with mlx "):
-        assert variable() is None
+    assert variable() == "200"
 
 
-def test_lm_warns_about_the_model_that_it_runs_only(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = machine.here()
-    old = replace(here, mlx="0.1.2")
-    monkeypatch.setattr(machine, "here", lambda: old)
-    write(config="another", key="1")
-    write(folder, key="2", max_ops_per_buffer=100)
-    monkeypatch.setattr(machine, "here", lambda: here)
-    file = write(folder, key="3")
-    file.with_name(f"{here.slug}-4.json").write_text("{")
+@pytest.mark.parametrize("name", ["chip", "cores", "system", "mlx", "kernels"])
+def test_lm_sets_nothing_that_another_machine_measured(folder: Path, name: str) -> None:
+    file = write(folder)
+    whole = json.loads(file.read_text("utf-8"))
+    whole["machine"][name] = 7 if name == "cores" else "another"
+    file.write_text(json.dumps(whole))
+    file.rename(file.with_name(Machine(**whole["machine"]).file_name))
 
-    environment.set_for_model(["--model", str(folder)])
+    measured_models.set_for_model(["--model", str(folder)])
 
-    assert os.environ.pop(VARIABLE) == "200"
-    file.unlink()
-    with pytest.warns(RuntimeWarning, match="-2.json are ignored: measured") as caught:
-        environment.set_for_model(["--model", str(folder)])
-    assert len(caught) == 1
     assert VARIABLE not in os.environ
 
 
-def test_a_model_of_the_hub_is_found_where_it_was_downloaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_lm_finds_its_model_among_others_and_beside_a_damaged_file(
+    folder: Path,
 ) -> None:
-    import huggingface_hub
+    write(key="1", max_ops_per_buffer=100)
+    file = write(folder, key="2")
+    file.with_name(f"{file.name.rpartition('-')[0]}-4.json").write_text("{")
 
-    place = str(folder / "config.json")
-    monkeypatch.setattr(
-        huggingface_hub,
-        "try_to_load_from_cache",
-        lambda name, file: place if (name, file) == ("a/b", "config.json") else None,
-    )
+    measured_models.set_for_model(["--model", str(folder)])
 
-    expected = model_key.key_of_model_name(str(folder))
-    assert expected is not None
-    assert model_key.key_of_model_name("a/b") == expected
-    assert model_key.key_of_model_name("a/c") is None
+    assert os.environ.pop(VARIABLE) == "200"
+
+
+def test_a_model_of_the_hub_has_its_own_name(folder: Path) -> None:
+    write(model="some/model")
+
+    measured_models.set_for_model(["--model", "some/other"])
+    assert VARIABLE not in os.environ
+    measured_models.set_for_model(["--model", "some/model"])
+    assert os.environ.pop(VARIABLE) == "200"
 
 
 def test_the_variable_is_set_before_mlx_is_imported(folder: Path, root: Path) -> None:
@@ -410,19 +396,20 @@ import os, sys
 from pathlib import Path
 from mlx_marlin import cache
 cache.root = lambda: Path({str(root)!r})
+from mlx_marlin.backends.metal import detection
 from mlx_marlin.cli import lm
-from mlx_marlin.lm.tuned_models import environment
-environment.set_for_model(["--model", {str(folder)!r}])
+from mlx_marlin.lm import measured_models
+detection.chip_name, detection.gpu_cores = lambda: "Apple M3 Max", lambda: 30
+measured_models.set_for_model(["--model", {str(folder)!r}])
 print(os.environ[{VARIABLE!r}], [name for name in sys.modules if name == "mlx.core"])
 """
     done = run_python(code)
     assert done.stdout == "200 []\n", done.stderr
 
 
-def test_the_config_of_a_model_is_kept(
+def test_a_folder_is_kept_by_its_name(
     folder: Path, speeds: Speeds, printed: Run
 ) -> None:
     printed("tune", folder)
 
-    assert verdict().model == "quantized"
-    assert verdict().config == model_key.key_of_model_name(str(folder)) != ""
+    assert verdict().model == folder.name

@@ -13,12 +13,11 @@ from mlx_marlin import cache, state
 from mlx_marlin.backends import planner, result_files
 from mlx_marlin.backends.cuda import detection
 from mlx_marlin.guard import verdicts
-from mlx_marlin.lm import warn_once
+from mlx_marlin.lm import measured_models, warn_once
 from mlx_marlin.lm.fusions import FUSIONS
-from mlx_marlin.lm.tuned_models import results as models
-from mlx_marlin.lm.tuned_models.machine import ModelMachine
-from mlx_marlin.lm.tuned_models.results import TunedModel
-from mlx_marlin.lm.tuned_models.settings import ModelSettings
+from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.race.settings import ModelSettings
+from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.measurement import Forwards, Measured, Result, label
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import MOST_THREADGROUPS
@@ -160,31 +159,25 @@ def read_verdict(file: Path) -> int:
     return found is not None
 
 
-MODEL_MACHINE = ModelMachine(
-    chip="M9", cores=9, build="b", mlx="m", mlx_lm="l", mlx_marlin="o", kernels="k"
-)
-
-
 def model_file(place: Path) -> Path:
     settings = ModelSettings(trace=True, fuse=(next(iter(FUSIONS)),))
     model = TunedModel(
         model="m",
         key="k",
-        config="c",
         settings=settings,
         speedups={1: 1.5},
         max_ops_per_buffer=10,
         date="2026-11-20",
     )
-    return models.write(MODEL_MACHINE, model)
+    stored = result_files.Stored(settings={"k": measurement_json.encoded(model)})
+    return result_files.add(place, HERE, stored)
 
 
 def read_model(file: Path) -> int:
     warn_once.forget()
-    found = models.find(MODEL_MACHINE, "k")
-    assert [*models.listed(MODEL_MACHINE)] == [(file.name, found)]
-    assert models.find_by_config(MODEL_MACHINE, "c") in (None, found)
-    return found is not None and bool(found.reason)
+    rows = result_files.read(file.parent, HERE).settings
+    found = measured_models.decoded(rows.values(), file)
+    return sum(bool(each.reason) for each in found)
 
 
 def figures_file(place: Path) -> Path:
@@ -245,7 +238,9 @@ def test_what_is_odd_in_any_store_is_told_and_not_there(
         for _ in variants(tree, key):
             file.write_text(json.dumps(whole))
             found, messages = collected(lambda: read(file))
-            empty = isinstance(tree, dict) and tree.get(key) == []  # nothing is there
+            # Files of before have no settings.
+            absent = [] if key == "settings" else None
+            empty = isinstance(tree, dict) and tree.get(key, absent) == []
             assert found == count or empty or len(messages) == 1, (key, tree)
             assert all(f"{file}" in each for each in messages)
             assert max([0, *map(len, messages)]) < 600 + 2 * len(str(file))

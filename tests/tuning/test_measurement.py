@@ -145,13 +145,13 @@ def test_times_of_a_model_and_its_machine_come_back_with_every_field() -> None:
         packed_lost=True,
         tries=9,
     )
-    rows = measurement_json.forwards_row(forwards), measurement_json.machine_row(HERE)
+    rows = [measurement_json.encoded(each) for each in (forwards, HERE)]
     texts = json.loads(json.dumps(rows))
 
-    assert measurement_json.forwards_of(texts[0]) == forwards
-    assert measurement_json.machine_of(texts[1]) == HERE
+    assert measurement_json.decoded(Forwards, texts[0]) == forwards
+    assert measurement_json.decoded(type(HERE), texts[1]) == HERE
     for name in ("invariant", "packed_lost"):
-        other = measurement_json.forwards_of(texts[0] | {name: False})
+        other = measurement_json.decoded(Forwards, texts[0] | {name: False})
         assert other == replace(forwards, **{name: False})
 
 

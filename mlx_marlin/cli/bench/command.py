@@ -15,6 +15,7 @@ from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.bench import report
 from mlx_marlin.cli.pictures import files
 from mlx_marlin.cli.render import result_document
+from mlx_marlin.lm import measured_models
 from mlx_marlin.measure import machine, products, result_file, shapes
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.planning.problem import Problem
@@ -206,7 +207,7 @@ def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) ->
 def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
     from mlx_marlin.lm import generation  # it imports mlx-lm
 
-    name, streams = generation.name_of(args.model), _streams(args)
+    name, streams = measured_models.name_of_model(args.model), _streams(args)
     layout = None if args.layout in (None, BOTH) else args.layout
     load = partial(models.load_lazily, args.model)
     first = generation.first_tokens(name, load, layout, args.prompt)
@@ -223,7 +224,7 @@ def _predict_model(
 ) -> None:
     from mlx_marlin.lm import generation  # it imports mlx-lm
 
-    name, device = generation.name_of(args.model), eligibility.target()
+    name, device = measured_models.name_of_model(args.model), eligibility.target()
     streams = _streams(args)
     result.generation.extend(
         generation.predict(name, counts, device, streams, args.prompt, args.new)

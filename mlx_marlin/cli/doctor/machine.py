@@ -130,21 +130,22 @@ def _measured(found: Collection[Any], has_stock: Callable[[Any], bool]) -> Facts
 
 def tuned_models() -> Facts:
     """Returns the settings that tuning found for models on this machine."""
+    from mlx_marlin.backends import result_files, selection
     from mlx_marlin.backends import tuned_results as tuned
-    from mlx_marlin.lm import warn_once
-    from mlx_marlin.lm.tuned_models import environment, machine, results
-    from mlx_marlin.lm.tuned_models.settings import name_of
+    from mlx_marlin.lm import measured_models, warn_once
+    from mlx_marlin.lm.race.settings import name_of
+    from mlx_marlin.products import eligibility
 
     warn_once.forget()
+    rows = tuned.settings(eligibility.target(), selection.choice()[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [each for _, each in results.listed(machine.here()) if each]
+        found = [*measured_models.decoded(rows.values(), result_files.folder())]
     return {
-        "folder": str(results.folder()),
         "on": _is_on(tuned.ENVIRONMENT),
         "ignored": [str(warning.message) for warning in caught],
-        "variable": environment.VARIABLE,
-        "value_here": os.environ.get(environment.VARIABLE),
+        "variable": measured_models.VARIABLE,
+        "value_here": os.environ.get(measured_models.VARIABLE),
         "models": [
             {
                 "model": each.model,

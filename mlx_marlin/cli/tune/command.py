@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import date
 from functools import partial
 
-from mlx_marlin import cache, progress, state
+from mlx_marlin import progress, state
 from mlx_marlin.backends import (
     planner,
     registry,
@@ -18,7 +18,6 @@ from mlx_marlin.cli import arguments, json_output, models
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.cache import check_writable
 from mlx_marlin.cli.tune import model, report
-from mlx_marlin.lm.tuned_models import lookup, results
 from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
@@ -37,7 +36,7 @@ LEAST_SECONDS, MAX_SECONDS = 1e-9, 86400.0
 DESCRIPTION = """
 Measure the plans of this package and stock MLX on this machine, and keep the fastest.
 Later products of the same shapes use it. For a model, also compare the settings of
-`optimize` with stock MLX by generating tokens; `optimize(model)` then uses the fastest.
+`optimize` with stock MLX by forward passes; `optimize(model)` then uses the fastest.
 """
 EPILOG = """
 examples:
@@ -100,11 +99,8 @@ def run(args: argparse.Namespace) -> int:
     clock = models.clock(args.seconds) if found else None
     if found:
         check_writable(folder, result_files.locked)
-    if names and lookup.why_not_tuned() is None:
-        check_writable(results.folder(), cache.make)
     if args.clear:
         print(f"files removed from {folder}: {result_files.clear(folder)}")
-        print(f"files removed from {results.folder()}: {results.clear()}")
     status = _tune(found, clock, args) if clock else 0
     for name in names:
         model.tune(name, streams, args.max_minutes)

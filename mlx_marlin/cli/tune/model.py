@@ -1,42 +1,55 @@
-"""The last step of `mlx-marlin tune MODEL`: generations with the model itself."""
+"""The last step of `mlx-marlin tune MODEL`: the race of settings of `optimize`."""
 
 import argparse
 import math
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from mlx_marlin import progress, state
 from mlx_marlin.cli import arguments, models
+from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.fusions import FUSIONS
-from mlx_marlin.lm.tuned_models import lookup, machine, model_key, results
-from mlx_marlin.lm.tuned_models.results import TunedModel
-from mlx_marlin.lm.tuned_models.settings import STREAMS
+from mlx_marlin.lm.measured_models import VARIABLE, TunedModel
+from mlx_marlin.lm.race.settings import (
+    MARGIN,
+    Comparison,
+    Search,
+    basic_settings,
+    name_of,
+)
+from mlx_marlin.tables import aligned
 
 if TYPE_CHECKING:
-    from mlx_marlin.lm.model_tuning.environment import Values
-    from mlx_marlin.lm.model_tuning.search import Search
+    from mlx_marlin.lm.race.settings_race import Values
 
+ROWS = (1, 4, 8)
+"""Numbers of streams, and so of rows, with which settings are compared by default."""
 MAX_STREAMS = 64
 """Largest number of --streams."""
 MINUTES = 30.0
 """Default of --max-minutes."""
 NOT_MEASURED = "the settings of `optimize` are not measured"
+NOTHING_COMPARED = (
+    "nothing is kept: no settings could be compared with stock MLX, for the reasons "
+    "above"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this step."""
     group = parser.add_argument_group(
-        "settings of optimize", "compared by generating with each model, on a GPU"
+        "settings of optimize", "compared by forward passes of each model, on a GPU"
     )
     group.add_argument(
         "--no-model",
         action="store_true",
         help="measure the products of models only",
     )
-    arguments.add_streams(group, STREAMS)
+    arguments.add_streams(group, ROWS)
     group.add_argument(
         "--max-minutes",
         type=float,
@@ -49,104 +62,129 @@ def streams(args: argparse.Namespace) -> list[int]:
     """Returns the numbers of streams."""
     arguments.check_range("--max-minutes", args.max_minutes, 1e-9, math.inf)
     given = args.streams
-    found = arguments.numbers(given, "--streams") if given else STREAMS
+    found = arguments.numbers(given, "--streams") if given else ROWS
     for count in found:
         arguments.check_range("--streams", count, 1, MAX_STREAMS)
     return [*dict.fromkeys(found)]
 
 
-def tune(name: str, counts: Sequence[int], minutes: float) -> None:
+def tune(name: str, rows: Sequence[int], minutes: float) -> None:
     """Finds the fastest settings of a model, prints them and keeps them.
 
     Nothing is kept if it is interrupted, or if no settings could be compared.
     """
-    if reason := lookup.why_not_tuned():
+    if reason := measured_models.why_not_tuned():
         print(f"{name}: {NOT_MEASURED}: {reason}")
         return
-    from mlx_marlin.cli.tune import model_report  # it imports mlx-lm
-
     ended = monotonic() + minutes * 60
-    key, search = _searched(name, counts, ended)
-    measured = search.measured.values()
-    progress.print_above(model_report.settings(name, counts, measured, search.skipped))
-    if all(each.excluded for each in measured):  # which says nothing about speed
-        print(model_report.NOTHING_COMPARED)
+    key, search = _searched(name, rows, ended)
+    progress.print_above(_settings_text(name, rows, search))
+    if all(each.excluded for each in search.measured.values()):
+        print(NOTHING_COMPARED)  # which says nothing about speed
         return
-    values = _values(name, counts, search, ended)
-    progress.print_above(model_report.values(counts, values))
+    values = _values(name, rows, search, ended)
+    progress.print_above(_values_text(rows, values))
     result = _result(name, key, search, values)
-    file = results.write(machine.here(), result)
+    file = measured_models.keep(result)
     state.reset()
-    print(model_report.conclusion(result, file))
+    print(_conclusion(result, file))
 
 
-def dry_run(name: str, counts: Sequence[int]) -> str:
+def dry_run(name: str, rows: Sequence[int]) -> str:
     """Returns which settings of a model would be compared."""
-    if reason := lookup.why_not_tuned():
+    if reason := measured_models.why_not_tuned():
         return f"{name}: {NOT_MEASURED}: {reason}"
-    from mlx_marlin.lm.model_tuning.search import basic_settings
-
     basic = "; ".join(map(str, basic_settings()))
     return (
-        f"{name}: generation at {arguments.listed(counts)} streams with {basic}; then "
-        f"each of the fusions {', '.join(FUSIONS)}, and the best of them together"
+        f"{name}: passes of {arguments.listed(rows)} rows with {basic}; then each of "
+        f"the fusions {', '.join(FUSIONS)}, and the best of them together"
     )
 
 
-def _searched(name: str, counts: Sequence[int], ended: float) -> "tuple[str, Search]":
+def _searched(name: str, rows: Sequence[int], ended: float) -> tuple[str, Search]:
     """Returns the key of a model and a finished search; the model is freed."""
-    from mlx_marlin.lm.model_tuning import search as searching
-    from mlx_marlin.lm.model_tuning.generations import Generations
+    from mlx_marlin.lm.race.settings_race import Arms  # it imports mlx-lm
 
-    generations = Generations(load=partial(models.load_lazily, name), streams=counts)
-    layouts = generations.layouts()
+    arms = Arms(load=partial(models.load_lazily, name), rows=rows)
+    layouts = arms.layouts()
     if len(layouts) == 1:
         print(f"{name}: packed weights not measured: two copies do not fit the memory")
-    search = searching.Search(
-        fusions=(*FUSIONS,),
-        layouts=layouts,
-        is_over=lambda: monotonic() >= ended,
-    )
-    total = searching.steps(layouts, search.fusions)
-    for _ in progress.shown(
-        search.run(generations.compare), "generate", "settings", total
-    ):
+    search = Search(layouts=layouts, is_over=lambda: monotonic() >= ended)
+    steps = search.run(arms.compare)
+    for _ in progress.shown(steps, "race", "settings", search.steps):
         pass
-    return model_key.model_key(generations.stock), search
+    return measured_models.model_key(arms.stock), search
 
 
-def _values(
-    name: str, counts: Sequence[int], search: "Search", ended: float
-) -> "Values":
+def _values(name: str, rows: Sequence[int], search: Search, ended: float) -> "Values":
     """Tries the values of MLX's variable with the settings that were found."""
-    from mlx_marlin.lm.model_tuning import environment, generations
+    from mlx_marlin.lm.race import settings_race
 
-    generations.free_memory()  # the processes load the model themselves
-    job = environment.Job(
+    settings_race.free_memory()  # the processes load the model themselves
+    job = settings_race.Job(
         load=partial(models.load_lazily, name),
         settings=search.result.settings if search.result else None,
-        streams=counts,
-        prompt=generations.PROMPT,
-        new=generations.NEW,
+        rows=rows,
     )
-    values = environment.Values(
-        job=job, measure=environment.measure, is_over=lambda: monotonic() >= ended
+    values = settings_race.Values(
+        job=job, measure=settings_race.measure, is_over=lambda: monotonic() >= ended
     )
-    total = 2 * (1 + len(values.values))
-    for _ in progress.shown(values.run(), environment.VARIABLE, "process", total):
+    total = 2 * (1 + len(settings_race.VALUES))
+    for _ in progress.shown(values.run(), VARIABLE, "process", total):
         pass
     return values
 
 
-def _result(name: str, key: str, search: "Search", values: "Values") -> TunedModel:
-    from mlx_marlin.lm import generation
-
+def _result(name: str, key: str, search: Search, values: "Values") -> TunedModel:
+    speedups = search.result.speedups if search.result else {}
     return TunedModel(
-        model=generation.name_of(name),
+        model=measured_models.name_of_model(name),
         key=key,
-        config=model_key.key_of_model_name(name) or "",
         settings=search.result.settings if search.result else None,
-        speedups=search.result.speedups if search.result else {},
+        speedups={m: round(each, 4) for m, each in speedups.items()},
         max_ops_per_buffer=values.best,
         date=date.today().isoformat(),
     )
+
+
+def _settings_text(name: str, rows: Sequence[int], search: Search) -> str:
+    """Returns the table of the speeds of settings relative to stock MLX."""
+    lines = [
+        _line(rows, name_of(each.settings), each) for each in search.measured.values()
+    ]
+    skipped = [[name_of(each), *[""] * len(rows), "no time"] for each in search.skipped]
+    title = f"{name}: speed relative to stock MLX, by rows of a forward pass"
+    return f"{title}\n{_table(rows, lines + skipped)}"
+
+
+def _values_text(rows: Sequence[int], tried: "Values") -> str:
+    """Returns the table of the speeds of values of MLX's variable."""
+    if not tried.comparisons:
+        return f"{VARIABLE}: not measured, {tried.failure or 'no time'}"
+    lines = [_line(rows, str(value), each) for value, each in tried.comparisons.items()]
+    title = f"{VARIABLE}: speed relative to MLX's own value, by rows"
+    return f"{title}\n{_table(rows, lines)}"
+
+
+def _line(rows: Sequence[int], head: str, found: Comparison) -> list[str]:
+    speeds = [f"{each:.3f}" for each in found.speedups.values()]
+    return [head, *(speeds or [""] * len(rows)), found.verdict]
+
+
+def _table(rows: Sequence[int], lines: Sequence[list[str]]) -> str:
+    return aligned([["", *map(str, rows), ""], *lines])
+
+
+def _conclusion(result: TunedModel, file: Path) -> str:
+    """Returns what `optimize` does from now on, and the file that keeps it."""
+    chosen = f"optimize(model) uses {name_of(result.settings)} from now on"
+    if result.settings is None:
+        chosen = "optimize(model) leaves such models to stock MLX from now on"
+    rule = f"the defaults stay unless others are {MARGIN:.0%} faster than stock MLX"
+    lines = [chosen, rule]
+    if result.max_ops_per_buffer is not None:
+        lines.append(
+            f"{VARIABLE}={result.max_ops_per_buffer} is faster: `mlx-marlin lm` sets "
+            f"it; elsewhere, set it before MLX starts"
+        )
+    return "\n".join([*lines, f"kept in {file}"])

@@ -107,7 +107,7 @@ def medians(
 ) -> dict[int, tuple[float, float]]:
     """Returns the medians with stock MLX and with our kernels, where both ran."""
     found = {}
-    for m in (*ROWS, *PROMPTS):
+    for m in dict.fromkeys(m for each in stock for m in each):
         times = [[s for each in arm for s in each.get(m, ())] for arm in (stock, ours)]
         if all(times):
             found[m] = statistics.median(times[0]), statistics.median(times[1])

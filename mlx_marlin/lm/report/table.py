@@ -6,11 +6,11 @@ Every time says in its own cell or line where it comes from: "predicted" or "mea
 from collections.abc import Iterator, Sequence
 
 from mlx_marlin.backends import selection
+from mlx_marlin.lm.race.settings import name_of
 from mlx_marlin.lm.report.decisions import Decision, Time
 from mlx_marlin.lm.report.layer_groups import LayerGroup
 from mlx_marlin.lm.report.layer_product import LayerProduct, Weight
 from mlx_marlin.lm.report.target import Target
-from mlx_marlin.lm.tuned_models.settings import name_of
 from mlx_marlin.tables import Table, Value, printed
 
 GROUP = ("layer", "count", "product", "format", "layout")

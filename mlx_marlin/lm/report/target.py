@@ -18,7 +18,7 @@ from mlx_marlin.lm.layer_conversion import (
     LayerConversion,
     layout_where_packed,
 )
-from mlx_marlin.lm.tuned_models.results import TunedModel
+from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import eligibility, serving
 

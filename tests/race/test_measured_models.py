@@ -1,4 +1,4 @@
-"""`optimize` without arguments uses the settings that tuning found for a model."""
+"""`optimize` without arguments uses the settings that `tune` found for a model."""
 
 import json
 import warnings
@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm import recipe
+from mlx_marlin.lm import measured_models, recipe
 from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race import conditions
+from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.tracing.block import TracedBlock
-from mlx_marlin.lm.tuned_models import lookup, machine, model_key, results, settings
-from mlx_marlin.lm.tuned_models.results import TunedModel
-from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.warn_once import forget
+from mlx_marlin.planning import measurement_json
 from support.choose import Choose
 from support.models import arrays, assert_same_model, tiny_llama, types
 
@@ -35,8 +35,7 @@ ALL = ModelSettings(layout="marlin", join=True, trace=True, fuse=("residual",))
 def result(model: nn.Module, chosen: ModelSettings | None, **others: Any) -> TunedModel:
     fields: dict[str, Any] = {
         "model": "tiny",
-        "key": model_key.model_key(model),
-        "config": "",
+        "key": measured_models.model_key(model),
         "settings": chosen,
         "speedups": {1: 1.125, 4: 1.25},
         "max_ops_per_buffer": None,
@@ -46,8 +45,14 @@ def result(model: nn.Module, chosen: ModelSettings | None, **others: Any) -> Tun
 
 
 def keep(chosen: ModelSettings | None, **others: Any) -> Path:
-    model = tiny_llama()
-    return results.write(machine.here(), result(model, chosen, **others))
+    return write(tiny_llama(), chosen, **others)
+
+
+def write(model: nn.Module, chosen: ModelSettings | None, **others: Any) -> Path:
+    """Keeps a result as another process, which has ended."""
+    file = measured_models.keep(result(model, chosen, **others))
+    state.reset()
+    return file
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def kept(
     backend(None)
     assert selection.backend() == "metal"
     monkeypatch.setattr(conditions, "why_not", lambda *_: "there is no clock")
-    yield tmp_path / results.FOLDER
+    yield result_files.folder()
     state.reset()
 
 
@@ -82,7 +87,7 @@ def test_without_results_nothing_is_read(
     expected = tiny_llama()
     mlx_marlin.optimize(expected, layout="mlx", join=False, trace=False)
     asked: list[object] = []
-    monkeypatch.setattr(lookup, "model_key", asked.append)
+    monkeypatch.setattr(measured_models, "model_key", asked.append)
 
     model = mlx_marlin.optimize(tiny_llama(), measure=False)
 
@@ -142,7 +147,7 @@ def test_layers_that_mlx_would_round_stay_where_stock_mlx_is_faster(
             attention[name] = MarlinLinear.from_linear(plain, 16, layout="marlin")
         return model
 
-    results.write(machine.here(), result(imported(), None))
+    write(imported(), None)
 
     dry = mlx_marlin.optimize(imported(), dry_run=True)
     model = mlx_marlin.optimize(imported())
@@ -170,7 +175,7 @@ def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
 
     expected = (
         "join: measured here on 2026-11-25: 1.12 times stock MLX at 1, 1.25 times "
-        "stock MLX at 4 streams"
+        "stock MLX at 4 rows"
     )
     assert dry.tuned == expected
     assert (
@@ -205,85 +210,107 @@ def test_the_environment_turns_it_off(
     monkeypatch.setenv(name, value)
     state.reset()
 
-    assert lookup.find(tiny_llama()) is None
-    assert bool(lookup.why_not_tuned()) == (name == selection.ENVIRONMENT)
+    assert measured_models.find(tiny_llama()) is None
+    assert bool(measured_models.why_not_tuned()) == (name == selection.ENVIRONMENT)
 
 
 def test_a_newer_result_replaces_an_older_one_of_the_same_model(kept: Path) -> None:
     assert keep(JOINED) == keep(ALL)
     other = tiny_llama(tied=False)
 
-    assert lookup.find(tiny_llama()) == result(tiny_llama(), ALL)
-    assert lookup.find(other) is None
-    results.write(machine.here(), result(other, JOINED))
-    assert lookup.find(other) == result(other, JOINED)
-    assert lookup.find(tiny_llama()) == result(tiny_llama(), ALL)
-    assert len([*kept.iterdir()]) == results.clear() == 2
-    assert lookup.find(tiny_llama()) is None
+    assert measured_models.find(tiny_llama()) == result(tiny_llama(), ALL)
+    assert measured_models.find(other) is None
+    write(other, JOINED)
+    assert measured_models.find(other) == result(other, JOINED)
+    assert measured_models.find(tiny_llama()) == result(tiny_llama(), ALL)
+    assert [*kept.glob("*.json")] == [keep(ALL)]
+    assert result_files.clear(kept) == 1
+    state.reset()
+    assert measured_models.find(tiny_llama()) is None
 
 
-@pytest.mark.parametrize("name", ["mlx", "mlx_lm", "mlx_marlin", "build", "kernels"])
-def test_a_result_of_another_version_is_ignored_with_one_message(
+@pytest.mark.parametrize("name", ["mlx", "system", "kernels", "cores", "architecture"])
+def test_a_result_of_another_version_is_not_used(
     kept: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     keep(JOINED)
-    assert machine.here().kernels == tuned_results.kernels("metal")
-    other = replace(machine.here(), **{name: "0.1.2"})
-    monkeypatch.setattr(machine, "here", lambda: other)
+    own = tuned_results.machine
+    changed = 3 if name == "cores" else "0.1.2"
+    monkeypatch.setattr(
+        tuned_results,
+        "machine",
+        lambda *a, **k: replace(own(*a, **k), **{name: changed}),
+    )
+    state.reset()
 
-    with pytest.warns(RuntimeWarning, match=f"measured with {name} .*, here 0.1.2"):
-        assert lookup.find(tiny_llama()) is None
-    assert lookup.find(tiny_llama()) is None  # without a second warning
+    assert measured_models.find(tiny_llama()) is None
+
+
+def test_files_of_earlier_versions_are_ignored_without_a_message(kept: Path) -> None:
+    """The settings had a folder, and results no settings."""
+    folder = kept.with_name("models")
+    folder.mkdir()
+    (folder / "apple-m3-max-40-cores-0123456789abcdef.json").write_text("{}")
+    file = keep(JOINED)
+    whole = json.loads(file.read_text("utf-8"))
+    del whole["settings"]
+    file.write_text(json.dumps(whole))
+    state.reset()
+
+    assert measured_models.find(tiny_llama()) is None
+    assert keep(JOINED) == file
+    assert measured_models.find(tiny_llama()) == result(tiny_llama(), JOINED)
 
 
 def broken(text: str) -> list[str]:
     """Returns texts that `write` cannot have written, made from one that it has."""
     whole = json.loads(text)
-    changes = (
+    (own,) = whole["settings"]
+    changes: tuple[dict[str, Any], ...] = (
         {"settings": {"layout": "odd"}},
-        {"settings": whole["settings"] | {"layout": "odd"}},
-        {"settings": whole["settings"] | {"fuse": ["nothing"]}},
-        {"settings": whole["settings"] | {"join": 1}},
+        {"settings": own["settings"] | {"layout": "odd"}},
+        {"settings": own["settings"] | {"fuse": ["nothing"]}},
+        {"settings": own["settings"] | {"join": 1}},
         {"settings": []},
         {"speedups": {"1": -1.0}},
         {"speedups": {"one": 1.0}},
         {"speedups": None},
         {"max_ops_per_buffer": "5; rm"},
         {"max_ops_per_buffer": 0},
-        {"machine": {}},
-        {"machine": whole["machine"] | {"chip": "another"}},
-        {"key": "another"},
+        {"key": 5},
         {"more": 1},
     )
-    texts = [json.dumps(whole | change) for change in changes]
-    return [*texts, "", "[]", "{}", text[:-20], "[" * 100_000, "\x00"]
+    rows = [own | change for change in changes]
+    return [json.dumps(whole | {"settings": [row]}) for row in rows]
 
 
-def test_a_damaged_file_is_ignored_with_one_message(kept: Path) -> None:
+def test_damaged_settings_are_ignored_with_one_message(kept: Path) -> None:
     file = keep(ALL)
     for text in broken(file.read_text("utf-8")):
         file.write_text(text, "utf-8")
         forget()
+        state.reset()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert lookup.find(tiny_llama()) is None, text
-            assert lookup.find(tiny_llama()) is None
+            assert measured_models.find(tiny_llama()) is None, text
+            assert measured_models.find(tiny_llama()) is None
         assert len(caught) == 1, text
-        assert "`mlx-marlin tune MODEL`" in str(caught[0].message)
+        assert "ignored: " in str(caught[0].message)
     keep(ALL)
-    assert lookup.find(tiny_llama()) is not None
+    assert measured_models.find(tiny_llama()) is not None
 
 
 def test_a_file_that_others_can_write_is_ignored(kept: Path) -> None:
     keep(JOINED).chmod(0o666)
+    state.reset()
 
     with pytest.warns(RuntimeWarning, match="can be written by other users"):
-        assert lookup.find(tiny_llama()) is None
+        assert measured_models.find(tiny_llama()) is None
 
 
 def test_a_key_depends_on_the_shape_only() -> None:
     keys = {
-        model_key.model_key(model)
+        measured_models.model_key(model)
         for model in (
             tiny_llama(),
             mlx_marlin.optimize(tiny_llama(), layout="marlin", join=True, trace=True),
@@ -296,7 +323,7 @@ def test_a_key_depends_on_the_shape_only() -> None:
     others[-1].args.rope_theta += 1
     half = tiny_llama()
     half.set_dtype(mx.float16)
-    different = {model_key.model_key(model) for model in (*others, half)}
+    different = {measured_models.model_key(model) for model in (*others, half)}
     assert len(different) == 5
     assert not different & keys
 
@@ -312,7 +339,7 @@ class Scaled(nn.Module):
 def test_a_layer_with_scales_of_its_own_is_left_alone(kept: Path) -> None:
     model = tiny_llama()
     model.own_scales = Scaled()
-    results.write(machine.here(), result(model, JOINED))
+    write(model, JOINED)
 
     assert is_joined(mlx_marlin.optimize(model))
     assert "own_scales" not in str(mlx_marlin.report(model, rows=(1,)))
@@ -332,15 +359,6 @@ def test_a_model_whose_settings_cannot_be_read_is_not_tuned(kept: Path) -> None:
     assert not is_joined(mlx_marlin.optimize(model))  # without a second warning
 
 
-def test_a_config_is_compared_without_names_and_paths() -> None:
-    config = {"hidden_size": 64, "layers": [{"k": 1}], "vocab_size": 5}
-    named = {"_name_or_path": "/home/me", "transformers_version": "1", "name": "x"}
-
-    assert model_key.config_key(config | named) == model_key.config_key(config)
-    for other in ({"hidden_size": 65}, {"layers": [{"k": 2}]}, {"extra": None}):
-        assert model_key.config_key(config | other) != model_key.config_key(config)
-
-
 @given(
     st.builds(
         lambda layout, join, fuse, trace: ModelSettings(
@@ -356,9 +374,9 @@ def test_a_config_is_compared_without_names_and_paths() -> None:
     )
 )
 def test_settings_survive_json(drawn: ModelSettings) -> None:
-    text = json.dumps(settings.row(drawn))
+    text = json.dumps(measurement_json.encoded(drawn))
 
-    assert settings.settings_of(json.loads(text)) == drawn
+    assert measurement_json.decoded(ModelSettings, json.loads(text)) == drawn
     assert (str(drawn) == "defaults") == (drawn == DEFAULTS)
     assert (drawn.complexity == 0) == (drawn == DEFAULTS)
 

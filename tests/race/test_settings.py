@@ -9,31 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.lm.model_tuning import search as searching
-from mlx_marlin.lm.model_tuning.comparison import (
+from mlx_marlin.lm.race.settings import (
+    DEFAULTS,
     MARGIN,
     PROMPT_MARGIN,
     TIE,
     Comparison,
+    ModelSettings,
+    Search,
+    basic_settings,
     chosen,
 )
-from mlx_marlin.lm.model_tuning.search import Search, basic_settings
-from mlx_marlin.lm.tuned_models.settings import DEFAULTS, ModelSettings
+from mlx_marlin.planning.measurement import PROMPTS
 
-STREAMS = (1, 4, 8)
+ROWS = (1, 4, 8)
+PROMPT = PROMPTS[0]
 NAMES = ("residual", "gate", "norm")
 JOINED, TRACED = ModelSettings(join=True), ModelSettings(trace=True)
 PACKED = ModelSettings(layout="marlin")
 Speed = Callable[[ModelSettings], float]
 
-speedups = st.fixed_dictionaries({n: st.floats(0.5, 2.0) for n in STREAMS})
+seconds = st.fixed_dictionaries(
+    {m: st.tuples(st.floats(0.5, 2.0), st.just(1.0)) for m in ROWS}
+    | {PROMPT: st.tuples(st.floats(0.8, 1.2), st.just(1.0))}
+)
 excluded = st.sampled_from([None, None, None, "other tokens"])
 comparisons = st.lists(
     st.builds(
         Comparison,
         settings=st.sampled_from(basic_settings()),
-        speedups=speedups,
-        prompts=st.fixed_dictionaries({n: st.floats(0.8, 1.2) for n in STREAMS}),
+        seconds=seconds,
         excluded=excluded,
     ),
     unique_by=lambda each: each.settings,
@@ -41,7 +46,12 @@ comparisons = st.lists(
 
 
 def same(settings: ModelSettings, speedup: float) -> Comparison:
-    return Comparison(settings=settings, speedups=dict.fromkeys(STREAMS, speedup))
+    return of(settings, dict.fromkeys(ROWS, speedup))
+
+
+def of(settings: ModelSettings | None, speeds: dict[int, float]) -> Comparison:
+    seconds = {m: (speed, 1.0) for m, speed in speeds.items()}
+    return Comparison(settings=settings, seconds=seconds)
 
 
 def searched(speed: Speed) -> Search:
@@ -57,7 +67,7 @@ def test_nothing_is_kept_that_is_slower_than_stock(measured: list[Comparison]) -
     if kept is not None:
         assert kept.excluded is None
         assert min(kept.speedups.values()) >= 1 - MARGIN
-        assert min(kept.prompts.values()) >= 1 - PROMPT_MARGIN
+        assert kept.seconds[PROMPT][0] >= 1 - PROMPT_MARGIN
     if kept is None or kept.speedup < 1 + MARGIN:
         assert not any(each.is_faster for each in measured)
         assert kept is None or kept.settings == DEFAULTS
@@ -85,10 +95,11 @@ def test_the_rule_by_examples() -> None:
     all_ = replace(JOINED, trace=True, layout="marlin")
     tied = [same(all_, 1.203), same(JOINED, 1.2), same(DEFAULTS, 1.1)]
     assert chosen(tied) == tied[1]
-    slow_alone = Comparison(settings=JOINED, speedups={1: 0.97, 4: 2.0, 8: 2.0})
+    slow_alone = of(JOINED, {1: 0.97, 4: 2.0, 8: 2.0})
     assert not slow_alone.is_harmless
-    slow_prompt = replace(same(JOINED, 2.0), prompts={1: 0.94})
-    assert not slow_prompt.is_harmless
+    assert of(JOINED, {1: 0.99, 8: 1.0, PROMPT: 0.96}).is_harmless
+    assert not of(JOINED, {1: 2.0, PROMPT: 0.94}).is_harmless
+    assert of(JOINED, {1: 1.03, PROMPT: 0.96}).speedup == pytest.approx(1.03)
     other = Comparison(settings=JOINED, excluded="other tokens")
     assert [each.verdict for each in (slow_alone, other, tied[0])] == [
         "slower than stock MLX",
@@ -192,7 +203,7 @@ def test_without_time_the_choice_is_confirmed_nevertheless(limit: int) -> None:
     found = Search(fusions=NAMES, is_over=lambda: len(calls) >= limit)
     assert [*found.run(compare)]
 
-    tried = min(limit, searching.steps(found.layouts, NAMES) - 1)
+    tried = min(limit, found.steps - 1)
     assert len(found.measured) == tried
     assert found.result is not None
     best = max(found.measured.values(), key=lambda each: each.speedup)
@@ -214,11 +225,9 @@ def test_noise_keeps_nothing_slower_than_stock(seed: int, noise: float) -> None:
     true: dict[ModelSettings, dict[int, float]] = {}
 
     def compare(settings: ModelSettings) -> Comparison:
-        speeds = true.setdefault(
-            settings, {n: draw.uniform(0.9, 1.12) for n in STREAMS}
-        )
+        speeds = true.setdefault(settings, {n: draw.uniform(0.9, 1.12) for n in ROWS})
         noisy = {n: s * (1 + draw.uniform(-noise, noise)) for n, s in speeds.items()}
-        return Comparison(settings=settings, speedups=noisy)
+        return of(settings, noisy)
 
     found = Search(fusions=NAMES)
     assert [*found.run(compare)]

@@ -1,1 +1,0 @@
-"""Finds the settings of `optimize` with which a model generates fastest here."""
