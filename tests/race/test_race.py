@@ -572,6 +572,41 @@ def test_rows_wait_for_stocks_kernels_and_race_at_the_next_load(
     assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS}
 
 
+def test_passes_of_prompts_wait_for_processes_of_their_own(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = Compiling(mac, *[0.0] * 5, math.inf, math.inf)
+    ahead.use(monkeypatch)
+    mac.ours = lambda layout, m: 9.0
+    mac.optimize(tiny_llama(), layout="mlx")
+
+    assert {m for m, _ in mac.passes} == {*forward_race.ROWS}
+    assert {m for m, _ in mac.raced} == {*RACED}
+    ahead.ends = dict.fromkeys(ahead.ends, 0.0)
+    mac.optimize(tiny_llama(), layout="mlx")
+    assert {m for m, _ in mac.passes} == {*PROMPTS}
+
+
+def test_processes_run_each_prompt_in_both_kinds_of_layers(
+    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = Compiling(mac)
+    monkeypatch.setattr(metal_backend, "ahead", lambda version: ahead)
+    monkeypatch.setattr(stock_kernels, "compile_steps", lambda steps: None)
+    model = stock_kernels.pickled(tiny_llama())
+    kernels = stock_kernels.for_race(
+        [], "key", model, {"layout": "mlx", "measure": False}
+    )
+
+    for job in kernels.prompts:
+        stock_kernels.work(job.argument)
+    assert mac.passes == [(m, ours) for ours in (False, True) for m in PROMPTS]
+    mac.passes.clear()
+    for job in kernels.passes:
+        stock_kernels.work(job.argument)
+    assert mac.passes == [(1, False), *((m, True) for m in forward_race.ROWS)]
+
+
 def test_later_loads_keep_to_their_time_and_end(
     mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,7 @@ class Race:
             stock=self.recipe.decides_layout or self.recipe.layout == "mlx",
             known=stored.results,
             store=self._unwritten.append,
-            budget=self._budget(self.deadline),
+            budget=Budget(now=self.now, end=self.deadline),
             is_ready=lambda m: self._kernels.has_products(m),
         )
 
@@ -143,7 +143,7 @@ class Race:
             self._bar.say("timing forward passes of stock MLX")
             rounds = 1 if self.recipe.layout == "mlx" else forward_race.ROUNDS
             third = self._began + (self.deadline - self._began) / 3
-            self._stock.append(self._sample(ready, rounds, third))
+            self._stock.append(self._sample(ready, rounds, third, needs_one=True))
             # Passes of ours take about as long.
             self.products.budget.end -= self.now() - self._began
             self.products.budget.needs_one = False
@@ -185,9 +185,6 @@ class Race:
             return True
         can_run = forward_race.can_run(self.model)
         return can_run and bool(forward_race.missing(seconds))
-
-    def _budget(self, end: float) -> Budget:
-        return Budget(now=self.now, end=end)
 
     def _convert_as(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -331,21 +328,29 @@ class Race:
             end = self.deadline
             if not turn and not is_stocks:
                 end = (self.now() + self.deadline) / 2 - self._conversion
-            ours = self._sample(rows, passes, end)
+            # A pass of stock MLX's needs its counterpart, and each load one item.
+            needs_one = is_stocks or self.products.budget.needs_one
+            ours = self._sample(rows, passes, end, needs_one)
+            if not ours:
+                return
             self._ours.append(ours)
             if not is_stocks:
                 self._undo()
                 self._bar.say("timing forward passes of stock MLX")
                 end = self.deadline - self._conversion
-                self._stock.append(self._sample([*ours], passes, end))
+                stock = self._sample([*ours], passes, end, needs_one=True)
+                self._stock.append(stock)
             rows = [m for m in ours if m not in PROMPTS]
 
     def _has_time_for_turn(self) -> bool:
         """Returns whether stock MLX can have a turn, which takes two conversions."""
         return self.now() + 2 * self._conversion < self.deadline
 
-    def _sample(self, rows: Sequence[int], samples: int, end: float) -> Samples:
-        return forward_race.sample(self.model, rows, samples, self._budget(end))
+    def _sample(
+        self, rows: Sequence[int], samples: int, end: float, needs_one: bool
+    ) -> Samples:
+        budget = Budget(now=self.now, end=end, needs_one=needs_one)
+        return forward_race.sample(self.model, rows, samples, budget)
 
     def _keep_forwards(self, found: Seconds, lost: bool) -> Forwards:
         """Keeps the times of the model; stock MLX serves rows at which it was

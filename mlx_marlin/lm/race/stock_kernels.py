@@ -39,13 +39,19 @@ class StockKernels:
     ahead: Ahead | None = None
     # By their rows, the jobs that compute stock MLX's products
     products: Mapping[Rows, Job] = field(default_factory=dict)
-    # The jobs that compute a forward pass of a model's first layers
+    # The jobs that compute forward passes of a model's first layers
     passes: Sequence[Job] = ()
+    prompts: Sequence[Job] = ()
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All jobs, in the order in which they start."""
+        return [*self.passes, *self.products.values(), *self.prompts]
 
     def start(self) -> None:
         """Starts what is not compiled yet."""
         if self.ahead is not None:
-            self.ahead.start([*self.passes, *self.products.values()])
+            self.ahead.start(self.jobs)
 
     def has_products(self, m: int) -> bool:
         """Returns whether stock MLX's products of m rows compile nothing now."""
@@ -54,24 +60,26 @@ class StockKernels:
 
     def has_pass(self, m: int) -> bool:
         """Returns whether a forward pass of m rows compiles few and small kernels."""
-        return not self.waits_for_pass and self.has_products(m)
+        waits = self.waits_for_pass or (m in PROMPTS and self._running(self.prompts))
+        return not waits and self.has_products(m)
 
     @property
     def waits_for_pass(self) -> bool:
         """Whether a process still compiles what forward passes of any rows need."""
-        return self.ahead is not None and any(map(self.ahead.is_running, self.passes))
+        return self._running(self.passes) > 0
 
     @property
     def running(self) -> int:
         """Number of the processes that still compile."""
-        if self.ahead is None:
-            return 0
-        return sum(map(self.ahead.is_running, [*self.passes, *self.products.values()]))
+        return self._running(self.jobs)
+
+    def _running(self, jobs: Sequence[Job]) -> int:
+        return 0 if self.ahead is None else sum(map(self.ahead.is_running, jobs))
 
     @property
     def told(self) -> str:
         """What is being done, and how much of it is done."""
-        count = len(self.passes) + len(self.products)
+        count = len(self.jobs)
         return f"compiling MLX's own kernels, {count - self.running} of {count}"
 
 
@@ -96,15 +104,26 @@ def for_race(
         group: _job(repr((ordered, group)), (ordered, group))
         for group in _groups(m for m in rows if m > GROUPS[0])
     }
-    few = forward_race.ROWS
-    passes = [
-        _job(f"pass {key} {given}", (model, given, few))
-        for given in (None, dict(options))
-        if model is not None
-    ]
-    found = StockKernels(ahead=ahead, products=by_rows, passes=passes)
+    # Other processes compute MLX's own products, which differ with the few rows.
+    few = _passes("pass", key, model, None, (1,))
+    few += _passes("pass", key, model, dict(options), forward_race.ROWS)
+    prompts = _passes("prompts", key, model, None, PROMPTS)
+    prompts += _passes("prompts", key, model, dict(options), PROMPTS)
+    found = StockKernels(ahead=ahead, products=by_rows, passes=few, prompts=prompts)
     found.start()
     return found
+
+
+def _passes(
+    name: str,
+    key: str,
+    model: bytes | None,
+    options: dict[str, Any] | None,
+    rows: Sequence[int],
+) -> list[Job]:
+    if model is None:
+        return []
+    return [_job(f"{name} {key} {options}", (model, options, rows))]
 
 
 def _job(name: str, argument: Any) -> Job:
@@ -156,16 +175,14 @@ def work(argument: bytes) -> None:
 
 
 def _pass(model: bytes, options: dict[str, Any] | None, rows: Sequence[int]) -> None:
-    """Runs the first layers with one row, or, converted, with any rows."""
+    """Runs the first layers, converted if there are options."""
     layers: Any = _Unpickler(io.BytesIO(model)).load()
     del layers.layers[LAYERS:]
-    if options is None:
-        forward_race.passes(layers, 1, 1)
-        return
-    from mlx_marlin.lm.optimize import optimize
+    if options is not None:
+        from mlx_marlin.lm.optimize import optimize
 
-    optimize(layers, **options)
-    compile_steps(partial(forward_race.one_pass, layers, m) for m in rows)
+        optimize(layers, **options)
+        compile_steps(partial(forward_race.one_pass, layers, m) for m in rows)
     for m in rows:
         forward_race.passes(layers, m, 1)
 
