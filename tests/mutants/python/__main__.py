@@ -2,9 +2,9 @@
 
 import argparse
 import difflib
+import hashlib
 import json
 import os
-import random
 import shutil
 import sys
 from collections import Counter
@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument(
         "--record", type=int, default=0, metavar="N", help="keep N that are noticed"
     )
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     room = rooms.ROOMS[options.room]
     files = room.files(runner.ROOT)
@@ -42,20 +43,26 @@ def main() -> int:
 
     os.environ["CI"] = "1"  # Hypothesis draws the same examples in every run
     asked = ["-q", "-n", "0", "-p", "no:cacheprovider", "--capture=no", *room.tests]
-    pytest.main(asked, plugins=[runner.Runner(files, act)])
+    pytest.main(asked, plugins=[runner.Runner(files, act, options.processes)])
     shutil.rmtree(runner.KEPT / "temporary", ignore_errors=True)
     return not score or score[0] < room.rate
 
 
 def draw(files: Sequence[str], number: int, seed: str) -> list[Mutant]:
-    """Returns a sample, half of it mutmut's and half our own."""
-    root, chance = runner.ROOT, random.Random(seed)
+    """Returns a sample, half of it mutmut's and half our own.
+
+    What of it is in a file changes little with the others.
+    """
+
+    def rank(*facts: object) -> bytes:
+        return hashlib.sha256(repr((seed, *facts)).encode()).digest()
+
+    root = runner.ROOT
     own = [mutant for file in files for mutant in operators.own(root, file)]
-    chance.shuffle(own)
+    own.sort(key=lambda mutant: rank(mutant.place, mutant.old, mutant.new))
     chosen = own[: number // 2]
     theirs = [place for file in files for place in operators.mutmuts(root, file)]
-    chance.shuffle(theirs)
-    for file, index in theirs:
+    for file, index in sorted(theirs, key=lambda place: rank(*place)):
         if len(chosen) >= number:
             break
         mutant = operators.mutmut(root, file, index)
@@ -71,7 +78,11 @@ def tried(
     print(f"{len(called.seconds)} tests, {sum(called.seconds.values()):.0f} s")
     kept = runner.KEPT / name
     rows = kept.read_text().splitlines() if kept.exists() else []
-    found = {key(m): verdict for m, verdict in map(json.loads, rows)}
+    found = {
+        key(fields): verdict
+        for fields, verdict, digest in map(json.loads, rows)
+        if verdict or digest == called.digest
+    }
     known = {
         mutant: found[key(vars(mutant))]
         for mutant in drawn
@@ -86,7 +97,9 @@ def tried(
         for mutant in todo
         for chosen in [called.of(mutant)]
     ]
-    for done, (number, verdict) in enumerate(runner.in_processes(acts)):
+    for done, (number, verdict) in enumerate(
+        runner.in_processes(acts, tests.processes)
+    ):
         mutant = todo[number]
         if mutant.old == mutant.new:
             if verdict:
@@ -94,7 +107,7 @@ def tried(
             continue
         known[mutant] = verdict
         with kept.open("a") as file:
-            file.write(json.dumps([vars(mutant), verdict]) + "\n")
+            file.write(json.dumps([vars(mutant), verdict, called.digest]) + "\n")
         print(
             f"{done} of {len(todo) - 1}: {place(mutant)}: {verdict or 'SURVIVED'}",
             flush=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 POWERS_OF_TEN = {1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9}
 OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any"}
+COMMUTE = {"min", "max", "gcd", "lcm"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -25,6 +26,11 @@ class Mutant:
     end: int
     old: str
     new: str
+
+    @property
+    def place(self) -> str:
+        """The name of its function, or of its file, in the map of calls."""
+        return f"{self.file}:{self.function}" if self.function else self.file
 
     def apply(self, source: bytes) -> bytes:
         """Returns the file's bytes with the change."""
@@ -166,7 +172,10 @@ class _Own(ast.NodeVisitor):
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name in OTHER_CALL:
             self.add("other extreme", node.func, OTHER_CALL[name])
-        for i, (one, two) in enumerate(pairwise(node.args)):
+        pairs = pairwise(
+            () if ast.unparse(node.func).split(".")[-1] in COMMUTE else node.args
+        )
+        for i, (one, two) in enumerate(pairs):
             plain = ast.Starred, ast.Constant
             if not isinstance(one, plain) and not isinstance(two, plain):
                 changed = copy.copy(node)

@@ -1,11 +1,14 @@
 """Rooms whose Python is mutated, the tests that hold them, and the rates to reach."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mutants.python.operators import Mutant
 
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
+BUDGET = 30.0  # CPU seconds of tests that one mutant is given, quickest first
+PATIENCE = 5.0, 3.0  # CPU seconds, and times the tests' own, until a mutant is endless
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,38 @@ class Room:
 def _room(rate: float, patterns: str, tests: str) -> Room:
     below = tuple(f"mlx_marlin/{pattern}" for pattern in patterns.split())
     return Room(below, tuple(f"tests/{test}" for test in tests.split()), rate)
+
+
+@dataclass
+class Called:
+    """The CPU seconds of each test, and the tests that call each function or file."""
+
+    digest: str  # of the room's files and tests
+    seconds: dict[str, float] = field(default_factory=dict)
+    tests: dict[str, list[str]] = field(default_factory=dict)
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Returns a mutant's tests, quickest first, as many as the budget allows.
+
+        A file of which nothing is called has data, which its neighbours use.
+        """
+        found = self.tests.get(mutant.place) or self.tests.get(mutant.file)
+        if found is None:
+            folder = f"{Path(mutant.file).parent}/"
+            near = [tests for key, tests in self.tests.items() if folder in key]
+            found = [*dict.fromkeys(test for tests in near for test in tests)]
+        chosen: list[str] = []
+        total = 0.0
+        for test in sorted(found, key=self.seconds.__getitem__):
+            total += self.seconds[test]
+            if chosen and total > BUDGET:
+                break
+            chosen.append(test)
+        return chosen
+
+    def limit(self, tests: Sequence[str]) -> float:
+        """Returns the CPU seconds after which a run of tests counts as endless."""
+        return PATIENCE[0] + PATIENCE[1] * sum(self.seconds[test] for test in tests)
 
 
 ROOMS = {

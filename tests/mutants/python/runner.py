@@ -11,76 +11,44 @@ import hashlib
 import importlib
 import json
 import os
+import resource
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from _pytest.runner import runtestprotocol
 
+from mutants.python.changed_import import ROOT, alone
 from mutants.python.operators import Mutant
+from mutants.python.rooms import Called
 
-ROOT = Path(__file__).parents[3]
 KEPT = ROOT / ".mutants"  # maps, results and temporary files
-BUDGET = 30.0  # seconds of tests that one mutant is given, quickest first
-PATIENCE = 30.0, 10.0  # seconds, and times the tests' own, until a mutant hangs
+WAITS = 10.0  # seconds by the clock for each second of the processor
 HANGS = "no end"
 Act = Callable[[], object]
-
-
-def place_of(mutant: Mutant) -> str:
-    """Returns the name of a mutant's function or file in the map of calls."""
-    return f"{mutant.file}:{mutant.function}" if mutant.function else mutant.file
-
-
-@dataclass
-class Called:
-    """The seconds of each test, and the tests that call each function or file."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    tests: dict[str, list[str]] = field(default_factory=dict)
-
-    def of(self, mutant: Mutant) -> list[str]:
-        """Returns a mutant's tests, quickest first, as many as the budget allows.
-
-        A file of which nothing is called has data, which its neighbours use.
-        """
-        found = self.tests.get(place_of(mutant)) or self.tests.get(mutant.file)
-        if found is None:
-            folder = f"{Path(mutant.file).parent}/"
-            near = [tests for key, tests in self.tests.items() if folder in key]
-            found = [*dict.fromkeys(test for tests in near for test in tests)]
-        chosen, total = [], 0.0
-        for test in sorted(found, key=self.seconds.__getitem__):
-            total += self.seconds[test]
-            if chosen and total > BUDGET:
-                break
-            chosen.append(test)
-        return chosen
-
-    def limit(self, tests: Sequence[str]) -> float:
-        """Returns the seconds after which a run of tests counts as hanging."""
-        return PATIENCE[0] + PATIENCE[1] * sum(self.seconds[test] for test in tests)
 
 
 class Runner:
     """Runs tests in forked processes, in place of pytest's own loop over them."""
 
-    def __init__(self, files: Sequence[str], act: Callable[["Runner"], None]) -> None:
-        self.files, self.act = files, act
+    def __init__(
+        self, files: Sequence[str], act: Callable[["Runner"], None], processes: int
+    ) -> None:
+        self.files, self.act, self.processes = files, act, processes
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Hands the collected tests to what was asked for."""
-        ((_, answer),) = in_processes([(lambda: mx.ones(1).item(), 20.0)])
+        ((_, answer),) = in_processes([(lambda: mx.ones(1).item(), 2.0)], 1)
         if answer == HANGS:
             raise pytest.UsageError("importing a test evaluates: a fork then hangs")
         self.items = {item.nodeid: item for item in session.items}
@@ -100,17 +68,16 @@ class Runner:
     @functools.cached_property
     def called(self) -> Called:
         """Runs every test once and notes who calls what, until a file changes."""
+        files = sorted({test.split("::")[0] for test in self.items})
         digest = hashlib.sha256(repr(sorted(self.items)).encode())
-        for file in sorted(
-            {*self.files, *(test.split("::")[0] for test in self.items)}
-        ):
+        for file in (*self.files, *files):
             digest.update((ROOT / file).read_bytes())
         kept = KEPT / f"{digest.hexdigest()[:16]}.json"
         if kept.exists():
             return Called(**json.loads(kept.read_text()))
-        found = Called()
-        files = sorted({test.split("::")[0] for test in self.items})
-        for _, rows in in_processes([(self._noting(file), 1200.0) for file in files]):
+        found = Called(digest.hexdigest())
+        acts = [(self._noting(file), 1200.0) for file in files]
+        for _, rows in in_processes(acts, self.processes):
             for test, seconds, places in rows or ():
                 found.seconds[test] = seconds
                 for place in places:
@@ -123,30 +90,29 @@ class Runner:
 
         def act() -> object:
             rows = []
-            chosen = [test for test in self.items if test.split("::")[0] == file]
             memos = [
                 each
                 for each in gc.get_objects()
-                if type(each).__name__ == "_lru_cache_wrapper"
+                if isinstance(each, functools._lru_cache_wrapper)
                 and str(each.__module__).startswith(("mlx_marlin", "metal_emulator"))
             ]
-            for test, following in zip(chosen, [*chosen[1:], None], strict=True):
+            chosen = [test for test in self.items if test.split("::")[0] == file]
+            for test, following in pairwise([*chosen, ""]):
                 for memo in memos:
                     memo.cache_clear()  # else only the first caller is seen
                 places: set[str] = set()
-                start = time.monotonic()
+                start = sum(os.times()[:4])
                 with calls_noted(places):
                     passed = self._passes(test, following)
                 if passed:
-                    rows.append((test, time.monotonic() - start, sorted(places)))
+                    rows.append((test, sum(os.times()[:4]) - start, sorted(places)))
             return rows
 
         return act
 
-    def _passes(self, test: str, following: str | None) -> bool:
-        after = self.items[following] if following else None
-        reports = runtestprotocol(self.items[test], log=False, nextitem=after)
-        return not any(report.failed for report in reports)
+    def _passes(self, test: str, following: str) -> bool:
+        item, after = self.items[test], self.items.get(following)
+        return not any(x.failed for x in runtestprotocol(item, False, after))
 
     def first_failed(self, mutant: Mutant, tests: Sequence[str]) -> Act:
         """Returns what plants a mutant and gives the first test that fails, or ""."""
@@ -154,11 +120,9 @@ class Runner:
         def act() -> object:
             if not self._plant(mutant):
                 return alone(mutant, tests)
-            rank: dict[str, int] = {}
-            for test in tests:
-                rank.setdefault(test.split("::")[0], len(rank))
-            order = sorted(tests, key=lambda test: rank[test.split("::")[0]])
-            for test, following in zip(order, [*order[1:], None], strict=True):
+            files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+            order = sorted(tests, key=lambda test: files.index(test.split("::")[0]))
+            for test, following in pairwise([*order, ""]):
                 if not self._passes(test, following):
                     return test
             return ""
@@ -172,7 +136,7 @@ class Runner:
         """
         found = self.functions.get((mutant.file, mutant.function), [])
         inner = f"{mutant.function}.<locals>."
-        if place_of(mutant) not in self.called.tests or any(
+        if mutant.place not in self.called.tests or any(
             file == mutant.file and name.startswith(inner)
             for file, name in self.functions
         ):
@@ -221,15 +185,17 @@ def calls_noted(into: set[str]) -> Iterator[None]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def in_processes(acts: Sequence[tuple[Act, float]]) -> Iterator[tuple[int, Any]]:
-    """Yields each act's number and result; `HANGS` after its limit of seconds."""
+def in_processes(
+    acts: Sequence[tuple[Act, float]], processes: int
+) -> Iterator[tuple[int, Any]]:
+    """Yields each act's number and result; `HANGS` after its limit of CPU seconds."""
     waiting = list(enumerate(acts))[::-1]
     running: dict[int, tuple[int, int, float, bytes]] = {}
     while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
+        while waiting and len(running) < processes:
             number, (act, limit) = waiting.pop()
-            child, pipe = _forked(act)
-            running[pipe] = number, child, time.monotonic() + limit, b""
+            child, pipe = _forked(act, limit)
+            running[pipe] = number, child, time.monotonic() + WAITS * limit, b""
         ready = select.select(list(running), [], [], 0.5)[0]
         for pipe, (number, child, end, sent) in list(running.items()):
             more = os.read(pipe, 1 << 20) if pipe in ready else None
@@ -244,7 +210,7 @@ def in_processes(acts: Sequence[tuple[Act, float]]) -> Iterator[tuple[int, Any]]
                 yield number, json.loads(sent) if sent else HANGS
 
 
-def _forked(act: Act) -> tuple[int, int]:
+def _forked(act: Act, limit: float) -> tuple[int, int]:
     """Returns the number of a process that acts, and the pipe of its result."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -253,6 +219,7 @@ def _forked(act: Act) -> tuple[int, int]:
         return child, reading
     try:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (ceil(limit), resource.RLIM_INFINITY))
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(KEPT / "temporary")
@@ -260,17 +227,3 @@ def _forked(act: Act) -> tuple[int, int]:
             json.dump(act(), pipe)
     finally:
         os._exit(0)
-
-
-def alone(mutant: Mutant, tests: Sequence[str]) -> str:
-    """Runs tests in a process that imports the changed file; "" if all pass."""
-    path = f"{ROOT}:{ROOT / 'tests'}"
-    done = subprocess.run(
-        [sys.executable, "-m", "mutants.python.changed_import"],
-        input=json.dumps([asdict(mutant), list(tests)]),
-        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    return f"pytest ends with {done.returncode}" if done.returncode else ""
