@@ -48,7 +48,7 @@ def _rotation_fault(plan: HeadsPlan) -> str | None:
         qkv = qkv.astype(dtype)
         freqs = mx.power(100.0, mx.arange(0, features, 2) / features)
         count = streams if plan.per_stream else 1
-        first = FIRST - 5 * mx.arange(count, dtype=mx.int32)
+        first = FIRST - 5 * mx.arange(count)
         first[-1] = FAR
         mx.eval(qkv, freqs, first, *weights)
     with running():

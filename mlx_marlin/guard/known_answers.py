@@ -170,7 +170,7 @@ def _drawn_epilogue_arrays(problem: Problem) -> EpilogueArrays:
         return arrays
     features = rotation.features
     with mx.stream(mx.cpu):
-        positions = mx.arange(problem.m if rotation.per_row else 1, dtype=mx.int32) + 3
+        positions = mx.arange(problem.m if rotation.per_row else 1) + 3
         positions[-1] = FAR
         freqs = mx.power(10000.0, mx.arange(0, features, 2) / features)
         mx.eval(positions, freqs)

@@ -156,8 +156,7 @@ def write(file: Path, verdict: Verdict) -> None:
 
 def stored(machine: Path) -> dict[str, Verdict]:
     """Returns all verdicts in a machine's folder by the digest of the kernels."""
-    files = machine.glob("*.json") if machine.is_dir() else ()
-    found = {file.stem: read(file) for file in files}
+    found = {file.stem: read(file) for file in machine.glob("*.json")}
     return {digest: verdict for digest, verdict in found.items() if verdict is not None}
 
 

@@ -25,7 +25,6 @@ from mlx_marlin.lm.drafts.drafters import Drafter, ModelDrafter
 from mlx_marlin.lm.drafts.passes import Passes
 from support.architectures import SIZES
 from support.decoder_models import tiny
-from support.profiles import sampled
 
 COUNT = 16
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -81,11 +80,10 @@ def assert_states(
     steps: list[Step],
     cache: list[Any],
     passes: Passes | None = None,
-    length: int = 4,
 ) -> ScriptedDrafter:
     """Decodes with drafts that are wrong at each position, and compares each state."""
     text = [*PROMPT, *(step.token for step in steps)]
-    drafter = ScriptedDrafter(text, length, lambda nth: (nth + 2) % (length + 1))
+    drafter = ScriptedDrafter(text, 4, lambda nth: (nth + 2) % 5)
     decoding = decoder(model, drafter, cache=cache, passes=passes)
     for token, step in zip(decoding.tokens(PROMPT, COUNT), steps, strict=True):
         assert token.token == step.token
@@ -150,7 +148,10 @@ SIZES_OF_WINDOWS = range(1, len(PROMPT) + COUNT + 2)
 def test_windows_of_every_size_show_the_tokens_that_they_do_without_drafts(
     keep: int, by_model: bool
 ) -> None:
-    """The window of the model, or of a draft model that drafts what has no window."""
+    """The window of the model, or of a draft model that drafts what has no window.
+
+    It is full before, in and after the prompt, and in each row of a pass.
+    """
     model = Recalling()
     accepted = 0
     for size in SIZES_OF_WINDOWS[:: 2 if by_model else 1]:
@@ -167,7 +168,10 @@ def test_windows_of_every_size_show_the_tokens_that_they_do_without_drafts(
             cache = own = windows()
             expected = steps = plain_steps(model, windows())
             text = [*PROMPT, *(step.token for step in steps)]
-            drafter = ScriptedDrafter(text, 3, lambda nth: (nth + 2) % 4)
+            length = (1, 3, 7)[size % 3]
+            drafter = ScriptedDrafter(
+                text, length, lambda nth, count=length + 1: (nth + 2) % count
+            )
         decoding = decoder(model, drafter, cache=cache)
         tokens = decoding.tokens(PROMPT, COUNT)
         for token, step, state in zip(tokens, steps, expected, strict=True):
@@ -199,20 +203,34 @@ def test_a_pass_has_room_for_rows_that_are_as_if_each_were_alone(offset: int) ->
     assert rooms([CacheList(plain, keeping)], 8) == most(exact & before_full)
 
 
-@sampled(6)
-@pytest.mark.parametrize("keep", [0, 4])
-@pytest.mark.parametrize("size", SIZES_OF_WINDOWS)
-@pytest.mark.parametrize("length", [1, 3, 7])
-def test_windows_of_every_size(size: int, keep: int, length: int) -> None:
-    """Full before, in and after the prompt, and in each row of a pass."""
-    model = text_of("llama").model
+@pytest.mark.parametrize("size", [7, 8, 9])
+def test_only_a_window_that_single_rows_overflow_begins_anew(size: int) -> None:
+    model, cache = Recalling(), [RotatingKVCache(size)]
+    passes = Passes(model, cache)
+    passes.feed(PROMPT[:5])
+    passes.begin(3, passes=3)
+    for token in PROMPT[5:8]:
+        passes.run(mx.array([token]))
+    passes.keep(7)
+    assert passes.fed == (5 if size == 7 else 7)
+    passes.feed(PROMPT[passes.fed : 7])
+    expected = [RotatingKVCache(size)]
+    for token in PROMPT[:7]:
+        model(mx.array([[token]]), cache=expected)
+    assert mx.array_equal(following(model, cache), following(model, expected))
 
-    def windows() -> list[Any]:
-        return [RotatingKVCache(size, min(keep, size - 1)) for _ in model.layers]
 
-    steps = plain_steps(model, windows())
-    drafter = assert_states(model, steps, windows(), length=length)
-    assert drafter.lengths or (keep and size <= len(PROMPT) + 1)
+def test_a_prompt_is_evaluated_and_memory_freed_before_a_part_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Any] = []
+    passes = Passes(Recalling(), [KVCache()], step=4)
+    monkeypatch.setattr(mx, "eval", lambda states: events.append(passes.fed))
+    monkeypatch.setattr(mx, "clear_cache", lambda: events.append("freed"))
+    passes.feed(PROMPT[:10], lambda count: events.append(f"told {count}"))
+    assert events == [
+        *(4, "freed", "told 4", 8, "freed", "told 8", 10, "freed", "told 10")
+    ]
 
 
 @pytest.mark.parametrize("start", range(len(PROMPT) - 2, len(PROMPT) + 8))

@@ -47,10 +47,10 @@ class Passes:
         self._model, self._cache, self._quantize = model, cache, quantize
         self._step, self._quantized_from = step, quantized_from
         self.fed, self.is_seen = 0, is_seen
-        # Since the last `begin`: passes to come, tokens before them, each leaf's
-        # offset, and the variables of those leaves that no rows can be taken from.
+        # Since the last `begin`: passes to come, tokens before them, the offsets of
+        # leaves, and the variables of those that no rows can be taken from.
         self._open = self._begun = 0
-        self._offsets: list[int] = []
+        self._offsets: dict[int, int] = {}
         self._before: dict[int, dict[str, Any]] = {}
         self._hidden: Variables | None = None  # of each leaf, while another is shown
         self._shown = 0
@@ -94,16 +94,20 @@ class Passes:
         if self._layers != self._cache:  # quantizing replaces them
             self._find_leaves()
         self._begun, self._open = self.fed, passes
-        self._offsets = [getattr(leaf, "offset", 0) for leaf in self._leaves]
         whole = self._whole
         if passes > 1:  # each overwrites a slot of a window that is full
             full = {
                 index: leaf
                 for index, leaf in enumerate(self._leaves)
-                if type(leaf) is RotatingKVCache and leaf.offset + rows >= leaf.max_size
+                if type(leaf) is RotatingKVCache and leaf.offset + rows > leaf.max_size
             }
             whole = whole | full
         self._before = {index: _copied(vars(leaf)) for index, leaf in whole.items()}
+        self._offsets = {
+            index: leaf.offset
+            for index, leaf in enumerate(self._leaves)
+            if index not in whole
+        }
 
     def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
         """Feeds tokens [m], and returns the logits [positions, vocabulary] of the
@@ -179,7 +183,6 @@ class Passes:
         for start in range(0, len(tokens), self._step):
             part = [*tokens[start : start + self._step]]
             self.run(mx.array(part, mx.uint32))
-            self._quantize(self._cache)
             mx.eval([layer.state for layer in self._cache])
             mx.clear_cache()
             told(start + len(part))
@@ -188,7 +191,6 @@ class Passes:
         """Cuts each leaf to `count` tokens, or puts back what it had at `begin`."""
         for index, leaf in enumerate(self._leaves):
             if index in self._before:
-                vars(leaf).clear()
                 vars(leaf).update(_copied(self._before[index]))
             else:
                 offset = self._offsets[index] + count - self._begun

@@ -26,7 +26,7 @@ from mlx_marlin.lm.drafts.pass_cost import PassCost, cost_of
 from mlx_marlin.lm.drafts.passes import Passes
 from mlx_marlin.lm.race.conditions import is_divided
 
-IGNORED = ("num_draft_tokens", "lookup", "input_embeddings")
+IGNORED = ("num_draft_tokens", "input_embeddings")
 """Arguments of mlx-lm's function that the length that pays replaces, or that are not
 for this loop."""
 
@@ -95,9 +95,8 @@ def stream_generate(
     # Machines that share a model would draft by their own clocks, and then wait.
     plain = options.get("input_embeddings") is not None or is_divided(model)
     if plain or not drafts:
-        given = {name: each for name, each in options.items() if name != "lookup"}
         yield from without_drafts(
-            model, tokenizer, prompt, max_tokens, None, stream, **given
+            model, tokenizer, prompt, max_tokens, None, stream, **options
         )
         return
     if max_tokens == 0:
