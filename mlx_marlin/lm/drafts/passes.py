@@ -47,10 +47,10 @@ class Passes:
         self._model, self._cache, self._quantize = model, cache, quantize
         self._step, self._quantized_from = step, quantized_from
         self.fed, self.is_seen = 0, is_seen
-        # Since the last `begin`: passes to come, tokens before them, the offsets of
-        # leaves, and the variables of those that no rows can be taken from.
+        # Since the last `begin`: passes to come, tokens before them, each leaf's
+        # offset, and the variables of those leaves that no rows can be taken from.
         self._open = self._begun = 0
-        self._offsets: dict[int, int] = {}
+        self._offsets: list[Any] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._hidden: Variables | None = None  # of each leaf, while another is shown
         self._shown = 0
@@ -94,6 +94,7 @@ class Passes:
         if self._layers != self._cache:  # quantizing replaces them
             self._find_leaves()
         self._begun, self._open = self.fed, passes
+        self._offsets = [vars(leaf).get("offset") for leaf in self._leaves]
         whole = self._whole
         if passes > 1:  # each overwrites a slot of a window that is full
             full = {
@@ -103,11 +104,6 @@ class Passes:
             }
             whole = whole | full
         self._before = {index: _copied(vars(leaf)) for index, leaf in whole.items()}
-        self._offsets = {
-            index: leaf.offset
-            for index, leaf in enumerate(self._leaves)
-            if index not in whole
-        }
 
     def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
         """Feeds tokens [m], and returns the logits [positions, vocabulary] of the
