@@ -86,11 +86,11 @@ def columns(table: Table) -> tuple[list[str], str]:
 
 
 def printed(table: Table) -> str:
-    """Returns a table for the terminal, without the plans; "" without rows."""
-    rows = [{k: v for k, v in row.items() if k != "plan"} for row in table.rows]
-    if not rows:
+    """Returns a table for the terminal; "" without rows."""
+    if not table.rows:
         return ""
-    heads, same = columns(Table(title=table.title, rows=rows))
+    rows = [dict(row) for row in table.rows]
+    heads, same = columns(table)
     notes = [same, *(_without_usual(rows, h) for h in heads if h in table.usual)]
     notes.append(_without_extra(rows, heads))
     once = [i for i, head in enumerate(heads) if head in table.once]

@@ -5,16 +5,30 @@ import math
 import re
 import sys
 from dataclasses import replace
+from functools import partial
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 
 from cli.conftest import Run
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli.pictures import busy_cores, figures, plots, roofline, staircase
+from mlx_marlin.cli.pictures import (
+    busy_cores,
+    figures,
+    plan_picture,
+    plots,
+    roofline,
+    staircase,
+)
 from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark
 from mlx_marlin.cli.pictures.staircase import Sample
 from mlx_marlin.cli.pictures.text import schedule
@@ -248,6 +262,85 @@ def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
     assert said in refused(line, path)
     assert path.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("charts", [plots.figure, plan_picture.figure])
+def test_the_last_bits_of_a_layout_change_no_byte(charts: Any) -> None:
+    choice = planner.compare(Problem(m=8, n=256, k=512), device=M4_MAX)
+    areas = [*busy_cores.charts([choice])] * 2
+    given = areas if charts is plots.figure else [choice] * 2
+
+    def drawn(change: float) -> Any:
+        class Engine(ConstrainedLayoutEngine):
+            def execute(self, fig: Any) -> None:
+                super().execute(fig)
+                for part in fig.subfigs:
+                    part.bbox_relative.set_points(
+                        part.bbox_relative.get_points() + change
+                    )
+                for axes in fig.axes:
+                    x, *others = axes.get_position().bounds
+                    axes._set_position((x + change, *others))
+
+        figure = charts(given)
+        figure.set_layout_engine(Engine())
+        return figure
+
+    first, second, third = (
+        figures.content(partial(drawn, change), ".svg") for change in (0, 1e-13, 1e-3)
+    )
+    assert first == second != third
+
+
+@pytest.mark.parametrize("source", ["measured", "predicted"])
+def test_up_to_four_series_with_equal_times_are_all_seen(source: str) -> None:
+    samples = [
+        sample(rows, 1, name=f"arm {index}", source=source)
+        for index in range(4)
+        for rows in (1, 8)
+    ]
+    found = staircase.chart("times", samples)
+    assert found is not None
+    figure = plots.figure([found])
+    (axes,) = figure.axes
+    axes.get_legend().remove()  # type: ignore[union-attr]
+    picture = imread(BytesIO(figures.content(lambda: figure, ".png")))[..., :3]
+
+    x, _, right, _ = axes.get_position().extents
+    middle = (x + right) / 2  # the markers of 1 and 8 rows are left and right of it
+    for left, end in ((x, right), (middle - 0.1, middle + 0.1)):
+        part = picture[:, slice(*(int(at * picture.shape[1]) for at in (left, end)))]
+        for color in plots.COLORS[:4]:
+            assert (abs(part - to_rgb(color)).max(axis=2) < 0.15).any(), color
+
+
+@pytest.mark.parametrize("microseconds", [1e-3, 1, 1e5])
+def test_nothing_of_a_chart_is_outside_of_its_picture(microseconds: float) -> None:
+    name = "dequantize + matmul, mlx layout"
+    samples = [sample(rows, microseconds / 1e3, name=name) for rows in (1, 8, 512)]
+    found = staircase.chart("4096→14336, affine 4-bit g64 float16, chain " * 3, samples)
+    assert found is not None
+    roofs = roofline.chart("R" * 60, ROOF, products(512, "predicted", name))
+    figure = plots.figure([found, roofs])
+    figures.content(lambda: figure, ".svg")
+    figure.draw_without_rendering()  # places are those of the file's resolution
+
+    undrawn = {
+        tick.label1
+        for axes in figure.axes
+        for axis, (low, high) in (
+            (axes.xaxis, sorted(axes.get_xlim())),
+            (axes.yaxis, sorted(axes.get_ylim())),
+        )
+        for tick in axis.get_major_ticks()
+        if not low <= tick.get_loc() <= high
+    }
+    left, bottom, right, top = figure.bbox.extents
+    for text in figure.findobj(Text):
+        if text.get_text() and text.get_visible() and text not in undrawn:
+            x, y, end, upper = text.get_window_extent().extents
+            assert left <= x <= end <= right + 1, text
+            assert bottom <= y <= upper <= top + 1, text
 
 
 def test_no_two_series_look_alike() -> None:

@@ -1,9 +1,12 @@
 """Pages of `mlx-marlin render` in Chromium: clicked through and photographed."""
 
 import json
+import re
+from base64 import b64decode
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ PHONE, DESKTOP = 390, 1200
 VISIBLE = "[...document.querySelectorAll('section')][0].querySelectorAll('tbody tr')"
 ROWS = f"[...{VISIBLE}].filter(row => row.offsetHeight > 0)"
 """Rows of the first table that can be seen."""
+SIZE = re.compile(r"(?:font|font-size): (?:[a-z]+ )*([\d.]+)px")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,42 @@ def test_a_page_fits_and_shows_something_in_both_schemes(
         ".map(e => e.outerHTML)"
     )
     assert wide == []
+
+
+def test_a_profile_beside_stock_fits_a_desktop(tab: Browser, tmp_path: Path) -> None:
+    source, target = tmp_path / "profile.json", tmp_path / "profile.html"
+    words = ["--chip", "M4 Max", "--compare", "stock", "--json", str(source)]
+    assert main(["profile", *words]) == 0
+    assert main(["render", str(source), "-o", str(target)]) == 0
+
+    tab.open(target, width=DESKTOP, scheme="light")
+    boxes = "[...document.querySelectorAll('.table')]"
+    wide = f"{boxes}.filter(e => e.scrollWidth > e.clientWidth).length"
+    assert tab.evaluate(f"{boxes}.length") == 2
+    assert tab.evaluate(wide) == 0
+    # No word is divided, and no row is higher than three lines.
+    assert tab.evaluate(f"Math.max(...{ROWS}.map(row => row.offsetHeight))") < 70
+    assert tab.evaluate("document.querySelectorAll('td')[0].offsetHeight") > 20
+
+
+def test_texts_of_charts_have_eleven_pixels_on_a_phone(
+    tab: Browser, page: Path
+) -> None:
+    tab.open(page, width=PHONE, scheme="light")
+    images = tab.evaluate(
+        "[...document.querySelectorAll('figure img')].map(e => [e.clientWidth, e.src])"
+    )
+
+    assert images
+    for width, source in images:
+        svg = ElementTree.fromstring(b64decode(source.partition(",")[2]))
+        points = float(svg.attrib["viewBox"].split()[2])
+        styles = [
+            each.attrib["style"] for each in svg.iter() if "font" in str(each.attrib)
+        ]
+        sizes = [float(size) for text in styles for size in SIZE.findall(text)]
+        assert len(sizes) >= len(styles) > 10
+        assert min(sizes) * width / points >= 11
 
 
 def test_clicks_sort_a_table(desktop: Browser) -> None:

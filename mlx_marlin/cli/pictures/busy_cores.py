@@ -30,10 +30,11 @@ def charts(choices: Sequence[Choice]) -> list[Chart]:
 
 def _title(choice: Choice) -> str:
     prediction = choice.prediction
-    title = f"{choice.plan.strategy}: {prediction.seconds * 1e6:.1f} us"
-    if prediction.dispatch:
-        title += f", {prediction.dispatch * 1e6:.1f} us of it in further dispatches"
-    return f"{title} (predicted)"
+    title = f"{choice.plan.strategy}: {prediction.seconds * 1e6:.1f} us (predicted)"
+    if not prediction.dispatch:
+        return title
+    us = f"{prediction.dispatch * 1e6:.1f} us (predicted)"
+    return f"{title}, {us} in more dispatches"
 
 
 def _marks(choice: Choice) -> tuple[Mark, ...]:

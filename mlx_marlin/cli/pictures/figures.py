@@ -40,8 +40,28 @@ def content(draw: "Callable[[], Figure]", suffix: str) -> bytes:
 
     output = BytesIO()
     with matplotlib.style.context(["default", STYLE]):
-        draw().savefig(output, format=suffix[1:], dpi=150, metadata=METADATA[suffix])
+        figure = draw()
+        _lay_out(figure)
+        figure.savefig(output, format=suffix[1:], dpi=150, metadata=METADATA[suffix])
     return output.getvalue()
+
+
+def _lay_out(figure: "Figure") -> None:
+    """Places the parts of a figure, rounded to what is drawn.
+
+    The last bits of the solver depend on addresses, and ids in an SVG are digests of
+    exact places.
+    """
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    for _ in range(2):  # labels of ticks depend on the places, too
+        engine.execute(figure)
+    figure.set_layout_engine("none")
+    for part in figure.subfigs:
+        part.bbox_relative.set_points(part.bbox_relative.get_points().round(6))
+    for axes in figure.axes:
+        x, y, width, height = axes.get_position().bounds
+        axes.set_position((round(x, 6), round(y, 6), round(width, 6), round(height, 6)))
 
 
 def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:

@@ -1,6 +1,7 @@
 """Charts, drawn with matplotlib."""
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.cli.pictures.charts import Chart, Series
@@ -27,9 +28,18 @@ ROOFS = ("black", "#777777")
 """Colours of roofs."""
 DENSE = 32
 """Points of a series from which its markers are small."""
+SEEN = 4
+"""Series of a chart that are all seen where they are equal; of more, some may hide."""
 
-WIDTH, HEIGHT, AREA, LINE = 8.0, 4.5, 1.5, 0.2
-"""Inches of a chart, the height of one with an area, and of a line of a legend."""
+WIDTH, HEIGHT, AREA, LINE = 4.7, 3.4, 1.6, 0.22
+"""Inches of a chart, the height of one with an area, and of a line of a legend. A phone
+shows the width in about as many pixels as it has points."""
+TEXT = 11.5
+"""Points of all text, hence at least 11 pixels on a phone."""
+LETTERS = 37
+"""Letters of a line of a title or of a name in a legend."""
+LEFT = -0.12
+"""Where titles and legends begin: left of the axes, which are too narrow for them."""
 
 
 def figure(charts: Sequence[Chart]) -> "Figure":
@@ -45,7 +55,18 @@ def figure(charts: Sequence[Chart]) -> "Figure":
 
 
 def _height(chart: Chart) -> float:
-    return HEIGHT + LINE * len(chart.series) if _has_legend(chart) else AREA
+    lines = _lines(chart.title).count("\n")
+    if not _has_legend(chart):
+        return AREA + LINE * lines
+    lines += sum(_lines(each.name).count("\n") + 1 for each in chart.series)
+    return HEIGHT + LINE * lines
+
+
+def _lines(text: str) -> str:
+    """Returns a text in lines; a time and what is in brackets stay together."""
+    tied = text.replace(" us", "\N{NO-BREAK SPACE}us")
+    tied = tied.replace(" (", "\N{NO-BREAK SPACE}(")
+    return fill(tied, LETTERS).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _has_legend(chart: Chart) -> bool:
@@ -56,19 +77,22 @@ def _has_legend(chart: Chart) -> bool:
 def _draw(axes: "Axes", chart: Chart) -> None:
     from matplotlib.ticker import LogLocator
 
-    axes.set_title(chart.title, size=10, loc="left")
-    axes.set(xlabel=chart.x, ylabel=chart.y)
+    axes.set_title(_lines(chart.title), size=TEXT, loc="left", x=LEFT)
+    axes.set_xlabel(chart.x, size=TEXT)
+    axes.set_ylabel(chart.y, size=TEXT)
     axes.grid(color="#DDDDDD", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
-    for series in chart.series:
-        _draw_series(axes, series)
+    axes.tick_params(labelsize=TEXT)
+    step = min(1, SEEN / len(chart.series))
+    for above, series in zip(range(len(chart.series))[::-1], chart.series, strict=True):
+        _draw_series(axes, series, above * step)
     if chart.log_base is not None:
         axes.set_xscale("log", base=chart.log_base)
         axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis)[chart.log_base == 2 :]:
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        if chart.log_base != 2:
+            axes.xaxis.set_major_locator(LogLocator())
     else:
         axes.set_xlim(0, chart.ends[0] if chart.ends else None)
         axes.set_ylim(0, chart.ends[1] if chart.ends else None)
@@ -76,10 +100,12 @@ def _draw(axes: "Axes", chart: Chart) -> None:
         axis.set_major_formatter("{x:.10g}")  # exponents need mathematical text
         axis.set_minor_formatter("")
     if _has_legend(chart):
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.12), fontsize=8)
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (LEFT, -0.2)}
+        axes.legend(fontsize=TEXT, handlelength=1.5, borderpad=0, **place)
 
 
-def _draw_series(axes: "Axes", series: Series) -> None:
+def _draw_series(axes: "Axes", series: Series, above: float) -> None:
+    """Draws a series, wider where others are drawn `above` it, so that it is seen."""
     xs, ys, _ = zip(*series.marks, strict=True)
     color = COLORS[series.color % len(COLORS)]
     if series.style == "area":
@@ -88,24 +114,25 @@ def _draw_series(axes: "Axes", series: Series) -> None:
     shape = series.color + series.color // len(COLORS)
     marker: dict[str, Any] = {
         "marker": MARKERS[shape % len(MARKERS)],
-        "ms": 5.5 if len(xs) < DENSE else 3,
+        "ms": (5 if len(xs) < DENSE else 3) + 2.5 * above,
+        "lw": 1.2 + 1.5 * above,
         "mfc": color if series.is_measured else "white",
         "color": color,
         "clip_on": False,
         "zorder": 3,
     }
     styles: dict[str, dict[str, Any]] = {
-        "roof": {"color": ROOFS[series.color % len(ROOFS)]},
+        "roof": {"color": ROOFS[series.color % len(ROOFS)], "lw": 1.5},
         "points": {**marker, "ls": "none"},
         "line": {**marker, "ls": "-" if series.is_measured else "--"},
     }
-    axes.plot(xs, ys, label=series.name, **styles[series.style])
+    axes.plot(xs, ys, label=_lines(series.name), **styles[series.style])
     for mark in series.marks:
         axes.annotate(
             mark.label,
             (mark.x, mark.y),
-            (0, -13),
+            (7, -3),
             textcoords="offset points",
-            size=7,
-            ha="center",
+            size=TEXT,
+            va="top",
         )

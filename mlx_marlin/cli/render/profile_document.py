@@ -1,6 +1,6 @@
 """The page and the charts of a document of `mlx-marlin profile`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mlx_marlin.cli.pictures import roofline
@@ -40,6 +40,13 @@ def page(document: Document, origin: str) -> Page:
         charts=charts(document),
         tables=[
             products(document),
+            plans(
+                (
+                    problem_cells(each["problem"]) | {"kernel": _kernel(each)},
+                    each["plan"],
+                )
+                for each in document["profiles"]
+            ),
             Table(title="Not profiled", rows=[*map(_skipped, document["skipped"])]),
         ],
         notes=refusals(document),
@@ -50,6 +57,17 @@ def page(document: Document, origin: str) -> Page:
 def products(document: Document) -> Table:
     """Returns the table of the profiles of a document."""
     return Table(title="Products", rows=[*map(_row, document["profiles"])])
+
+
+def plans(found: Iterable[tuple[dict[str, Value], str | None]]) -> Table:
+    """Returns a table of plans, which are too long for a column beside others.
+
+    Args:
+        found: What tells the products apart, and the plan, or None.
+    """
+    rows = [cells | {"plan": plan} for cells, plan in found if plan is not None]
+    different = {tuple(row.values()): row for row in rows}
+    return Table(title="Plans", rows=[*different.values()])
 
 
 def refusals(document: Document) -> list[str]:
@@ -127,7 +145,6 @@ def _row(profile: Document) -> dict[str, Value]:
         "bottleneck": bottleneck,
         "simdgroups": occupancy["resident"],
         "low occupancy": occupancy["limit"] if occupancy["low"] else "",
-        "plan": profile["plan"],
     }
 
 

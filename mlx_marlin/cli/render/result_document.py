@@ -6,7 +6,12 @@ from dataclasses import asdict
 from mlx_marlin.cli.pictures import staircase
 from mlx_marlin.cli.pictures.charts import Chart
 from mlx_marlin.cli.render.page import Page
-from mlx_marlin.cli.render.profile_document import format_name, problem_cells, shape
+from mlx_marlin.cli.render.profile_document import (
+    format_name,
+    plans,
+    problem_cells,
+    shape,
+)
 from mlx_marlin.measure.result_file import ResultFile, Stage
 from mlx_marlin.measure.rows import (
     CANDIDATE,
@@ -63,6 +68,11 @@ def page(result: ResultFile, origin: str) -> Page:
         tables=[
             Table(title="Stages", rows=[*map(_stage, result.stages)]),
             products(result.products),
+            plans(
+                (problem_cells(asdict(row.problem)) | {"arm": row.arm}, plan.explain())
+                for row in result.products
+                if (plan := row.plan) is not None
+            ),
             generation(result.generation),
             first_tokens(result.first_tokens),
         ],
@@ -107,7 +117,7 @@ def _key(row: ProductRow) -> tuple[object, ...]:
 
 
 def _product(row: ProductRow, stock: Timing | None) -> dict[str, Value]:
-    timing, plan = row.timing, row.plan
+    timing = row.timing
     return problem_cells(asdict(row.problem)) | {
         "arm": row.arm,
         "clock": row.clock,
@@ -119,7 +129,6 @@ def _product(row: ProductRow, stock: Timing | None) -> dict[str, Value]:
         "drift, %": 100 * timing.drift,
         "method": timing.method,
         "stock MLX would serve": row.handover,
-        "plan": None if plan is None else plan.explain(),
     }
 
 
