@@ -106,8 +106,7 @@ def read(path: Path) -> ResultFile:
     content = regular_files.read(path, MOST_BYTES)
     try:
         with regular_files.decoding():
-            data = json.loads(content.decode("utf-8"), parse_constant=refuse)
-            return _result(data)
+            return decoded(json.loads(content.decode("utf-8"), parse_constant=refuse))
     except ValueError as error:
         reason = redacted(str(error))
         raise ValueError(f"{path.name} is not a result file: {reason}") from error
@@ -118,7 +117,8 @@ def refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number of JSON")
 
 
-def _result(data: Any) -> ResultFile:
+def decoded(data: Any) -> ResultFile:
+    """Returns the result that a JSON value describes, or raises a ValueError."""
     if not isinstance(data, dict):
         raise ValueError("it is not an object")
     found = {name: data.pop(name, None) for name in ("schema", "version", "source")}

@@ -6,9 +6,11 @@ from collections import Counter, defaultdict
 from itertools import repeat
 from pathlib import Path
 
+import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from cli.conftest import Run
 from mlx_marlin.backends import planner
@@ -25,6 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "seven_tiles"
 LARGEST_SVG = 60_000
 
 SEVEN = "plan 8 224 5120 --chip M4 --cores 5"
+CEIL = "--strategy stripe --partition ceil --threadgroups 5 --k-parallel 1"
 STRATEGIES = {
     "data_parallel": ("", 7),
     "stripe": ("--threadgroups 5 --k-parallel 1", 5),
@@ -259,9 +262,7 @@ def test_a_drawn_wide_tile_spans_two_columns(tmp_path: Path, printed: Run) -> No
 
 def test_a_drawn_idle_threadgroup_is_called_so(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "plan.svg"
-    stripe = "--strategy stripe --partition ceil --threadgroups 5 --k-parallel 1"
-
-    printed(f"{SEVEN} {stripe} --save", path)
+    printed(f"{SEVEN} {CEIL} --save", path)
 
     assert [text.strip() for text in svg_texts(path)].count("idle") == 1
     assert any("1 idle" in text for text in svg_texts(path))
@@ -284,6 +285,21 @@ def test_the_same_plan_gives_the_same_bytes_and_replaces_what_was_there(
     if suffix == "svg":
         assert set(STRATEGIES) <= set(svg_texts(first))
         assert b"date" not in content
+
+
+def test_the_example_shows_what_is_drawn_after_other_pictures_and_settings(
+    tmp_path: Path, printed: Run
+) -> None:
+    """Another process drew it: `python tests/document_blocks.py`."""
+    with matplotlib.rc_context({"font.size": 20, "figure.constrained_layout.use": 1}):
+        figure = Figure()
+        figure.subplots().plot([1e-9, 1e9], label="other")
+        figure.legend()
+        figure.savefig(tmp_path / "other.svg", dpi=70)
+        printed(f"{SEVEN} {CEIL} --save", tmp_path / "ceil.svg")
+
+    drawn = (tmp_path / "ceil.svg").read_bytes()
+    assert drawn == (EXAMPLE / "ceil.svg").read_bytes()
 
 
 def test_a_large_product_is_drawn_elided(tmp_path: Path, printed: Run) -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cli.conftest import Run
-from mlx_marlin import tables
+from mlx_marlin import regular_files, tables
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.render import (
@@ -364,6 +364,22 @@ def read(data: dict[str, Any]) -> result_file.ResultFile:
         return result_file.read(path)
 
 
+@pytest.mark.parametrize("make", [profiles, result])
+def test_a_file_is_read_once(
+    make: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file could take its place between two reads."""
+    read, seen = regular_files.read, []
+
+    def counted(path: Path, most: int) -> bytes:
+        seen.append(path.name)
+        return read(path, most)
+
+    monkeypatch.setattr(regular_files, "read", counted)
+    page_of(make())
+    assert seen == ["a.json"]
+
+
 def test_rows_name_their_plans() -> None:
     """Two plans of one kernel and arm can be told apart."""
     data = profiles()
@@ -441,9 +457,9 @@ def test_a_picture_of_hostile_texts_has_them_as_text(render: Render) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "is not JSON"),
-        ("[" * 10**5, "is not JSON"),
-        ("\ud800".encode("utf-8", "surrogatepass"), "is not JSON"),
+        ("", "is not what we write"),
+        ("[" * 10**5, "is not what we write"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "is not what we write"),
         ("[]", "its schema is None, expected one of 'mlx_marlin.profile'"),
         ("{}", "its schema is None"),
         ('{"schema": ["a"]}', "its schema is ['a']"),
@@ -493,7 +509,7 @@ def test_a_page_is_rendered_with_the_standard_library_alone(tmp_path: Path) -> N
 import sys
 for name in ("mlx", "numpy", "matplotlib", "tqdm"):
     sys.modules[name] = None
-from mlx_marlin import tables
+from mlx_marlin import regular_files, tables
 from mlx_marlin.cli.main import main
 raise SystemExit(main(["render", {str(source)!r}, "-o", {str(target)!r}]))
 """

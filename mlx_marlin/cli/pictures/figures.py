@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mlx_marlin.cli.pictures import files
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 METADATA = {
@@ -34,34 +35,25 @@ def require(option: str) -> None:
         ) from None
 
 
+def axes(figure: "Figure", inches: tuple[float, float, float, float]) -> "Axes":
+    """Adds axes at a fixed place: left, bottom, width and height.
+
+    Places that a layout engine finds depend on how texts are measured, and ids in an
+    SVG on the last bits of places.
+    """
+    wide, high = figure.get_size_inches()
+    left, bottom, width, height = inches
+    return figure.add_axes((left / wide, bottom / high, width / wide, height / high))
+
+
 def content(draw: "Callable[[], Figure]", suffix: str) -> bytes:
     """Returns a figure as a file. The same figure gives the same bytes."""
     import matplotlib.style
 
     output = BytesIO()
     with matplotlib.style.context(["default", STYLE]):
-        figure = draw()
-        _lay_out(figure)
-        figure.savefig(output, format=suffix[1:], dpi=150, metadata=METADATA[suffix])
+        draw().savefig(output, format=suffix[1:], dpi=150, metadata=METADATA[suffix])
     return output.getvalue()
-
-
-def _lay_out(figure: "Figure") -> None:
-    """Places the parts of a figure, rounded to what is drawn.
-
-    The last bits of the solver depend on addresses, and ids in an SVG are digests of
-    exact places.
-    """
-    engine = figure.get_layout_engine()
-    assert engine is not None
-    for _ in range(2):  # labels of ticks depend on the places, too
-        engine.execute(figure)
-    figure.set_layout_engine("none")
-    for part in figure.subfigs:
-        part.bbox_relative.set_points(part.bbox_relative.get_points().round(6))
-    for axes in figure.axes:
-        x, y, width, height = axes.get_position().bounds
-        axes.set_position((round(x, 6), round(y, 6), round(width, 6), round(height, 6)))
 
 
 def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:

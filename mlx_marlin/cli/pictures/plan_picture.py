@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.pictures.text import (
     Bar,
     ends,
@@ -43,8 +44,10 @@ PER_LINE = 3
 """Plans in a line of the picture."""
 WIDTH = {1: 8.0, 2: 6.0, 3: 5.2}
 """Inches of a plan, by the number of plans in a line."""
-HEIGHT, MAP, TIMELINE = 5.6, 1.5, 2.5
-"""Inches of a plan, and of its diagrams relative to each other."""
+HEIGHT, HEAD, LEFT, GAP = 5.4, 0.4, 0.6, 0.1
+"""Inches of a plan, of the line above all, left of the diagrams, and at other edges."""
+MAP, TIMELINE, NAMES, TICKS = 1.6, 2.5, 0.65, 0.45
+"""Inches of the diagrams, of what is above the first, and of what is below the last."""
 CHARACTERS = 13
 """Characters of a label in an inch."""
 THIN = 0.03
@@ -58,15 +61,23 @@ def figure(choices: Sequence[Choice]) -> "Figure":
     per_line = min(len(choices), PER_LINE)
     lines = -(-len(choices) // per_line)
     width = WIDTH[per_line]
-    drawn = Figure((per_line * width, lines * HEIGHT), layout="constrained")
+    height = lines * HEIGHT + HEAD
+    drawn = Figure((per_line * width, height))
+    inches = drawn.dpi_scale_trans
     first = choices[0]
     title = f"{first.plan.problem.explain()}\n{first.device.variant}"
-    drawn.suptitle(title, size=9, x=0.01, ha="left")
+    drawn.text(GAP, height - GAP, title, size=9, va="top", transform=inches)
     until = max(choice.prediction.seconds for choice in choices) * 1e6
-    parts = drawn.subfigures(lines, per_line, squeeze=False).flat
-    for part, choice in zip(parts, choices, strict=False):
-        part.suptitle(_subtitle(choice), size=9)
-        upper, lower = part.subplots(2, height_ratios=(MAP, TIMELINE))
+    wide = width - LEFT - GAP
+    for index, choice in enumerate(choices):
+        line, place = divmod(index, per_line)
+        left, top = place * width + LEFT, (lines - line) * HEIGHT
+        drawn.text(
+            *(left + wide / 2, top - GAP, _subtitle(choice)),
+            **{"size": 9, "ha": "center", "va": "top", "transform": inches},
+        )
+        upper = figures.axes(drawn, (left, top - NAMES - MAP, wide, MAP))
+        lower = figures.axes(drawn, (left, top - HEIGHT + TICKS, wide, TIMELINE))
         _draw_map(upper, choice.plan, width)
         _draw_timeline(lower, choice, until, width)
     return drawn

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
+from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.pictures.charts import Chart, Series
 
 if TYPE_CHECKING:
@@ -31,15 +32,15 @@ DENSE = 32
 SEEN = 4
 """Series of a chart that are all seen where they are equal; of more, some may hide."""
 
-WIDTH, HEIGHT, AREA, LINE = 4.7, 3.4, 1.6, 0.22
-"""Inches of a chart, the height of one with an area, and of a line of a legend. A phone
-shows the width in about as many pixels as it has points."""
-TEXT = 11.5
-"""Points of all text, hence at least 11 pixels on a phone."""
+WIDTH, LEFT, RIGHT = 4.7, 0.8, 0.3
+"""Inches of a chart and of its margins. A phone shows the width in about as many pixels
+as it has points."""
+HEIGHT, AREA, TICKS, GAP = 2.4, 0.9, 0.28, 0.12
+"""Inches of a chart's axes, of those of an area, and of what is between their parts."""
+TEXT, LINE = 11.5, 0.24
+"""Points of all text, hence at least 11 pixels on a phone, and inches of a line."""
 LETTERS = 37
 """Letters of a line of a title or of a name in a legend."""
-LEFT = -0.12
-"""Where titles and legends begin: left of the axes, which are too narrow for them."""
 
 
 def figure(charts: Sequence[Chart]) -> "Figure":
@@ -47,19 +48,25 @@ def figure(charts: Sequence[Chart]) -> "Figure":
     from matplotlib.figure import Figure
 
     heights = [_height(chart) for chart in charts]
-    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
-    places = figure.subplots(len(charts), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, chart in zip(places, charts, strict=True):
-        _draw(axes, chart)
-    return figure
+    drawn = Figure(figsize=(WIDTH, sum(heights)))
+    for index, chart in enumerate(charts):
+        _draw(drawn, chart, sum(heights[index:]))
+    return drawn
 
 
 def _height(chart: Chart) -> float:
-    lines = _lines(chart.title).count("\n")
-    if not _has_legend(chart):
-        return AREA + LINE * lines
-    lines += sum(_lines(each.name).count("\n") + 1 for each in chart.series)
-    return HEIGHT + LINE * lines
+    lines = 2 + _count(chart.title)  # names of the axes, the title and the legend
+    if _has_legend(chart):
+        lines += sum(_count(each.name) for each in chart.series)
+    return _axes_height(chart) + TICKS + LINE * lines + 2 * GAP
+
+
+def _axes_height(chart: Chart) -> float:
+    return HEIGHT if _has_legend(chart) else AREA
+
+
+def _count(text: str) -> int:
+    return _lines(text).count("\n") + 1
 
 
 def _lines(text: str) -> str:
@@ -74,12 +81,19 @@ def _has_legend(chart: Chart) -> bool:
     return any(series.style != "area" for series in chart.series)
 
 
-def _draw(axes: "Axes", chart: Chart) -> None:
+def _draw(figure: "Figure", chart: Chart, top: float) -> None:
+    """Draws a chart whose upper edge is `top` inches above the figure's lower one."""
     from matplotlib.ticker import LogLocator
 
-    axes.set_title(_lines(chart.title), size=TEXT, loc="left", x=LEFT)
+    inches, height = figure.dpi_scale_trans, _axes_height(chart)
+    bottom = top - GAP - LINE * (_count(chart.title) + 1) - height
+    axes = figures.axes(figure, (LEFT, bottom, WIDTH - LEFT - RIGHT, height))
+    for text, at in (
+        (_lines(chart.title), top - GAP),
+        (chart.y, bottom + height + LINE),
+    ):
+        figure.text(GAP, at, text, size=TEXT, va="top", transform=inches)
     axes.set_xlabel(chart.x, size=TEXT)
-    axes.set_ylabel(chart.y, size=TEXT)
     axes.grid(color="#DDDDDD", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -100,8 +114,14 @@ def _draw(axes: "Axes", chart: Chart) -> None:
         axis.set_major_formatter("{x:.10g}")  # exponents need mathematical text
         axis.set_minor_formatter("")
     if _has_legend(chart):
-        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (LEFT, -0.2)}
-        axes.legend(fontsize=TEXT, handlelength=1.5, borderpad=0, **place)
+        axes.legend(
+            loc="upper left",
+            bbox_to_anchor=(0, bottom - TICKS - LINE),
+            bbox_transform=inches,
+            fontsize=TEXT,
+            handlelength=1.5,
+            borderpad=0,
+        )
 
 
 def _draw_series(axes: "Axes", series: Series, above: float) -> None:

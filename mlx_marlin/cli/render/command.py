@@ -13,6 +13,7 @@ from mlx_marlin.cli.pictures import figures, files, plots
 from mlx_marlin.cli.render import page as pages
 from mlx_marlin.cli.render import profile_document, result_document
 from mlx_marlin.measure import result_file
+from mlx_marlin.measure.privacy import redacted
 from mlx_marlin.measure.profiling import document as profile
 
 DESCRIPTION = """
@@ -74,25 +75,20 @@ def run(args: argparse.Namespace) -> int:
 def read(path: Path) -> tuple[str, Any]:
     """Reads a document."""
     content = regular_files.read(path, result_file.MOST_BYTES)
-    try:
-        with regular_files.decoding():
-            data = json.loads(content, parse_constant=result_file.refuse)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema == result_file.SCHEMA:
-        return schema, result_file.read(path)
-    if schema != profile.SCHEMA:
-        raise ValueError(
-            f"{path}: its schema is {schema!r:.60}, expected one of "
-            f"{', '.join(map(repr, DOCUMENTS))}"
-        )
-    if data.get("version") != profile.VERSION:
-        raise ValueError(
-            f"{path}: its version is {data.get('version')!r:.60}, and this program "
-            f"reads {profile.VERSION}"
-        )
-    return schema, data
+    with _refusal(path):
+        data = json.loads(content, parse_constant=result_file.refuse)
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema == result_file.SCHEMA:
+            return schema, result_file.decoded(data)
+        if schema != profile.SCHEMA:
+            known = ", ".join(map(repr, DOCUMENTS))
+            raise ValueError(f"its schema is {schema!r:.60}, expected one of {known}")
+        if data.get("version") != profile.VERSION:
+            raise ValueError(
+                f"its version is {data.get('version')!r:.60}, and this program reads "
+                f"{profile.VERSION}"
+            )
+        return schema, data
 
 
 @contextmanager
@@ -102,4 +98,5 @@ def _refusal(path: Path) -> Iterator[None]:
         with regular_files.decoding():
             yield
     except ValueError as error:
-        raise ValueError(f"{path} is not what we write: {error}") from error
+        reason = redacted(str(error))
+        raise ValueError(f"{path} is not what we write: {reason}") from error
