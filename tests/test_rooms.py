@@ -34,7 +34,7 @@ AS_MLX = {
 MOST_LINES = {
     "backends": 9468,
     "checkpoints": 6247,
-    "cli": 5878,
+    "cli": 5766,
     "guard": 2077,
     "layers": 1573,
     "lm": 12682,

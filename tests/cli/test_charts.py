@@ -220,7 +220,7 @@ def test_plan_plots_the_staircase_and_each_strategy(
 
 def test_profile_plots_the_roofline(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "roofline.svg"
-    words = "--single-config 8,4096,4096 --mode affine --compare stock --chip 'M4 Max'"
+    words = "--single-config 8,512,1024 --mode affine --compare stock --chip 'M4 Max'"
 
     assert printed(f"profile {words} --plot", path).endswith(f"saved {path}\n")
     texts = svg_texts(path)

@@ -72,10 +72,9 @@ def figure(choices: Sequence[Choice]) -> "Figure":
     for index, choice in enumerate(choices):
         line, place = divmod(index, per_line)
         left, top = place * width + LEFT, (lines - line) * HEIGHT
-        drawn.text(
-            *(left + wide / 2, top - GAP, _subtitle(choice)),
-            **{"size": 9, "ha": "center", "va": "top", "transform": inches},
-        )
+        at = left + wide / 2, top - GAP
+        subtitle = drawn.text(*at, _subtitle(choice), ha="center", transform=inches)
+        subtitle.set(size=9, va="top")
         upper = figures.axes(drawn, (left, top - NAMES - MAP, wide, MAP))
         lower = figures.axes(drawn, (left, top - HEIGHT + TICKS, wide, TIMELINE))
         _draw_map(upper, choice.plan, width)
