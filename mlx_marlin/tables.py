@@ -29,7 +29,7 @@ EXTRA = (
     *("method", "drift, %", "samples", "range, ms", "TFLOPS", "GB/s"),
 )
 """Columns that a narrow terminal does without, the first one first."""
-NUMBER = re.compile(r"[\d,]+(\.\d*)?(e[-+]\d+)?")
+NUMBER = re.compile(r"[\d,]+(\.\d*)?(e[-+]\d+)?|nan|inf")
 TIME = re.compile(r"([\d.]+ )?(us|ms|tokens/s)\b")
 """How cells begin that say what a time, or a column of times, is. They stay whole."""
 MARKED = r"[\d.]+ (?:us|ms|tokens/s) \(?(?:measured|predicted|assumed|tuned)\S*"

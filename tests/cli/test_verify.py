@@ -1,6 +1,8 @@
-"""`mlx-marlin verify` prints a line for each layer, and fails if one is wrong."""
+"""`mlx-marlin verify` prints a line for equal layers, and fails if one is wrong."""
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 from cli.conftest import Run
 from mlx_marlin import MarlinLinear
 from mlx_marlin.cli.main import main
+from mlx_marlin.lm.verification.errors import Errors
+from mlx_marlin.lm.verification.report import LayerReport, ProductReport, Report
 from mlx_marlin.tables import PIPED
 from support.foreign_models import write
 from support.recorder import Terminal
@@ -62,7 +66,9 @@ def test_a_conversion_passes(
 
     out, _ = capsys.readouterr()
     assert status == 0, out
-    (line,) = [each for each in out.splitlines() if "layers.1.mlp.down_proj" in each]
+    (line,) = [each for each in out.splitlines() if "mlp.down_proj" in each]
+    assert line.startswith("model.layers.*.mlp.down_proj  ")
+    assert "count: 2" in out
     assert "Format: affine 4-bit, group 64" in out or "format: affine 4-bit" in out
     assert line.endswith("  ok")
     assert max(map(len, out.splitlines())) <= PIPED
@@ -76,6 +82,42 @@ def test_a_conversion_passes(
     assert len(report["layers"]) == 14
     assert {p["rows"] for p in report["layers"][0]["products"]} == {1, 4}
     assert report["perplexity"]["tokens"] == 62
+
+
+def layer_report(name: str, relative: float, **fields: Any) -> LayerReport:
+    errors = Errors(relative=relative, nmse=0, max_error=relative / 2, rms_error=0)
+    product = ProductReport(
+        **{"activations": "random", "rows": 1, "reference": "weights"},
+        **{"dtype": "float16", "errors": errors, "limit": 0.1},
+    )
+    given = {"operation": "linear", "format": "affine 4-bit", "is_ours": True, **fields}
+    return LayerReport(name=name, products=(product,), **given)
+
+
+def test_equal_layers_share_a_row_with_the_one_nearest_to_its_limit() -> None:
+    reports = [
+        *(layer_report(f"layers.{i}.up", (0.01, 0.05, 0.02)[i]) for i in range(3)),
+        layer_report("layers.3.up", 0.03, format="mxfp4"),
+        *(layer_report(f"layers.{i}.up", 0.9) for i in (4, 5)),
+        layer_report("layers.6.up", math.nan),
+        layer_report("layers.6.gate", 0.04),
+        layer_report("layers.7.gate", 0.04, operation="lookup"),
+    ]
+    said = str(Report(backend="emulator", seed=0, layers=tuple(reports)))
+
+    rows = re.findall(
+        r"^(layers\S+).* (\d)  .*  (\S+) +(ok|FAILED)$", said, re.MULTILINE
+    )
+    assert rows == [
+        ("layers.*.up", "3", "5.0e-02", "ok"),
+        ("layers.3.up", "1", "3.0e-02", "ok"),
+        ("layers.*.up", "3", "nan", "FAILED"),
+        ("layers.6.gate", "1", "4.0e-02", "ok"),
+        ("layers.7.gate,", "1", "4.0e-02", "ok"),
+    ]
+    for index, relative in ((4, "9.00e-01"), (5, "9.00e-01"), (6, "nan")):
+        failure = f"against the weights: relative error {relative}, limit 1.00e-01"
+        assert f"layers.{index}.up: 1 random rows, {failure}" in said
 
 
 def test_one_wrong_code_fails(source: Path, model: Path, printed: Run) -> None:

@@ -113,7 +113,7 @@ def test_the_errors_are_those_of_float64(monkeypatch: pytest.MonkeyPatch) -> Non
     assert np.isclose(errors.max_error, 0.01, rtol=1e-3)
     assert np.isclose(errors.rms_error, 0.01, rtol=1e-3)
     (line,) = re.findall(r"^layers\.1 .*", str(report), re.MULTILINE)
-    assert line.split()[5:7] == ["1.0e-02", "1.0e-02"]
+    assert line.split()[6:8] == ["1.0e-02", "1.0e-02"]
     assert report.failed == ("layers.1",)
 
 

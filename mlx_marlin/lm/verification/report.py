@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_marlin.lm.module_tree import common_path, pattern
 from mlx_marlin.lm.verification.errors import Errors
-from mlx_marlin.tables import Table, printed
+from mlx_marlin.tables import Table, Value, printed
 
 HEADS = (
     *("layer", "format", "largest error", "rms error", "relative", "limit"),
@@ -104,21 +105,24 @@ class LayerReport:
     def worst(self, reference: str) -> ProductReport:
         """Returns the product whose error is the largest part of its limit."""
         products = [each for each in self.products if each.reference == reference]
-        return max(products, key=lambda each: _part(each.errors.relative, each.limit))
+        return max(products, key=_part)
 
-    def cells(self) -> list[str]:
-        """Returns the cells of the report's table, `HEADS`."""
-        own = self.worst("weights")
-        shown = own if self.weights is None else self.worst("source")
-        title = [self.name, *([] if self.operation == "linear" else [self.operation])]
-        errors = [shown.errors.max_error, shown.errors.rms_error]
-        kernels = ["", ""] if self.weights is None else own.shares()
+    @property
+    def shown(self) -> ProductReport:
+        """The product whose errors the report's table has."""
+        return self.worst("weights" if self.weights is None else "source")
+
+    def cells(self, path: str) -> list[str]:
+        """Returns the cells of the report's table, `HEADS`, for layers of a path."""
+        title = [path, *([] if self.operation == "linear" else [self.operation])]
+        errors = [self.shown.errors.max_error, self.shown.errors.rms_error]
+        has_source = self.weights is not None
         return [
             ", ".join(title),
             self.format,
             *(f"{error:.1e}" for error in errors),
-            *shown.shares(),
-            *kernels,
+            *self.shown.shares(),
+            *(self.worst("weights").shares() if has_source else ("", "")),
             "FAILED" if self.failures else "ok",
         ]
 
@@ -170,7 +174,7 @@ class Report:
         return values | {"failed": [*self.failed], "passed": self.passed}
 
     def __str__(self) -> str:
-        rows = [dict(zip(HEADS, each.cells(), strict=True)) for each in self.layers]
+        rows = [*self._rows()]
         lines = [printed(Table(title="", rows=rows))] if rows else []
         failed = [layer for layer in self.layers if layer.failures]
         lines += [f"{each.name}: {text}" for each in failed for text in each.failures]
@@ -186,6 +190,18 @@ class Report:
                 f"({after / before - 1:+.2%}, {self.perplexity.tokens} tokens)"
             )
         return "\n".join([*lines, self._summary()])
+
+    def _rows(self) -> Iterator[dict[str, Value]]:
+        """Yields a row for equal layers: that of the nearest to its limit."""
+        groups: dict[tuple[object, ...], list[LayerReport]] = {}
+        for each in self.layers:
+            key = pattern(each.name), each.operation, each.format, not each.failures
+            groups.setdefault(key, []).append(each)
+        for group in groups.values():
+            worst = max(group, key=lambda each: _part(each.shown))
+            path = common_path([each.name for each in group])
+            head, *others = zip(HEADS, worst.cells(path), strict=True)
+            yield dict([head, ("count", len(group)), *others])
 
     def __repr__(self) -> str:
         """Returns a line; `str` has the table."""
@@ -206,7 +222,7 @@ def _position(first: tuple[int, ...] | None) -> str:
     return ", ".join(f"{n} {i}" for n, i in zip(names, first or (), strict=False))
 
 
-def _part(error: float, limit: float) -> float:
+def _part(product: ProductReport) -> float:
     """Returns how much of a limit an error takes; infinite for NaN."""
-    part = error / limit if limit else float("inf")
+    part = product.errors.relative / product.limit if product.limit else float("inf")
     return part if part == part else float("inf")
