@@ -1,4 +1,4 @@
-"""A Mac with an M3 Max whose clocks a test makes up; nothing runs on it."""
+"""Machines whose clocks a test makes up; nothing runs on them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,13 @@ import pytest
 import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, selection, tuned_results
+from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
-from mlx_marlin.lm.race import at_load, forward_race
+from mlx_marlin.lm.race import at_load, forward_race, stock_kernels
 from mlx_marlin.lm.race.product_calls import Entry
+from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
@@ -24,6 +26,7 @@ from mlx_marlin.products import repacking
 from support.choose import Choose
 
 M3_MAX = Device.named("M3 Max")
+DEVICES = {"metal": M3_MAX, "cuda": CudaDevice.named("NVIDIA H200")}
 US = 1e-6
 
 
@@ -101,13 +104,34 @@ def mac(
     backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[SimulatedMac]:
     """Makes an M3 Max seem available; what it measures is kept in a test's folder."""
+    yield from simulated(backend, monkeypatch, tmp_path, "metal")
+
+
+@pytest.fixture(params=DEVICES)
+def machine(
+    request: pytest.FixtureRequest,
+    backend: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Iterator[SimulatedMac]:
+    """Makes an M3 Max and an H200 seem available in turn."""
+    # What compiles ahead would need a CUDA toolkit.
+    monkeypatch.setattr(at_load, "compile_steps", lambda *_: None)
+    monkeypatch.setattr(stock_kernels, "for_race", lambda *_: StockKernels())
+    yield from simulated(backend, monkeypatch, tmp_path, request.param)
+
+
+def simulated(
+    backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> Iterator[SimulatedMac]:
+    """Makes a device of a back end seem available."""
     simulated = SimulatedMac()
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
     monkeypatch.delenv(tuned_results.ENVIRONMENT)
     backend(None)
-    monkeypatch.setattr(selection, "has_device", lambda name: name == "metal")
+    monkeypatch.setattr(selection, "has_device", lambda each: each == name)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(devices, "current", lambda *_: M3_MAX)
+    monkeypatch.setattr(devices, "current", lambda *_: DEVICES[name])
     monkeypatch.setattr(repacking, "_on_gpu", lambda: False)
     monkeypatch.setattr(at_load, "clock", simulated.clock)
     monkeypatch.setattr(at_load, "monotonic", lambda: simulated.now)
