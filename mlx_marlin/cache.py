@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 from mlx_marlin import regular_files
 
 LONGEST_WAIT = 5.0
-"""Seconds that a process waits in vain for locks of other processes, in all."""
+"""Seconds that a process waits in vain for other processes' locks in a folder."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-_has_waited = False
-"""Whether this process has waited for a lock as long as it may."""
+_waited_in: set[Path] = set()
+"""Folders in which this process has waited for locks as long as it may."""
 
 
 class LockedError(OSError):
@@ -123,14 +123,13 @@ def _lock(opened: BinaryIO, file: Path) -> None:
     import fcntl
     import time
 
-    global _has_waited
-    end = time.monotonic() + (0 if _has_waited else LONGEST_WAIT)
+    end = time.monotonic() + (0 if file.parent in _waited_in else LONGEST_WAIT)
     while True:
         try:
             return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= end:
-                _has_waited = True
+                _waited_in.add(file.parent)
                 raise LockedError(f"{file} is locked by another process") from None
             time.sleep(0.02)
         except OSError:

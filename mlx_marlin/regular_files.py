@@ -28,17 +28,17 @@ _KINDS = {
 }
 
 
-def quoted(value: object) -> str:
+def quoted(value: object, most: int = MOST_QUOTED) -> str:
     """Returns what a message shows of a value from a file, on one line."""
-    return short(repr(value))
+    return short(repr(value), most)
 
 
-def short(text: str) -> str:
-    """Returns a text, or its beginning and its length."""
-    if len(text) <= MOST_QUOTED:
+def short(text: str, most: int = MOST_QUOTED) -> str:
+    """Returns a text, or its beginning and its length, in at most `most` letters."""
+    if len(text) <= most:
         return text
     length = f"... ({len(text)} letters)"
-    return text[: MOST_QUOTED - len(length)] + length
+    return text[: most - len(length)] + length
 
 
 def open_file(path: str | Path, flags: int = os.O_RDONLY) -> BinaryIO:
@@ -81,6 +81,8 @@ def decoding() -> Iterator[None]:
     """
     try:
         yield
+    except MemoryError:  # of this process, and not the content's fault
+        raise
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         (line, *_) = f"{kind}{error}".splitlines() or [""]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import TypeGuard
 
+from mlx_marlin.regular_files import quoted
+
 PIPED = 120
 """Width of the lines of a file or a pipe."""
 MANY = 4
@@ -63,7 +65,7 @@ class Table:
 def source(text: str) -> str:
     """Returns a word for where a time comes from; others raise a ValueError."""
     if text not in SOURCES:
-        raise ValueError(f"a time is {text!r:.60}, expected one of {SOURCES}")
+        raise ValueError(f"a time is {quoted(text, 60)}, expected one of {SOURCES}")
     return text
 
 

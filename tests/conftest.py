@@ -9,11 +9,10 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
-from mlx_marlin import guard, state, tables
+from mlx_marlin import guard, state, tables, warn_once
 from mlx_marlin.backends import devices, launcher, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.guard import checks
-from mlx_marlin.lm import warn_once
 from mlx_marlin.lm.tracing import attention
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan

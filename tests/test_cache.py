@@ -67,14 +67,14 @@ def test_a_user_without_a_home_has_a_private_cache_that_is_told_once(
     assert mode(cache.root()) == 0o700
 
 
-def test_a_process_waits_for_locks_five_seconds_in_all(
+def test_a_process_waits_for_the_locks_of_a_folder_five_seconds_in_all(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", lambda each: now.append(now.pop() + each))
-    monkeypatch.setattr(cache, "_has_waited", False)
-    cache.make(root)
+    monkeypatch.setattr(cache, "_waited_in", set())
+    cache.make(root / "verdicts")
     for name in ("a", "b", "a"):
         with (
             cache.locked(root / name),
@@ -85,6 +85,14 @@ def test_a_process_waits_for_locks_five_seconds_in_all(
     assert 5 <= now[0] < 5.1
     with cache.locked(root / "a"):  # it is free again
         assert (root / "a").stat().st_size == 0
+    with cache.locked(root / "verdicts" / "lock") as held:
+
+        def frees(_: float) -> None:
+            held.close()
+
+        monkeypatch.setattr("time.sleep", frees)
+        with cache.locked(root / "verdicts" / "lock"):  # another folder is waited for
+            pass
 
 
 def test_what_is_not_there_is_not_found(root: Path) -> None:

@@ -140,3 +140,27 @@ def test_locks_and_verdicts_are_not_written_elsewhere(
         found = verdicts.checked(tmp_path / "lock", started, lambda: started, print)
         assert found is started
     assert (tmp_path / "target").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (MemoryError(), MemoryError),  # says nothing of the file
+        (RecursionError("too deep"), ValueError),
+        (AttributeError("items"), ValueError),
+    ],
+)
+def test_errors_of_decoding_are_of_the_content_but_for_lack_of_memory(
+    error: Exception, seen: type[Exception]
+) -> None:
+    with pytest.raises(Exception) as found, regular_files.decoding():  # noqa: PT011
+        raise error
+    assert found.type is seen
+
+
+@pytest.mark.parametrize("most", [60, regular_files.MOST_QUOTED])
+def test_a_quoted_value_is_cut_with_its_length(most: int) -> None:
+    assert regular_files.quoted("x" * (most - 2), most) == repr("x" * (most - 2))
+    found = regular_files.quoted("x" * (most - 1), most)
+    assert len(found) == most
+    assert found.endswith(f"... ({most + 1} letters)")

@@ -6,6 +6,7 @@ import re
 from mlx_marlin import state
 from mlx_marlin.backends import registry
 from mlx_marlin.planning.device import PlanningDevice, UnknownDeviceError
+from mlx_marlin.regular_files import quoted
 
 ENVIRONMENT = "MLX_MARLIN_DEVICE"
 """Names the device to plan for: "Apple M3 Max", "Apple M3 Max, 30 cores" or "NVIDIA
@@ -44,13 +45,13 @@ def named(
     parts = NAME.fullmatch(name)
     if parts is None:
         raise ValueError(
-            f"device {name!r:.200}, expected a chip, and its core count if need be, as "
-            f"in 'Apple M3 Max' or 'Apple M3 Max, 30 cores'"
+            f"device {quoted(name)}, expected a chip, and its core count if need be, "
+            f"as in 'Apple M3 Max' or 'Apple M3 Max, 30 cores'"
         )
     own = parts["cores"] or parts["units"]
     if own is not None:
         if cores not in (None, int(own)):
-            raise ValueError(f"cores={cores}, expected those of {name!r:.200}")
+            raise ValueError(f"cores={cores}, expected those of {quoted(name)}")
         cores = int(own)
     errors = []
     for backend in registry.every(first):

@@ -98,7 +98,8 @@ def write(
 def add(results_folder: Path, here: Machine, new: Stored) -> Path:
     """Adds to a machine's file what replaces older results of the same problems.
 
-    Several processes may write at the same time; no results are lost.
+    Several processes may write at the same time: each waits for the others. One that
+    waits in vain raises a `cache.LockedError` and has written nothing.
     """
     with locked(results_folder):
         content = _text(here, read(results_folder, here) | new).encode()
@@ -161,7 +162,7 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
 
 def _list(data: Any, name: str) -> list[Any]:
     if not isinstance(found := data[name], list):
-        raise ValueError(f"{name}={found!r:.100}, expected a list")
+        raise ValueError(f"{name}={regular_files.quoted(found)}, expected a list")
     return found
 
 

@@ -1,6 +1,5 @@
 """Runs checks of kernels and keeps their verdicts, in memory and on disk."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -14,6 +13,7 @@ from mlx_marlin.backends.launch import Launch, digest
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.answers import KernelError
 from mlx_marlin.guard.verdicts import Verdict
+from mlx_marlin.warn_once import warn_once
 
 TRANSIENT = (
     "out of memory",
@@ -33,7 +33,6 @@ raises_mistakes = False
 """Whether an error that is a check's own is raised, as in our tests, or told."""
 
 _verdicts: dict[str, Verdict] = state.register({})
-_warned: set[str] = state.register(set())
 
 
 def verdicts_so_far() -> dict[str, Verdict]:
@@ -147,30 +146,27 @@ def reason(verdict: Verdict) -> str | None:
 
 def _warn(verdict: Verdict) -> None:
     """Warns about a failed check, once per process and kernel."""
-    if verdict.failure is None or verdict.kernels in _warned:
+    if verdict.failure is None:
         return
-    _warned.add(verdict.kernels)
     advice = (
         "The next process checks it again"
         if verdict.state == "undecided"
         else f"`mlx-marlin cache --forget {verdict.names[0]}` has it checked again. "
         "Please report this line with the output of `mlx-marlin doctor --json`"
     )
-    warnings.warn(
-        f"mlx_marlin: {reason(verdict)}. Stock MLX or another kernel serves in its "
-        f"place, with right results. {advice} (docs/troubleshooting.md)",
-        RuntimeWarning,
-        stacklevel=2,
+    warn_once(
+        f"failed: {verdict.kernels}",
+        f"{reason(verdict)}. Stock MLX or another kernel serves in its place, with "
+        f"right results. {advice} (docs/troubleshooting.md)",
     )
 
 
 def _suspect(verdict: Verdict) -> None:
-    warnings.warn(
-        f"mlx_marlin: {verdicts.SUSPECTED} of the kernel {verdict.kernels}, which may "
-        f"have caused it. The kernel is checked again now, alone. If this process ends "
-        f"too, it is not used any more (docs/troubleshooting.md)",
-        RuntimeWarning,
-        stacklevel=2,
+    warn_once(
+        f"suspected: {verdict.kernels}, {verdict.example}",
+        f"{verdicts.SUSPECTED} of the kernel {verdict.kernels}, which may have caused "
+        f"it. The kernel is checked again now, alone. If this process ends too, it is "
+        f"not used any more (docs/troubleshooting.md)",
     )
 
 

@@ -70,9 +70,10 @@ class Mark:
 
 def rewrite(file: BinaryIO, content: bytes) -> None:
     """Replaces the content of an open file, without a buffer that is written later."""
-    os.ftruncate(file.fileno(), 0)
-    if content:
+    if content:  # before the old one goes: a full device must not lose it
         os.pwrite(file.fileno(), content, 0)
+    os.ftruncate(file.fileno(), len(content))
+    if content:
         os.fsync(file.fileno())
 
 

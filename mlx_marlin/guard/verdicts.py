@@ -12,7 +12,6 @@ import hashlib
 import json
 import platform
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -20,10 +19,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from mlx_marlin import cache, regular_files, state, versions
+from mlx_marlin import cache, regular_files, versions
 from mlx_marlin.backends import kernels, registry
 from mlx_marlin.guard import marks
 from mlx_marlin.planning import measurement_json
+from mlx_marlin.warn_once import warn_once
 
 FORMAT = 2
 """Changes with the fields of a verdict, so that older files are not read."""
@@ -33,9 +33,6 @@ MOST_UNFINISHED = 2
 DIED = "the process ended during the check, twice"
 SUSPECTED = "a process ended during the check"
 BUSY = "another process is evaluating it, or ended when it did"
-
-_told: set[Path] = state.register(set())
-"""Files about which this process has warned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +104,10 @@ def checked(
             cache.make(file.parent)
             opened = stack.enter_context(cache.locked(file))
         except cache.LockedError as error:
-            _warn_once(folder(), f"a verdict is not kept: {error}")
+            warn_once("not kept: verdict", f"a verdict is not kept: {error}")
             return _without_lock(read(file), started, check)
         except OSError:
-            return check()
+            return _without_lock(known, started, check)
         # Another process may have written its verdict in the meantime.
         known = read(file)
         if known is None:
@@ -139,7 +136,7 @@ def read(file: Path) -> Verdict | None:
     except OSError:
         return None
     except ValueError as error:
-        _warn_once(file, f"the verdict in {file} is ignored: {error}")
+        warn_once(f"verdict {file}", f"the verdict in {file} is ignored: {error}")
         return None
     return found if found.state == "passed" or found.version == version() else None
 
@@ -166,7 +163,8 @@ def forget(kernel: str) -> int:
     known = {name for each in found.values() if each for name in each.names}
     if kernel not in known:
         some = ", ".join(sorted(known)) or "none has one"
-        raise ValueError(f"{kernel!r:.200}, expected a kernel with a verdict: {some}")
+        shown = regular_files.quoted(kernel)
+        raise ValueError(f"{shown}, expected a kernel with a verdict: {some}")
     chosen = [file for file, each in found.items() if each and kernel in each.names]
     for file in chosen:
         with cache.open_to_write(file) as opened:  # others may wait for its lock
@@ -177,9 +175,10 @@ def forget(kernel: str) -> int:
 def _without_lock(
     known: Verdict | None, started: Verdict, check: Callable[[], Verdict]
 ) -> Verdict:
-    """Checks kernels that another process has been checking for long.
+    """Checks kernels whose file is locked for long, or cannot be written.
 
-    One that is being evaluated, or has ended a process, is left to that process.
+    One that is being evaluated, or has ended a process, is not run: the file would not
+    tell the next process of it.
     """
     if known is None:
         return check()
@@ -201,12 +200,6 @@ def _write(opened: BinaryIO, verdict: Verdict) -> Verdict:
     with suppress(OSError):  # a full device
         marks.rewrite(opened, _text(verdict))
     return verdict
-
-
-def _warn_once(path: Path, message: str) -> None:
-    if path not in _told:
-        _told.add(path)
-        warnings.warn(f"mlx_marlin: {message}", RuntimeWarning, stacklevel=2)
 
 
 def _text(verdict: Verdict) -> bytes:

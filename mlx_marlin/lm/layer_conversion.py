@@ -29,9 +29,9 @@ from mlx_marlin.lm.known_layers import (
     why_not_supported,
 )
 from mlx_marlin.lm.module_changes import Changes, Positions, module_at
-from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.products.reference.weight import rounds_biases
 from mlx_marlin.progress import shown
+from mlx_marlin.warn_once import warn_once
 from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]

@@ -18,9 +18,9 @@ from mlx_marlin import decision_log, regular_files, versions
 from mlx_marlin.backends import result_files, tuned_results
 from mlx_marlin.backends.metal import detection
 from mlx_marlin.lm.race.settings import ModelSettings, name_of
-from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.measurement import Machine, is_positive
+from mlx_marlin.warn_once import warn_once
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -59,7 +59,9 @@ class TunedModel:
                 raise ValueError(f"speedups[{rows}]={speedup!r}, expected a factor")
         value = self.max_ops_per_buffer
         if value is not None and not 0 < value <= MOST_OPERATIONS:
-            raise ValueError(f"max_ops_per_buffer={value!r:.100}, expected a number")
+            raise ValueError(
+                f"max_ops_per_buffer={regular_files.quoted(value, 60)}, expected a number"
+            )
 
     @property
     def reason(self) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_marlin.lm.module_changes import Changes
-from mlx_marlin.lm.warn_once import has_warned, warn_once
 from mlx_marlin.versions import describe
+from mlx_marlin.warn_once import has_warned, warn_once
 
 CODE = "mlx_marlin.lm.tracing.block"
 OTHER_VERSION = "not traced: "

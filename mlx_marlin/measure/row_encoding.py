@@ -19,6 +19,7 @@ from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.measurement_json import encoded
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.regular_files import quoted
 
 PROBLEM = ("m", "n", "k", "mode", "bits", "group_size", "dtype", "layout")
 """Fields of a problem in a file."""
@@ -85,7 +86,7 @@ def decoded(type_: Any, data: Any, where: str) -> Any:
     _check_type(type_, data, where)
     choices = CHOICES.get(where.rpartition(".")[2], (data,))
     if data not in choices:
-        raise ValueError(f"{where} is {data!r:.60}, expected one of {choices}")
+        raise ValueError(f"{where} is {quoted(data, 60)}, expected one of {choices}")
     return data
 
 
@@ -115,7 +116,7 @@ def _dataclass(type_: Any, data: Any, where: str) -> Any:
 
 def _check_type(type_: type, data: Any, where: str) -> None:
     if type(data) is not type_:
-        raise ValueError(f"{where} is {data!r:.60}, expected {type_.__name__}")
+        raise ValueError(f"{where} is {quoted(data, 60)}, expected {type_.__name__}")
 
 
 def _product_form(data: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProble
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.verdict import AnyPlan
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights.formats import LAYOUTS
 
 STOCK = "stock MLX"
@@ -171,7 +172,7 @@ class Forwards:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r:.100}, expected one of {LAYOUTS}")
+            raise ValueError(f"layout={quoted(self.layout, 60)}, expected {LAYOUTS}")
         for rows, pair in self.seconds.items():
             if type(rows) is not int or rows < 1 or len(pair) != 2:
                 raise ValueError(f"seconds[{rows!r}]={pair!r}, expected two times")

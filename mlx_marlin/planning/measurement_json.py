@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from mlx_marlin.planning.measurement import Result
+from mlx_marlin.regular_files import quoted
 
 SERVED_BY = ("ours", "stock")
 
@@ -62,7 +63,8 @@ def decoded(type_: Any, data: Any) -> Any:
     if is_dataclass(type_):
         types = {field.name: field.type for field in fields(type_) if field.init}
         if not isinstance(data, dict) or data.keys() != types.keys():
-            raise ValueError(f"{data!r:.100} has not the fields {', '.join(types)}")
+            names = ", ".join(types)
+            raise ValueError(f"{quoted(data, 60)} has not the fields {names}")
         build: Any = type_
         return build(**{name: decoded(types[name], data[name]) for name in types})
     if get_origin(type_) is tuple and isinstance(data, list):
@@ -76,5 +78,5 @@ def decoded(type_: Any, data: Any) -> Any:
     # All other types are literal strings, which the dataclass checks.
     expected = type_ if type_ in (int, bool, float) else str
     if type(data) is not expected:
-        raise ValueError(f"{data!r:.100} is not {expected.__name__}")
+        raise ValueError(f"{quoted(data, 100)} is not {expected.__name__}")
     return data

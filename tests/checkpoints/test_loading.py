@@ -24,7 +24,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.checkpoints.saving import save
-from mlx_marlin.lm.warn_once import forget
+from mlx_marlin.warn_once import forget
 from support import oracles
 from support.foreign_models import CONFIG, write
 from support.models import Tokenizer

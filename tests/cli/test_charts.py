@@ -256,8 +256,9 @@ def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
     path = tmp_path / "a.svg"
     path.write_text("kept")
 
-    said = f"{line.split()[-1]} draws with matplotlib, pip install matplotlib: "
-    assert said in refused(line, path)
+    said, option = refused(line, path), line.split()[-1]
+    assert f"{option} draws with matplotlib, pip install matplotlib: " in said
+    assert 'pip install ".[plot]" in a checkout' in said
     assert path.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin import guard, state
+from mlx_marlin import guard
 from mlx_marlin.backends import planner, source
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.guard import verdicts
@@ -19,6 +19,7 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products.eligibility import target
 from support import cuda_on_cpu
 from support.choose import Choose
+from support.guarded_calls import new_process
 from support.marks import needs_emulator
 
 N, K = 256, 1024
@@ -66,7 +67,7 @@ def assert_stock_serves() -> None:
         assert len(found) == 1
         assert mx.array_equal(y, mx.quantized_matmul(x, *w))
         assert "failed its check" in str(mlx_marlin.why_not(x, packed))
-        state.reset()
+        new_process()
 
 
 @needs_emulator

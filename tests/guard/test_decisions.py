@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin import guard
+from mlx_marlin import guard, state
 from mlx_marlin.backends import kernels, planner, selection, source
 from mlx_marlin.guard import checks, known_answers, marks, verdicts
 from mlx_marlin.guard.answers import KernelError
@@ -127,6 +127,9 @@ def test_a_failure_is_told_once_for_each_kernel_and_says_what_to_do() -> None:
         for name in ("a", "b", "a")
     ]
     assert counts == [1, 1, 0]
+    state.reset()  # of another thread, or of the race
+    again = verdict(kernels="a", state="failed")
+    assert collected(lambda: checks._warn(again))[1] == []
     with pytest.raises(ValueError, match=r"state='odd' is not one of \('started', "):
         verdict(state="odd")
 
@@ -268,7 +271,8 @@ def test_forgetting_a_kernel_empties_its_verdicts_on_all_machines(
         "four": "b2 and a",
     }
     with pytest.raises(
-        ValueError, match=r"^'x{199}, expected .* verdict: a, b, b2, c$"
+        ValueError,
+        match=r"^'x{180,184}\.\.\. \(302 letters\), expected .* verdict: a, b, b2, c$",
     ):
         verdicts.forget("x" * 300)
     assert verdicts.forget("b") == 2

@@ -1,5 +1,6 @@
 """Verdicts of the guard: kept between processes, made anew where they do not hold."""
 
+import errno
 import fcntl
 import itertools
 import os
@@ -19,7 +20,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, guard, state
-from mlx_marlin.backends import planner, registry, source
+from mlx_marlin.backends import kernels, planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
 from mlx_marlin.guard import checks, known_answers, marks, verdicts
 from mlx_marlin.planning.epilogue import Epilogue
@@ -277,7 +278,7 @@ def test_a_check_that_another_process_makes_for_long_is_not_waited_for(
 ) -> None:
     """What is being evaluated, or has ended a process, is left to that process."""
     monkeypatch.setattr(cache, "LONGEST_WAIT", 0.05)
-    monkeypatch.setattr(cache, "_has_waited", False)
+    monkeypatch.setattr(cache, "_waited_in", set())
     new_process()
     file = tmp_path / "key.json"
     started = verdict(state="started")
@@ -295,6 +296,44 @@ def test_a_check_that_another_process_makes_for_long_is_not_waited_for(
     (message,) = messages
     assert f"{file} is locked by another process" in message
     assert verdicts.read(file) == (started if state else None)
+
+
+@pytest.mark.parametrize("deaths", [0, 1, 2])
+def test_what_has_ended_a_process_does_not_run_where_that_cannot_be_counted(
+    deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_: Path) -> None:
+        raise PermissionError("a read-only file system")
+
+    file = tmp_path / "key.json"
+    started = verdict(state="started", unfinished=deaths)
+    if deaths:
+        verdicts.write(file, started)
+    monkeypatch.setattr(cache, "open_to_write", refuses)
+    passed = replace(started, state="passed")
+    found = verdicts.checked(file, started, lambda: passed, print)
+    assert found.state == ("undecided" if deaths else "passed")
+
+
+def test_a_full_device_does_not_lose_that_a_process_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "key.json"
+    died = verdict(state="started", unfinished=1)
+    verdicts.write(file, died)
+    seen = []
+
+    def check() -> verdicts.Verdict:
+        with kernels.evaluation():
+            seen.append(verdicts.read(file))
+        return replace(died, state="passed")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert verdicts.checked(file, died, check, lambda _: None).state == "passed"
+    assert [*seen, verdicts.read(file)] == [died, died]
 
 
 def test_an_interrupted_check_is_made_again(

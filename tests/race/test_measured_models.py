@@ -23,8 +23,8 @@ from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.tracing.block import TracedBlock
-from mlx_marlin.lm.warn_once import forget
 from mlx_marlin.planning import measurement_json
+from mlx_marlin.warn_once import forget
 from support.choose import Choose
 from support.models import arrays, assert_same_model, tiny_llama, types
 

@@ -30,9 +30,9 @@ from mlx_marlin.lm.race import (
 )
 from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.race.product_race import AGAIN, BETWEEN, ROWS
-from mlx_marlin.lm.warn_once import forget
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.planning.measurement import PROMPTS, STOCK, plan_problem, product_of
+from mlx_marlin.warn_once import forget
 from race.conftest import M3_MAX, SimulatedMac
 from support.models import Layers, arrays, tiny_llama, types
 from support.profiles import drawn

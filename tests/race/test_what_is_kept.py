@@ -15,7 +15,7 @@ from mlx_marlin.lm import optimize as optimizing
 from mlx_marlin.lm.drafts.pass_cost import cost_of
 from mlx_marlin.lm.race import at_load, forward_race
 from mlx_marlin.lm.race.product_race import ROWS
-from mlx_marlin.lm.warn_once import forget
+from mlx_marlin.warn_once import forget
 from race.conftest import SimulatedMac
 from race.test_race import RACED, layer, one_layer, results_of, served
 from support.models import Layers, tiny_llama
@@ -106,7 +106,7 @@ def no_results_kept(why: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     elif why == "expected a regular file":
         os.mkfifo(lock)
     elif why == "is locked by another process":
-        monkeypatch.setattr(cache, "_has_waited", True)
+        monkeypatch.setattr(cache, "_waited_in", {lock.parent})
         with cache.locked(lock):
             yield
         return

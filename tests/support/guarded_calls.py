@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 import metal_emulator
-from mlx_marlin import state
+from mlx_marlin import state, warn_once
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.devices import named
@@ -32,6 +32,7 @@ SPLIT = {"strategy": "split_k", "k_parallel": 2}
 def new_process() -> None:
     """Forgets all that a process remembers, as if another one began."""
     state.reset()
+    warn_once.forget()
 
 
 def chosen(kernel: str) -> Callable[[Problem, Any], Plan]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin import cache, state
+from mlx_marlin import cache, warn_once
 from mlx_marlin.backends import planner, result_files
 from mlx_marlin.backends.cuda import detection
 from mlx_marlin.guard import verdicts
-from mlx_marlin.lm import measured_models, warn_once
+from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race.settings import ModelSettings
@@ -153,7 +153,7 @@ def verdict_file(place: Path) -> Path:
 
 
 def read_verdict(file: Path) -> int:
-    state.reset()  # a file is told once in a process
+    warn_once.forget()
     found = verdicts.read(file)
     assert found is None or isinstance(found.failure, str | None)
     return found is not None

@@ -101,6 +101,6 @@ def _decoder(name: str) -> tuple[Any, Any]:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
         raise ImportError(
-            f"decoding {name} needs the package gguf: pip install gguf"
+            f"decoding {name} needs the package gguf: pip install gguf", name=error.name
         ) from error
     return quants.dequantize, GGMLQuantizationType[name]

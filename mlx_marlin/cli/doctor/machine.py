@@ -130,9 +130,10 @@ def _measured(found: Collection[Any], has_stock: Callable[[Any], bool]) -> Facts
 
 def tuned_models() -> Facts:
     """Returns the settings that tuning found for models on this machine."""
+    from mlx_marlin import warn_once
     from mlx_marlin.backends import result_files, selection
     from mlx_marlin.backends import tuned_results as tuned
-    from mlx_marlin.lm import measured_models, warn_once
+    from mlx_marlin.lm import measured_models
     from mlx_marlin.lm.race.settings import name_of
     from mlx_marlin.products import eligibility
 

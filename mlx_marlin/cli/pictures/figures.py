@@ -31,7 +31,8 @@ def require(option: str) -> None:
         import matplotlib.style  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"{option} draws with matplotlib, pip install matplotlib: {error}"
+            f"{option} draws with matplotlib, pip install matplotlib: {error}",
+            name=error.name,
         ) from None
 
 

@@ -82,11 +82,13 @@ def read(path: Path) -> tuple[str, Any]:
             return schema, result_file.decoded(data)
         if schema != profile.SCHEMA:
             known = ", ".join(map(repr, DOCUMENTS))
-            raise ValueError(f"its schema is {schema!r:.60}, expected one of {known}")
+            raise ValueError(
+                f"its schema is {regular_files.quoted(schema, 60)}, expected one of {known}"
+            )
         if data.get("version") != profile.VERSION:
             raise ValueError(
-                f"its version is {data.get('version')!r:.60}, and this program reads "
-                f"{profile.VERSION}"
+                f"its version is {regular_files.quoted(data.get('version'), 60)}, and "
+                f"this program reads {profile.VERSION}"
             )
         return schema, data
 

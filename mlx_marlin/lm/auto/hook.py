@@ -20,8 +20,8 @@ from mlx_marlin.lm.auto import settings
 from mlx_marlin.lm.checkpoints import loading
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.lm.report.model_report import report
-from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.versions import describe
+from mlx_marlin.warn_once import warn_once
 
 LM, VLM = "mlx_lm.utils", "mlx_vlm.utils"
 PARAMETERS: dict[str, dict[str, tuple[str, ...]]] = {

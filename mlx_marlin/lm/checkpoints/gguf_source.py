@@ -12,7 +12,7 @@ from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.lm.module_tree import natural_key
-from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.warn_once import warn_once
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 """Dtypes of plain tensors, by llama.cpp's names."""

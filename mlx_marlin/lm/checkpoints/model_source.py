@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.folder import new_model
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
-from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.regular_files import quoted
 from mlx_marlin.versions import describe
+from mlx_marlin.warn_once import warn_once
 from mlx_marlin.weights.dtypes import dtype_name
 
 Value = StoredWeight | PackedLayer | mx.array

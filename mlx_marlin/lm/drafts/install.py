@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 from mlx_marlin.lm.drafts.stream import stream_generate, without_drafts
-from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.warn_once import warn_once
 
 ONE_AT_A_TIME = (
     "requests are decoded one at a time with drafts looked up in their text; later "

@@ -29,7 +29,6 @@ from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.lm.report.layer_groups import described
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.lm.warm_up import compile_steps
-from mlx_marlin.lm.warn_once import warn_once
 from mlx_marlin.measure import clocks
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.planning import measurement
@@ -38,6 +37,7 @@ from mlx_marlin.planning.measurement import PROMPTS, Forwards, Result
 from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.products import eligibility, serving
 from mlx_marlin.progress import Stages
+from mlx_marlin.warn_once import warn_once
 
 SECONDS, MORE_SECONDS = 20.0, 5.0
 """Time of a race, compilation included, and of what is left at each later load."""

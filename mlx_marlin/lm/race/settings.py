@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.planning.measurement import PROMPTS
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights.formats import LAYOUTS
 
 MARGIN = 0.02
@@ -34,9 +35,11 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
-            raise ValueError(f"layout={self.layout!r:.100}, expected one of {LAYOUTS}")
+            raise ValueError(f"layout={quoted(self.layout, 60)}, expected {LAYOUTS}")
         if self.fuse != tuple(name for name in FUSIONS if name in self.fuse):
-            raise ValueError(f"fuse={self.fuse!r:.100}, expected some of {(*FUSIONS,)}")
+            raise ValueError(
+                f"fuse={quoted(self.fuse, 60)}, expected some of {(*FUSIONS,)}"
+            )
         if self.fuse and not self.trace:
             raise ValueError(f"fuse={self.fuse!r}: expected trace=True")
 

@@ -46,7 +46,7 @@ from mlx_marlin.lm.tracing.snapshot import (
     take_snapshot,
 )
 from mlx_marlin.lm.tracing_code import report_untraced
-from mlx_marlin.lm.warn_once import warn_once
+from mlx_marlin.warn_once import warn_once
 
 ATTENTION = "self_attn"
 """Name of the attention in a block."""

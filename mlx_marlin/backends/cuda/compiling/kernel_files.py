@@ -60,7 +60,8 @@ def _parsed(path: Path, content: bytes) -> MachineCode:
             head = json.loads(line)
             symbol, digest = head["symbol"], head["sha256"]
             if not isinstance(symbol, str) or not symbol.isidentifier():
-                raise ValueError(f"symbol={symbol!r:.100}, expected a name")
+                shown = regular_files.quoted(symbol, 100)
+                raise ValueError(f"symbol={shown}, expected a name")
             if digest != _digest(code) or not code.startswith(ELF):
                 raise ValueError("the machine code is not complete")
     except ValueError as error:

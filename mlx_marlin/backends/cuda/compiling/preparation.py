@@ -1,6 +1,5 @@
 """Prepares kernels before MLX looks for them: compiled once per machine, then kept."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,10 @@ from mlx_marlin.backends.cuda.compiling.nvrtc import CompileError, MachineCode
 from mlx_marlin.backends.cuda.compiling.toolchain import Toolchain, UnavailableError
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
+from mlx_marlin.warn_once import warn_once
 
 _placed: set[str] = state.register(set())
 """Names of the kernels that are in MLX's folder."""
-_warned: set[str] = state.register(set())
 _OF_THE_TEXT = ": error: "
 """In NVRTC's message if the text is at fault. A header that is missing is a
 "catastrophic error"."""
@@ -57,7 +56,7 @@ def _stored(file: str) -> MachineCode | None:
     try:
         return kernel_files.read(file)
     except (OSError, ValueError) as error:
-        _warn("ignored", f"a compiled kernel is ignored: {error}")
+        warn_once("ignored CUDA kernels", f"a compiled kernel is ignored: {error}")
         return None
 
 
@@ -112,15 +111,8 @@ def _toolchain() -> Toolchain | None:
 
 
 def _warn_unkept(reason: str) -> None:
-    _warn(
-        "unkept",
+    warn_once(
+        "unkept CUDA kernels",
         f"compiled CUDA kernels cannot be kept: {reason}. MLX compiles them in each "
         f"process again (docs/troubleshooting.md)",
     )
-
-
-def _warn(kind: str, message: str) -> None:
-    """Warns once per process and kind of message."""
-    if kind not in _warned:
-        _warned.add(kind)
-        warnings.warn(f"mlx_marlin: {message}", RuntimeWarning, stacklevel=2)
