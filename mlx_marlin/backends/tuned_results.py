@@ -44,9 +44,11 @@ def machine(target: PlanningDevice, backend: str) -> Machine:
     """Returns what the times of kernels depend on in this process."""
     import mlx.core as mx
 
-    return measurement.machine(
-        target,
-        backend=backend,
+    emulated = backend == "emulator"
+    return Machine(
+        chip=f"emulator for {target.name}" if emulated else target.name,
+        architecture=target.arch,
+        cores=target.cores,
         system=system(),
         mlx=str(mx.__version__),  # type: ignore[attr-defined]
         kernels=kernels(backend),

@@ -59,9 +59,8 @@ class TunedModel:
                 raise ValueError(f"speedups[{rows}]={speedup!r}, expected a factor")
         value = self.max_ops_per_buffer
         if value is not None and not 0 < value <= MOST_OPERATIONS:
-            raise ValueError(
-                f"max_ops_per_buffer={regular_files.quoted(value, 60)}, expected a number"
-            )
+            shown = regular_files.quoted(value, 60)
+            raise ValueError(f"max_ops_per_buffer={shown}, expected a number")
 
     @property
     def reason(self) -> str:

@@ -12,7 +12,7 @@ from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.measure.rows import MachineFacts
 from mlx_marlin.planning.device import PlanningDevice
 
-SECONDS_FOR_GIT = 5.0
+GIT_SECONDS = 5.0
 
 
 def facts(device: PlanningDevice) -> MachineFacts:
@@ -41,11 +41,7 @@ def commit() -> str:
     command = ("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=SECONDS_FOR_GIT,
+            command, capture_output=True, text=True, check=True, timeout=GIT_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
         return ""

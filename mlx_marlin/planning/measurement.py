@@ -4,7 +4,6 @@ import sys
 from dataclasses import dataclass, fields, replace
 
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
@@ -248,21 +247,6 @@ def plain(problem: AnyProblem) -> AnyProblem:
     if isinstance(problem, GatherProblem):
         return replace(problem, gate=None, bias=False)
     return replace(problem, epilogue=PLAIN, norm=None)
-
-
-def machine(
-    device: PlanningDevice, *, backend: str, system: str, mlx: str, kernels: str
-) -> Machine:
-    """Returns the machine that results of a device and a back end hold for."""
-    emulated = backend == "emulator"
-    return Machine(
-        chip=f"emulator for {device.name}" if emulated else device.name,
-        architecture=device.arch,
-        cores=device.cores,
-        system=system,
-        mlx=mlx,
-        kernels=kernels,
-    )
 
 
 def label(plan: AnyPlan) -> str:

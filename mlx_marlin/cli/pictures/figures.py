@@ -30,10 +30,8 @@ def require(option: str) -> None:
     try:
         import matplotlib.style  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"{option} draws with matplotlib, pip install matplotlib: {error}",
-            name=error.name,
-        ) from None
+        needed = f"{option} draws with matplotlib, pip install matplotlib: {error}"
+        raise ImportError(needed, name=error.name) from None
 
 
 def axes(figure: "Figure", inches: tuple[float, float, float, float]) -> "Axes":

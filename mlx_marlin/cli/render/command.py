@@ -82,14 +82,11 @@ def read(path: Path) -> tuple[str, Any]:
             return schema, result_file.decoded(data)
         if schema != profile.SCHEMA:
             known = ", ".join(map(repr, DOCUMENTS))
-            raise ValueError(
-                f"its schema is {regular_files.quoted(schema, 60)}, expected one of {known}"
-            )
+            shown = regular_files.quoted(schema, 60)
+            raise ValueError(f"its schema is {shown}, expected one of {known}")
         if data.get("version") != profile.VERSION:
-            raise ValueError(
-                f"its version is {regular_files.quoted(data.get('version'), 60)}, and "
-                f"this program reads {profile.VERSION}"
-            )
+            version = regular_files.quoted(data.get("version"), 60)
+            raise ValueError(f"its version is {version}, expected {profile.VERSION}")
         return schema, data
 
 

@@ -37,9 +37,7 @@ class ModelSettings:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={quoted(self.layout, 60)}, expected {LAYOUTS}")
         if self.fuse != tuple(name for name in FUSIONS if name in self.fuse):
-            raise ValueError(
-                f"fuse={quoted(self.fuse, 60)}, expected some of {(*FUSIONS,)}"
-            )
+            raise ValueError(f"fuse={quoted(self.fuse, 60)}, expected {(*FUSIONS,)}")
         if self.fuse and not self.trace:
             raise ValueError(f"fuse={self.fuse!r}: expected trace=True")
 
