@@ -19,7 +19,7 @@ import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.lm.decoding import decode, random_prompts
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 
 STREAMS = (1, 4, 8, 16)
 PROMPT, NEW, REPEATS = 64, 64, 3
@@ -48,7 +48,7 @@ def rates(model: nn.Module, vocabulary: int) -> dict[int, float]:
 
 def print_verdicts() -> None:
     """Prints the results of products, and the times of forward passes."""
-    device, backend = eligibility.target(), selection.backend()
+    device, backend = this_machine.device(), selection.backend()
     machine = tuned_results.machine(device, backend)
     stored = result_files.read(result_files.folder(), machine)
     for result in stored.results.values():

@@ -22,9 +22,8 @@ from mlx_marlin import guard, state
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherProblem
 from mlx_marlin.planning.problem import problem_of
-from mlx_marlin.planning.verdict import AnyPlan
 
 HOST_SECONDS = 0.010
 """Of a check, of all threads: everything but the kernel and the verdict's file."""

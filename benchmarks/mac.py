@@ -22,7 +22,7 @@ from benchmarks import stages
 from mlx_marlin.backends import selection
 from mlx_marlin.measure import machine, result_file
 from mlx_marlin.measure.result_file import ResultFile, Stage
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 570.0
@@ -113,7 +113,7 @@ def run(work: Work, scratch: Path, folder: Path) -> Path:
     Returns:
         The result file.
     """
-    device = eligibility.target()
+    device = this_machine.device()
     result = ResultFile(machine=machine.facts(device), date=date.today().isoformat())
     path = folder / result.file_name
     deadline = time.monotonic() + LIMIT

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mlx_marlin.lm.report.model_report import report
     from mlx_marlin.lm.verification.gate import verify
     from mlx_marlin.products.dequantizing import dequantize
-    from mlx_marlin.products.experts.matmul import gather_qmm
+    from mlx_marlin.products.experts import gather_qmm
     from mlx_marlin.products.exporting import exporting
     from mlx_marlin.products.linear import linear, linears
     from mlx_marlin.products.matmul import quantized_matmul, why_not
@@ -55,7 +55,7 @@ _MODULES = {
     "PackedWeight": "weights.packed_weight",
     "dequantize": "products.dequantizing",
     "exporting": "products.exporting",
-    "gather_qmm": "products.experts.matmul",
+    "gather_qmm": "products.experts",
     "linear": "products.linear",
     "linears": "products.linear",
     "load": "lm.checkpoints.loading",

@@ -19,7 +19,8 @@ from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.verdict import Refusal
+from mlx_marlin.products import serving
+from mlx_marlin.products.serving import Refusal
 
 FILE = Path(__file__).parent / "data" / "published_kernel_times.json"
 CHAINS = ("ms of a forward", "ms")
@@ -184,7 +185,7 @@ def predictions() -> Iterator[str]:
 
 def speed(problem: Problem, device: Device) -> float:
     """Returns the predicted speed over stock MLX of what serves; 1 if stock does."""
-    served = planner.serve(problem, device)
+    served = serving.serve_problem(problem, serving.Place(device=device, is_here=False))
     if isinstance(served, Refusal):
         return 1.0
     backend = registry.of_device(device)
@@ -198,7 +199,7 @@ def speed(problem: Problem, device: Device) -> float:
 
 def _cell(problem: Problem, device: Device) -> str:
     """Returns the same with the kernel that serves."""
-    served = planner.serve(problem, device)
+    served = serving.serve_problem(problem, serving.Place(device=device, is_here=False))
     if isinstance(served, Refusal):
         return "stock"
     kernel = served.kernel if isinstance(served, Plan) else "decoded first"

@@ -26,7 +26,7 @@ MOST = 7
 AS_MLX = {
     "mlx_marlin/products/matmul.py: quantized_matmul": 8,
     "mlx_marlin/products/matmul.py: why_not": 8,
-    "mlx_marlin/products/experts/matmul.py: gather_qmm": 11,
+    "mlx_marlin/products/experts.py: gather_qmm": 11,
     "metal_emulator/metal_kernel.py: metal_kernel": 8,
     "metal_emulator/static/check.py: check": 8,
 }

@@ -1,116 +1,62 @@
-"""Chooses plans: asks the back end of a device for candidates and takes the cheapest.
+"""Proposes plans: asks the back end of a device for candidates and takes the cheapest.
 
 The functions depend on their arguments only: they use no clock, MLX or NumPy.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Unpack
 
 from mlx_marlin.backends import registry
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.planning import search
-from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
-from mlx_marlin.planning.measurement import Measured
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
+from mlx_marlin.planning.search import Candidate
 
 if TYPE_CHECKING:
     from mlx_marlin.planning.choice import Choice
 
 
 @lru_cache(maxsize=4096)
+def propose(problem: Problem, device: PlanningDevice) -> Candidate:
+    """Returns the plan with the shortest predicted time, and its times; cached."""
+    return search.best(registry.of_device(device).candidates(problem, device, {}))
+
+
 def choose(problem: Problem, device: PlanningDevice) -> Plan:
-    """Returns the plan with the shortest predicted time; cached."""
-    return make(problem, device=device)
+    """Returns the plan with the shortest predicted time."""
+    return propose(problem, device).plan
 
 
 def choose_dequantize(
     problem: Problem, device: PlanningDevice
 ) -> DequantizePlan | None:
     """Returns the plan that decodes the weight first, if it is faster."""
-    predicted = partial(_of_chosen, problem, device)
+    predicted = partial(_prediction, problem, device)
     return registry.of_device(device).dequantize_first(problem, device, predicted)
 
 
-def stock_reason(problem: Problem, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve a product for speed, or None."""
-    predicted = partial(_of_chosen, problem, device)
+def stock_reason(problem: AnyProblem, device: PlanningDevice) -> str | None:
+    """Returns why stock MLX should serve a problem for speed, or None."""
+    predicted = partial(_prediction, problem, device)
     return registry.of_device(device).handover(problem, device, predicted)
+
+
+def _prediction(problem: AnyProblem, device: PlanningDevice) -> Prediction:
+    if isinstance(problem, GatherProblem):
+        raise TypeError(f"there is no prediction of one product: {problem}")
+    return propose(problem, device).prediction
 
 
 def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
     """Returns the plan for experts' products."""
     return registry.of_device(device).choose_gather(gather, device)
-
-
-def serve(
-    problem: Problem | GatherProblem,
-    device: PlanningDevice,
-    *,
-    transpose: bool = True,
-    measured: Measured | None = None,
-    hands_over: bool = True,
-) -> Answer:
-    """Decides who serves a problem on a GPU; the only place that does.
-
-    Kernels may still fail their check on a machine.
-    """
-    backend = registry.of_device(device)
-    reason = backend.unsupported(problem, device, transpose)
-    if reason is not None:
-        return Refusal(reason)
-    if measured is not None:
-        if hands_over and measured.reason is not None:
-            return Refusal(measured.reason, "speed")
-        if measured.plan is not None:
-            return measured.plan
-    asks = hands_over and measured is None
-    if isinstance(problem, GatherProblem):
-        predicted = partial(_no_prediction, problem)
-        reason = backend.handover(problem, device, predicted) if asks else None
-        if reason is not None:
-            return Refusal(reason, "speed")
-        return backend.choose_gather(problem, device)
-    if not transpose:
-        return dequantize_plan(problem, transposed=False)
-    decoded = _decoded(problem, device, measured) if hands_over else None
-    reason = stock_reason(problem, device) if asks and decoded is None else None
-    if reason is not None:
-        return Refusal(reason, "speed")
-    return decoded or choose(problem, device)
-
-
-def usable(
-    plan: Answer,
-    device: PlanningDevice,
-    fault: Callable[[AnyPlan], str | None],
-    *,
-    hands_over: bool = True,
-    is_measured: bool = False,
-) -> Answer:
-    """Returns what serves where the kernels of a plan may have failed their check."""
-    if isinstance(plan, Refusal):
-        return plan
-    reason = fault(plan)
-    if reason is None:
-        return plan
-    backend = registry.of_device(device)
-    other = None
-    if not isinstance(plan, DequantizePlan):
-        other = backend.alternative(plan, device)
-    if other is None:
-        return Refusal(reason, "fault")
-    predicted = partial(predict, other, device)
-    problem = other.gather if isinstance(other, GatherPlan) else other.problem
-    if hands_over and (is_measured or backend.handover(problem, device, predicted)):
-        return Refusal(reason, "fault")
-    return usable(other, device, fault, hands_over=hands_over)
 
 
 def predict(plan: Plan | GatherPlan, device: PlanningDevice) -> Prediction:
@@ -127,7 +73,7 @@ def make(
     """Returns the best plan that has the given fields."""
     device = device or registry.default_device()
     backend = registry.of_device(device)
-    return search.best(backend.candidates(problem, device, overrides))
+    return search.best(backend.candidates(problem, device, overrides)).plan
 
 
 def compare(
@@ -208,21 +154,3 @@ def plan(
         batch=batch,
     )
     return compare(problem, device=target)
-
-
-def _decoded(
-    problem: Problem, device: PlanningDevice, measured: Measured | None
-) -> DequantizePlan | None:
-    """Returns the plan that decodes the weight first, if that is known to be faster."""
-    if measured is None or measured.decodes is None:
-        return choose_dequantize(problem, device)
-    single = problem.batch == 1 and problem.norm is None and not problem.invariant
-    return dequantize_plan(problem) if measured.decodes and single else None
-
-
-def _of_chosen(problem: Problem, device: PlanningDevice) -> Prediction:
-    return predict(choose(problem, device), device)
-
-
-def _no_prediction(gather: GatherProblem) -> Prediction:
-    raise TypeError(f"there is no prediction of one product: {gather}")

@@ -68,14 +68,14 @@ def clock(seconds: float) -> "Clock":
     """Returns the clock of this machine."""
     from mlx_marlin.backends import devices, selection, tuned_results
     from mlx_marlin.measure import clocks
-    from mlx_marlin.products import eligibility
+    from mlx_marlin.products import this_machine
 
     if tuned_results.stands_for_another(selection.backend()):
         raise ValueError(
             f"{devices.ENVIRONMENT} selects a device to plan for, but this command "
             f"measures this machine: unset it"
         )
-    return clocks.clock_of(eligibility.target(), seconds)
+    return clocks.clock_of(this_machine.device(), seconds)
 
 
 def load_lazily(name: str) -> Any:

@@ -7,8 +7,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from mlx_marlin.layers.batch import BatchLayer, as_batch
 from mlx_marlin.layers.native import native_weight
-from mlx_marlin.products.experts.matmul import gather_native
-from mlx_marlin.products.experts.packed import gather_packed
+from mlx_marlin.products.experts import gather_native, gather_packed
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 

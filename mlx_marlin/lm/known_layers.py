@@ -13,16 +13,16 @@ from mlx_marlin.backends import selection
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.lm.layer_structure import EXPERTS, HEADS, structure_of
 from mlx_marlin.planning.block_plans import RoutePlan
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
 
 
 def are_kernels_active() -> bool:
     """Returns whether our kernels would serve a call now."""
-    if eligibility.unsupported_device() is not None:
+    if this_machine.device().unsupported is not None:
         return False
-    return eligibility.not_here(mx.default_device() == mx.Device(mx.cpu)) is None
+    return this_machine.why_not(mx.default_device() == mx.Device(mx.cpu)) is None
 
 
 def is_packed_faster() -> bool:

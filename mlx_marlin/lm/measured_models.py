@@ -131,9 +131,9 @@ def keep(found: TunedModel) -> Path:
 def _target() -> tuple["PlanningDevice", str]:
     """Returns the device and the back end that results hold for."""
     from mlx_marlin.backends import selection
-    from mlx_marlin.products import eligibility
+    from mlx_marlin.products import this_machine
 
-    return eligibility.target(), selection.backend()
+    return this_machine.device(), selection.backend()
 
 
 def _file() -> Path:

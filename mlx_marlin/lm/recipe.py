@@ -15,7 +15,7 @@ from mlx_marlin.lm.layer_conversion import LayerConversion
 from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race.settings import DEFAULTS, STOCK
 from mlx_marlin.planning.measurement import Forwards
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.tables import aligned
 
 HEADS = ("option", "value", "from")
@@ -174,7 +174,7 @@ def _with_measurements(model: nn.Module, recipe: Recipe) -> Recipe:
     options = {**recipe.options, "layout": recipe.conversion.layout, "measure": None}
     digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:8]
     recipe = replace(recipe, key=f"{key}-{digest}")
-    device = eligibility.target()
+    device = this_machine.device()
     raced = tuned_results.forwards(device, recipe.backend).get(recipe.key)
     recipe = replace(recipe, raced=raced)
     if raced is None or not recipe.decides_layout or raced.layout == recipe.layout:

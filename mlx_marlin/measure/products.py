@@ -26,7 +26,7 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import eligibility, serving
+from mlx_marlin.products import serving, this_machine
 
 PARTS = 3
 """Arrays of a weight in one layout."""
@@ -63,7 +63,7 @@ def check(problem: Problem) -> None:
             f"our kernels are compared"
         )
     operands.check(problem)
-    target = eligibility.target()
+    target = this_machine.device()
     reason = registry.of_device(target).unsupported(problem, target)
     if reason is not None:
         raise ValueError(reason)

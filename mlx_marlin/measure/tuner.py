@@ -15,6 +15,7 @@ from mlx_marlin.measure.rows import CANDIDATE, CHAIN, ProductRow
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.planning.gather_plan import AnyPlan
 from mlx_marlin.planning.measurement import (
     STOCK,
     Result,
@@ -24,7 +25,6 @@ from mlx_marlin.planning.measurement import (
 )
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.verdict import AnyPlan
 
 Arm = Plan | None
 """One of our plans, or None for stock MLX."""

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
@@ -144,3 +146,6 @@ class GatherPlan(ABC):
     @abstractmethod
     def explain(self) -> str:
         """Returns a line on what will run; every figure is counted, not predicted."""
+
+
+AnyPlan = Plan | DequantizePlan | GatherPlan

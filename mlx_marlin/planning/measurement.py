@@ -5,10 +5,14 @@ from dataclasses import dataclass, fields, replace
 
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import (
+    AnyPlan,
+    AnyProblem,
+    GatherPlan,
+    GatherProblem,
+)
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.verdict import AnyPlan
 from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights.formats import LAYOUTS
 

@@ -5,6 +5,7 @@ the lowest rank.
 """
 
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import NamedTuple
 
 from mlx_marlin.planning.plan import Plan
@@ -31,14 +32,14 @@ class Candidate(NamedTuple):
         return self.prediction.seconds
 
 
-def best(candidates: Iterable[Candidate]) -> Plan:
-    """Returns the plan with the lowest rank of at least one candidate."""
-    return min(candidates, key=lambda candidate: candidate.rank).plan
+def best(candidates: Iterable[Candidate]) -> Candidate:
+    """Returns the one with the lowest rank of at least one candidate."""
+    return min(candidates, key=itemgetter(0))
 
 
 def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Returns the candidates with different plans, ordered by rank."""
-    ordered = sorted(candidates, key=lambda candidate: candidate.rank)
+    ordered = sorted(candidates, key=itemgetter(0))
     return (*{candidate.plan: candidate for candidate in ordered}.values(),)
 
 

@@ -6,6 +6,7 @@ A decision is made once for each request and kept until `state.reset`.
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import NoReturn
 
 import mlx.core as mx
 
@@ -14,21 +15,20 @@ from mlx_marlin.backends import launcher, selection
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.planning.gather_plan import GatherPlan
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.verdict import Refusal
-from mlx_marlin.products import eligibility, serving
-from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.graph_cache import traced
-from mlx_marlin.products.operands import as_called
+from mlx_marlin.products import serving
+from mlx_marlin.products.autodiff import differentiable, traced
+from mlx_marlin.products.operands import as_called, experts_call
 from mlx_marlin.products.reference.epilogue import (
     with_epilogue,
     with_norm,
     with_placeholders,
 )
+from mlx_marlin.products.reference.experts import stock_packed
 from mlx_marlin.products.reference.weight import native_product, stock_product
-from mlx_marlin.products.request import CPU, NOTHING, MatmulRequest, Run, Shape
+from mlx_marlin.products.request import CPU, NOTHING, Request, Run, Shape
 from mlx_marlin.weights.formats import TILE_N
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -77,41 +77,72 @@ def is_permanent(prepared: PreparedCall) -> bool:
     return prepared.is_stock and not (on_cpu and selection.may_hand_over())
 
 
-def prepare(request: MatmulRequest) -> PreparedCall:
-    """Decides who serves a request, and prepares the call."""
-    epilogue = request.epilogue
-    if not prod(request.shape) or not prod(request.x_shape):
+def prepare(request: Request) -> PreparedCall:
+    """Decides who serves a request, and prepares the call.
+
+    Of experts that stock MLX serves, only the plain product with packed weights is
+    prepared; callers compute the others.
+    """
+    if request.experts is None and not (prod(request.shape) and prod(request.x_shape)):
         decision_log.stock(request, NOTHING)
         return PreparedCall(_zeros(request), NOTHING)
+    answer = serving.serve(request, serving.here())
+    if isinstance(answer, serving.Refusal):
+        return _by_stock(request, answer.reason)
+    decision_log.ours(request, answer)
+    run = _by_plan(request, answer)
+    replays = selection.traits().replays_graphs and request.transpose
+    return traced_call(run) if replays else PreparedCall(run)
+
+
+def _by_stock(request: Request, reason: str) -> PreparedCall:
+    refuse_variance(request.invariant, reason)
+    experts, is_stock = request.experts, request.layout == "mlx"
+    if experts is None or not experts.gate:
+        decision_log.stock(request, reason)
+    if experts is None:
+        run = _stock(request)
+    else:
+        run = _callers_own if is_stock or experts.gate else _stock_experts(request)
+    return PreparedCall(run, reason, is_stock)
+
+
+def refuse_variance(invariant: bool, reason: str) -> None:
+    """Raises a ValueError if stock MLX would serve an invariant product."""
+    if invariant:
+        raise ValueError(
+            f"invariant=True cannot be kept, because stock MLX would serve the call: "
+            f"{reason}"
+        )
+
+
+def _by_plan(request: Request, plan: AnyPlan) -> Run:
+    if isinstance(plan, GatherPlan):
+        return experts_call(request, plan)
+    product = _decoded(plan) if isinstance(plan, DequantizePlan) else _planned(plan)
+    problem, stock = plan.problem, _stock(request)
+    if not request.transpose:
+        run = differentiable(product, stock)
+        # MLX broadcasts plain products itself, without copies of x.
+        return run if problem.batch > 1 else as_called(run, request)
+    of_x = partial(_backward, problem) if request.layout == "marlin" else None
+    return as_called(differentiable(product, stock, of_x), request)
+
+
+def _callers_own(*_: object) -> NoReturn:
+    raise AssertionError("callers compute what stock MLX serves")
+
+
+def _stock(request: Request) -> Product:
+    """Returns stock MLX's product."""
     is_packed = request.layout == "marlin"
     stock = _stock_packed(request) if is_packed else _native(request)
-    if epilogue != PLAIN:
-        stock = with_epilogue(stock, epilogue)
-    if request.norm is not None:
-        stock = with_norm(stock, request.norm)
-    answer = serving.serve(request, serving.here())
-    if isinstance(answer, Refusal):
-        return _by_stock(request, stock, answer.reason)
-    decision_log.ours(request, answer)
-    if not request.transpose:
-        assert isinstance(answer, DequantizePlan)
-        return _not_transposed(request, answer, stock)
-    assert not isinstance(answer, GatherPlan)
-    product = (
-        _decoded(answer) if isinstance(answer, DequantizePlan) else _planned(answer)
-    )
-    of_x = partial(_backward, answer.problem) if is_packed else None
-    run = as_called(differentiable(product, stock, of_x), request)
-    return traced_call(run) if selection.traits().replays_graphs else PreparedCall(run)
+    if request.epilogue != PLAIN:
+        stock = with_epilogue(stock, request.epilogue)
+    return stock if request.norm is None else with_norm(stock, request.norm)
 
 
-def _by_stock(request: MatmulRequest, stock: Product, reason: str) -> PreparedCall:
-    eligibility.refuse_variance(request.invariant, reason)
-    decision_log.stock(request, reason)
-    return PreparedCall(stock, reason, is_stock=request.layout == "mlx")
-
-
-def _native(request: MatmulRequest) -> Product:
+def _native(request: Request) -> Product:
     """Returns MLX's own product, without epilogue and norm."""
     transpose = request.transpose
     format = request.group_size, request.bits, request.mode
@@ -125,7 +156,7 @@ def _native(request: MatmulRequest) -> Product:
     )
 
 
-def _stock_packed(request: MatmulRequest) -> Product:
+def _stock_packed(request: Request) -> Product:
     """Returns stock MLX's product of a packed weight, without epilogue and norm."""
     n = request.n
 
@@ -148,13 +179,20 @@ def _stock_packed(request: MatmulRequest) -> Product:
     return stock
 
 
-def _not_transposed(
-    request: MatmulRequest, plan: DequantizePlan, stock: Product
-) -> PreparedCall:
-    product = differentiable(launcher.dequantized_product(plan), stock)
-    # MLX broadcasts plain products itself, without copies of x.
-    is_batch = plan.problem.batch > 1
-    return PreparedCall(product if is_batch else as_called(product, request))
+def _stock_experts(request: Request) -> Run:
+    def run(
+        x: mx.array,
+        lhs: mx.array | None,
+        rhs: mx.array,
+        words: mx.array,
+        scales: mx.array,
+        _: mx.array,
+        *bias: mx.array,
+    ) -> mx.array:
+        y = stock_packed(request, x, words, scales, lhs, rhs)
+        return y + mx.expand_dims(bias[0][rhs], -2) if bias else y
+
+    return run
 
 
 def traced_call(run: Run) -> PreparedCall:
@@ -194,7 +232,7 @@ def _backward(problem: Problem) -> Product | None:
     return None if guard.why_not(plan) else launcher.dequantized_product(plan)
 
 
-def _zeros(request: MatmulRequest) -> Run:
+def _zeros(request: Request) -> Run:
     def zeros(*_: mx.array) -> mx.array:
         return mx.zeros(request.shape, request.dtype)
 

@@ -24,7 +24,7 @@ from mlx_marlin.products.request import (
     CPU,
     NO_EPILOGUE,
     EpilogueKey,
-    MatmulRequest,
+    Request,
     epilogue_of,
     native_request,
     packed_request,
@@ -230,7 +230,7 @@ def _request(
     scales: mx.array | None,
     biases: mx.array | None,
     options: Options,
-) -> MatmulRequest:
+) -> Request:
     transpose, group_size, bits, mode, epilogue, invariant, norm = options
     if not isinstance(epilogue, Epilogue):
         epilogue = epilogue_of(epilogue)

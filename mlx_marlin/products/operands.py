@@ -1,4 +1,4 @@
-"""Adapts a product to the arrays of a call: shapes, dtypes and absent operands."""
+"""Adapts products to the arrays of a call: shapes, dtypes and absent operands."""
 
 from collections.abc import Callable
 from math import prod
@@ -6,12 +6,16 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_marlin.backends import launcher
 from mlx_marlin.backends.launcher import Product
 from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.products.request import MatmulRequest, Run
+from mlx_marlin.planning.gather_plan import GatherPlan
+from mlx_marlin.products.autodiff import differentiable
+from mlx_marlin.products.reference.experts import flat_indices, stock_product
+from mlx_marlin.products.request import Request, Run
 
 
-def as_called(product: Product, request: MatmulRequest) -> Run:
+def as_called(product: Product, request: Request) -> Run:
     """Returns a product that takes the arrays of a call.
 
     `product`: from x [..., k] and a weight's arrays in one dtype to y [..., n], or, of
@@ -41,7 +45,7 @@ def as_called(product: Product, request: MatmulRequest) -> Run:
 Reshape = Callable[[mx.array], mx.array]
 
 
-def _of_matrices(product: Product, request: MatmulRequest) -> Product:
+def _of_matrices(product: Product, request: Request) -> Product:
     """Reshapes a batch to weights [batch, n, ...] and rows [batch, m, ...].
 
     A vector becomes a matrix of one row.
@@ -67,7 +71,7 @@ def _of_matrices(product: Product, request: MatmulRequest) -> Product:
     return run
 
 
-def _folding(request: MatmulRequest) -> tuple[Reshape, Reshape]:
+def _folding(request: Request) -> tuple[Reshape, Reshape]:
     """Returns the reshape of [..., k] to matrices, and its inverse for results.
 
     A dimension with one weight becomes rows, which share the weight without copies. In
@@ -100,7 +104,7 @@ def _folding(request: MatmulRequest) -> tuple[Reshape, Reshape]:
     return fold, unfold
 
 
-def _converting(product: Product, request: MatmulRequest) -> Product:
+def _converting(product: Product, request: Request) -> Product:
     """Returns a product that converts its operands to the result's dtype."""
     epilogue = request.epilogue
     first = epilogue.bias + epilogue.operands
@@ -120,3 +124,29 @@ def _converting(product: Product, request: MatmulRequest) -> Product:
         return product(x.astype(request.dtype), w, scales, biases, *operands)
 
     return run
+
+
+def experts_call(request: Request, plan: GatherPlan) -> Run:
+    """Returns the call of a plan for experts.
+
+    It takes x, the row of x of each pair or None, the experts, codes, scales and
+    biases, those of a second weight without biases if the request has a gate, and the
+    biases [experts, n] that are added, if any.
+    """
+    assert request.experts is not None
+    pairs = request.experts.pairs
+    stock = stock_product(request, plan.pairs_per_row)
+    product = differentiable(launcher.gather_product(plan), stock)
+
+    def consecutive(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
+        experts = mx.broadcast_to(rhs, pairs).astype(mx.uint32)
+        return product(x.astype(request.dtype), *weight, experts)
+
+    def indexed(
+        x: mx.array, lhs: mx.array | None, rhs: mx.array, *weight: mx.array
+    ) -> mx.array:
+        sources, experts = flat_indices(x, lhs, rhs, pairs)
+        y = product(x.astype(request.dtype), *weight, experts, sources)
+        return y.reshape(*pairs, 1, request.n)
+
+    return consecutive if plan.pairs_per_row else indexed

@@ -10,10 +10,16 @@ import mlx.core as mx
 
 from mlx_marlin.argument_types import is_integer
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products.reference.weight import NativeWeight, native_product
+from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
+from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
+from mlx_marlin.products.reference.weight import (
+    NativeWeight,
+    mode_of_mlx,
+    native_product,
+    stock_groups,
+)
 from mlx_marlin.weights.dtypes import dtype_name, result_dtype
-from mlx_marlin.weights.formats import MODE_DEFAULTS, TILE_N
+from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS, TILE_N
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 CPU = mx.Device(mx.cpu)
@@ -25,6 +31,14 @@ EpilogueKey = tuple[bool, str | None, bool, bool, Shape]
 """An epilogue: has a bias, activation, has a multiplier, has a residual, parts.
 
 Unlike an `Epilogue`, it is hashed without a call of Python code."""
+ArrayType = tuple[Shape, mx.Dtype]
+"""Shape and dtype of an array."""
+GatherOptions = tuple[
+    ArrayType | None, ArrayType, tuple[bool, bool, bool, bool], str | None
+]
+"""Indices of rows and of experts; whether the weights are transposed, the experts
+ascend, the product is invariant and a kernel adds biases; how one weight gates another.
+"""
 NO_EPILOGUE: EpilogueKey = (False, None, False, False, ())
 NOTHING = "there is nothing to add up"
 """Why no kernel runs if x or the result is empty."""
@@ -46,7 +60,32 @@ def epilogue_of(key: EpilogueKey) -> Epilogue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulRequest:
+class Gather:
+    """What a request for experts' products says about the experts."""
+
+    experts: int  # Weights to choose from
+    pairs: Shape  # Shape of the indices; each pair of them is a product
+    rows_are_named: bool  # Whether there are indices of rows of x
+    is_sorted: bool = False  # Whether the experts ascend
+    # Whether the kernel adds a bias [experts, n], or those of gate and up
+    biased: bool = False
+    # How the product with one weight gates that with another one, one of
+    # `gather_plan.GATES`; None for one weight
+    gate: str | None = None
+
+    def pairs_per_row(self, x_shape: Shape) -> int:
+        """Returns how many consecutive pairs share a row of x; 0 if that varies."""
+        rows = x_shape[:-2]
+        if self.rows_are_named:
+            return 0
+        if rows == self.pairs:
+            return 1
+        in_turn = rows and rows == (*self.pairs[:-1], 1)
+        return self.pairs[-1] if in_turn else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
     """A valid call of a product: its shapes, dtypes and options."""
 
     x_shape: Shape  # Shape of the activations
@@ -54,23 +93,25 @@ class MatmulRequest:
     # Shape of the result; of heads that are rotated, before the split into heads
     shape: Shape
     dtype: mx.Dtype  # Its dtype
-    n: int  # Rows of the weight
-    k: int  # Columns of the weight, or of x
-    w_batch: Shape  # Dimensions of the weight before its last two
+    n: int  # Rows of a weight
+    k: int  # Columns of a weight, or of x
+    w_batch: Shape = ()  # Dimensions of the weight before its last two
     scale_dtype: mx.Dtype  # Dtype to which scales and biases are converted
-    scales_alike: bool  # Whether scales and biases have that dtype already
+    scales_alike: bool = True  # Whether scales and biases have that dtype already
     mode: str  # The quantization scheme
     bits: int  # Bits of a code
     group_size: int  # Weights that share a scale
     transpose: bool  # Whether the product is x @ w.T
     layout: str  # "mlx" or "marlin"
     on_cpu: bool  # Whether the call runs on the CPU
-    epilogue: Epilogue  # What follows the product
+    epilogue: Epilogue = PLAIN  # What follows the product
     invariant: bool  # Whether a row's bits must not depend on the other rows
-    # Whether the weight has a global scale, which kernels take in place of biases
+    # Whether a weight has a global scale, which kernels take in place of biases
     global_scale: bool = False
     # As in `Problem`; the norm's weight follows the epilogue's arrays
     norm: float | None = None
+    # The experts whose weights indices choose; None if all weights multiply
+    experts: Gather | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -93,14 +134,18 @@ class MatmulRequest:
         return weights, m, self.n
 
     @property
-    def problem(self) -> Problem:
-        """The product to plan for."""
+    def problem(self) -> AnyProblem:
+        """What to plan for."""
+        if self.experts is not None:
+            return self._of_experts(self.experts)
         if not self.transpose and self.layout == "mlx":
             raise ValueError("our kernels multiply by the transposed weight only")
         of_rows = self.norm is not None or self.epilogue.rotation is not None
         if of_rows and len(self.x_shape) == 1:
             raise ValueError("our kernels normalize and rotate rows of a matrix")
-        batch, m, n = self.sizes
+        return self._problem(*self.sizes)
+
+    def _problem(self, batch: int, m: int, n: int) -> Problem:
         return Problem(
             m=m,
             n=n,
@@ -118,12 +163,36 @@ class MatmulRequest:
             norm=self.norm,
         )
 
+    def _of_experts(self, experts: Gather) -> GatherProblem:
+        if self.global_scale:
+            raise ValueError("our kernels for experts take no global scale")
+        if not self.transpose or len(self.x_shape) < 2 or self.x_shape[-2] != 1:
+            raise ValueError(
+                "our kernels for experts take single rows times transposed weights"
+            )
+        pairs = prod(experts.pairs)
+        if not pairs or not prod(self.x_shape) or not experts.experts * self.n:
+            raise ValueError(NOTHING)
+        rows = max(pairs, prod(self.x_shape[:-1]))
+        columns = self.n * (2 if experts.gate else 1)
+        if largest_array(rows, columns, self.k, self.bits) >= MOST_ELEMENTS:
+            raise ValueError(
+                "our kernels count in 32 bits, and an array is too large for that"
+            )
+        return GatherProblem(
+            problem=self._problem(1, pairs, self.n),
+            experts=experts.experts,
+            pairs_per_row=experts.pairs_per_row(self.x_shape),
+            is_sorted=experts.is_sorted,
+            gate=experts.gate,
+            bias=experts.biased,
+        )
+
     def explain(self) -> str:
         """Returns a one-line description of the call, which need not be a problem."""
-        batch, m, n = self.sizes if prod(self.w_batch) else (0, 0, self.n)
+        experts = self.experts
         parts = [
-            f"{m} {'row' if m == 1 else 'rows'} of {self.k}→{n}",
-            f"each of {batch} weights" if batch != 1 else "",
+            *self._explain_sizes(),
             "" if self.transpose else "not transposed",
             f"{self.mode} {self.bits}-bit",
             f"group {self.group_size}",
@@ -131,9 +200,22 @@ class MatmulRequest:
             f"{self.layout} layout",
             "" if self.norm is None else "normalized rows",
             self.epilogue.explain(),
-            "the same bits for any m" if self.invariant else "",
+            "sorted" if experts and experts.is_sorted else "",
+            "biases" if experts and experts.biased else "",
+            "the same bits for any rows" if self.invariant else "",
         ]
         return ", ".join(filter(None, parts))
+
+    def _explain_sizes(self) -> tuple[str, ...]:
+        if self.experts is not None:
+            pairs = prod(self.experts.pairs)
+            return (
+                f"{pairs} {'pair' if pairs == 1 else 'pairs'} of a row and one of "
+                f"{self.experts.experts} experts {self.k}→{self.n}",
+            )
+        batch, m, n = self.sizes if prod(self.w_batch) else (0, 0, self.n)
+        rows = f"{m} {'row' if m == 1 else 'rows'} of {self.k}→{n}"
+        return rows, f"each of {batch} weights" if batch != 1 else ""
 
 
 def native_request(
@@ -143,7 +225,7 @@ def native_request(
     epilogue: Epilogue,
     invariant: bool,
     norm: float | None = None,
-) -> MatmulRequest:
+) -> Request:
     """Checks a call whose weight is in MLX's layout, and returns its request.
 
     `x`: activations [..., k].
@@ -175,7 +257,7 @@ def native_request(
             f"got group_size={given[0]} and bits={given[1]}"
         )
     biases_dtype = scales.dtype if biases is None else biases.dtype
-    return MatmulRequest(
+    return Request(
         x_shape=x.shape,
         x_dtype=x.dtype,
         shape=(*result.shape[:-1], result.shape[-1] // (2 if epilogue.gated else 1)),
@@ -205,7 +287,7 @@ def packed_request(
     transpose: bool = True,
     invariant: bool = False,
     norm: float | None = None,
-) -> MatmulRequest:
+) -> Request:
     """Checks a call whose weight is packed, and returns its request.
 
     `x`: activations [..., k], or [..., n] if not transposed.
@@ -224,7 +306,7 @@ def packed_request(
         )
     _check_rows(x.shape, batch)
     before = broadcast(x.shape[:-2], batch)
-    return MatmulRequest(
+    return Request(
         x_shape=x.shape,
         x_dtype=x.dtype,
         shape=(*before, *x.shape[-2:-1], outer // (2 if epilogue.gated else 1)),
@@ -269,3 +351,55 @@ def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
 
 def _blank(array: mx.array) -> mx.array:
     return mx.zeros(array.shape, array.dtype)
+
+
+def packed_experts_request(
+    x: ArrayType, w: PackedWeight, options: GatherOptions
+) -> Request:
+    """Checks a call with packed experts, and returns its request."""
+    n, k, group_size, bits, mode, scale_dtype, _, (experts,) = w.kind
+    lhs, rhs, (transpose, is_sorted, invariant, biased), gate = options
+    # MLX does not support every group size that our kernels do. The result and the
+    # errors for x and the indices do not depend on it.
+    size = stock_groups(mode, bits, group_size) or GROUPS[0]
+    known = mode_of_mlx(mode)
+    # Of super-blocks, the result has the dtype of x.
+    given = x[1] if scale_dtype == mx.uint16 else scale_dtype
+    scales = mx.zeros((experts, n, k // size), given)
+    # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
+    result = mx.gather_qmm(
+        mx.zeros(*x),
+        mx.zeros((experts, n, k * bits // 32), mx.uint32),
+        scales,
+        scales if known == "affine" else None,
+        None if lhs is None else mx.zeros(*lhs),
+        mx.zeros(*rhs),
+        transpose,
+        size,
+        bits,
+        known,
+    )
+    return Request(
+        x_shape=x[0],
+        x_dtype=x[1],
+        shape=result.shape,
+        dtype=result.dtype,
+        n=n,
+        k=k,
+        scale_dtype=scale_dtype,
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        layout="marlin",
+        invariant=invariant,
+        on_cpu=mx.default_device() == CPU,
+        experts=Gather(
+            experts=experts,
+            pairs=result.shape[:-2],
+            rows_are_named=lhs is not None,
+            is_sorted=is_sorted,
+            biased=biased,
+            gate=gate,
+        ),
+    )

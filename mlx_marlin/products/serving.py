@@ -5,29 +5,47 @@ Products, experts, the report and the tuner ask `serve`, and nothing else decide
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from functools import partial
+from typing import Literal
 
 import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry, selection, tuned_results
 from mlx_marlin.backends.base import Backend
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.gather_plan import (
+    AnyPlan,
+    AnyProblem,
+    GatherPlan,
+    GatherProblem,
+)
 from mlx_marlin.planning.measurement import Measured
-from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
-from mlx_marlin.products import eligibility
-from mlx_marlin.products.request import CPU, MatmulRequest
+from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import this_machine
+from mlx_marlin.products.request import CPU, Request
 
-if TYPE_CHECKING:
-    from mlx_marlin.products.experts.request import GatherRequest
 
-Request = Union[MatmulRequest, "GatherRequest"]
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why no kernel of ours serves a request."""
+
+    reason: str  # One sentence, as `why_not` returns it
+    # "unsupported", "speed" (stock MLX is faster) or "fault" (a kernel failed its
+    # check)
+    cause: Literal["unsupported", "speed", "fault"] = "unsupported"
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+Answer = AnyPlan | Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What a decision is for."""
+class Place:
+    """Where a request is served."""
 
     device: PlanningDevice  # The device to plan for
     # Whether this process decides, with its back end, its default device and measured
@@ -47,6 +65,11 @@ class Target:
         """Whether calls run on the CPU."""
         return self.is_here and mx.default_device() == CPU
 
+    @property
+    def hands_over(self) -> bool:
+        """Whether stock MLX serves what it computes faster."""
+        return not self.is_here or selection.may_hand_over()
+
     def measured(self, problem: AnyProblem) -> Measured | None:
         """Returns what was measured for a problem on this machine, or None."""
         if not self.is_here:
@@ -54,20 +77,20 @@ class Target:
         return tuned_results.find(problem, self.device, selection.backend())
 
 
-def here(fault: Callable[[AnyPlan], str | None] | None = None) -> Target:
-    """Returns the target of calls in this process."""
-    return Target(device=eligibility.target(), fault=fault or guard.why_not)
+def here(fault: Callable[[AnyPlan], str | None] | None = None) -> Place:
+    """Returns the place of calls in this process."""
+    return Place(device=this_machine.device(), fault=fault or guard.why_not)
 
 
-def serve(request: Request, target: Target) -> Answer:
+def serve(request: Request, place: Place) -> Answer:
     """Decides who serves a request."""
-    reason = eligibility.not_here(request.on_cpu) if target.is_here else None
+    reason = this_machine.why_not(request.on_cpu) if place.is_here else None
     if reason is not None:
         return Refusal(reason)
     problem = problem_of(request)
     if isinstance(problem, Refusal):
         return problem
-    return serve_problem(problem, target, transpose=request.transpose)
+    return serve_problem(problem, place, transpose=request.transpose)
 
 
 def problem_of(request: Request) -> AnyProblem | Refusal:
@@ -82,24 +105,75 @@ def problem_of(request: Request) -> AnyProblem | Refusal:
 
 
 def serve_problem(
-    problem: AnyProblem, target: Target, *, transpose: bool = True
+    problem: AnyProblem, place: Place, *, transpose: bool = True
 ) -> Answer:
     """Decides who serves a problem, as `serve` does for a request that has it."""
-    measured = target.measured(problem) if transpose else None
-    hands_over = not target.is_here or selection.may_hand_over()
-    answer = planner.serve(
-        problem,
-        target.device,
-        transpose=transpose,
-        measured=measured,
-        hands_over=hands_over,
-    )
-    if not target.is_here:
+    measured = place.measured(problem) if transpose else None
+    answer = _fastest(problem, place, measured, transpose)
+    if not place.is_here:
         return answer  # nothing is known of kernels on another machine
-    return planner.usable(
-        answer,
-        target.device,
-        target.fault,
-        hands_over=hands_over,
-        is_measured=measured is not None,
-    )
+    return usable(answer, place, is_measured=measured is not None)
+
+
+def _fastest(
+    problem: AnyProblem, place: Place, measured: Measured | None, transpose: bool
+) -> Answer:
+    """Returns what serves a problem if its kernels are right."""
+    device, hands_over = place.device, place.hands_over
+    reason = place.backend.unsupported(problem, device, transpose)
+    if reason is not None:
+        return Refusal(reason)
+    if measured is not None:
+        if hands_over and measured.reason is not None:
+            return Refusal(measured.reason, "speed")
+        if measured.plan is not None:
+            return measured.plan
+    if isinstance(problem, Problem):
+        if not transpose:
+            return dequantize_plan(problem, transposed=False)
+        decoded = _decoded(problem, device, measured) if hands_over else None
+        if decoded is not None:
+            return decoded
+    if hands_over and measured is None:
+        reason = planner.stock_reason(problem, device)
+        if reason is not None:
+            return Refusal(reason, "speed")
+    if isinstance(problem, GatherProblem):
+        return planner.choose_gather(problem, device)
+    return planner.choose(problem, device)
+
+
+def _decoded(
+    problem: Problem, device: PlanningDevice, measured: Measured | None
+) -> DequantizePlan | None:
+    """Returns the plan that decodes the weight first, if that is known to be faster."""
+    if measured is None or measured.decodes is None:
+        return planner.choose_dequantize(problem, device)
+    single = problem.batch == 1 and problem.norm is None and not problem.invariant
+    return dequantize_plan(problem) if measured.decodes and single else None
+
+
+def usable(answer: Answer, place: Place, *, is_measured: bool = False) -> Answer:
+    """Returns what serves where the kernels of a plan may have failed their check.
+
+    An alternative was not measured: where a plan was, stock MLX is known to be right.
+    """
+    if isinstance(answer, Refusal):
+        return answer
+    reason = place.fault(answer)
+    if reason is None:
+        return answer
+    other = None
+    if not isinstance(answer, DequantizePlan):
+        other = place.backend.alternative(answer, place.device)
+    if other is None or (place.hands_over and (is_measured or _is_slow(other, place))):
+        return Refusal(reason, "fault")
+    return usable(other, place)
+
+
+def _is_slow(plan: AnyPlan, place: Place) -> bool:
+    """Returns whether stock MLX is predicted to be faster than a plan."""
+    problem = plan.gather if isinstance(plan, GatherPlan) else plan.problem
+    backend, device = place.backend, place.device
+    predicted = partial(backend.predict, plan, device)
+    return backend.handover(problem, device, predicted) is not None

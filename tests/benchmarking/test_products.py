@@ -19,7 +19,8 @@ from mlx_marlin.measure.products import Measured
 from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.verdict import Refusal
+from mlx_marlin.products import serving
+from mlx_marlin.products.serving import Refusal
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.profiles import sampled
@@ -168,7 +169,7 @@ def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusal = Refusal("stock MLX is faster", "speed")
-    monkeypatch.setattr(planner, "serve", lambda *_, **__: refusal)
+    monkeypatch.setattr(serving, "serve_problem", lambda *_, **__: refusal)
 
     ours = [row for row in measure().rows if row.arm == OURS]
 
@@ -180,7 +181,7 @@ def test_a_weight_that_is_decoded_once_is_timed_that_way(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        planner, "serve", lambda problem, *_, **__: dequantize_plan(problem)
+        serving, "serve_problem", lambda problem, *_, **__: dequantize_plan(problem)
     )
 
     measured = measure(SMALL, "marlin")

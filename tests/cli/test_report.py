@@ -15,7 +15,7 @@ from cli.conftest import Run
 from mlx_marlin.backends import devices, planner, result_files, tuned_results
 from mlx_marlin.cli import models
 from mlx_marlin.planning.measurement import STOCK, Result, label
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from support.choose import Choose
 from support.decided_calls import with_a_gpu
 from support.models import Layers, tiny_llama
@@ -29,7 +29,7 @@ def tuned(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps results for a layer of 64→96: our plan for 3 rows, stock for 8."""
     here = devices.named("Apple M3 Max")
     monkeypatch.setattr(devices, "current", lambda *_: here)
-    target = eligibility.target()
+    target = this_machine.device()
     results = []
     for m, stock in ((3, False), (8, True)):
         problem = planner.plan(m, 96, 64, group_size=32).plan.problem

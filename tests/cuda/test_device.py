@@ -22,7 +22,7 @@ from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from support.choose import Choose
 
 H200 = CudaDevice.named("NVIDIA H200")
@@ -269,7 +269,7 @@ def test_plans_are_made_for_what_the_back_end_runs_on(
     if wish:
         monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
-    assert eligibility.target() == expected
+    assert this_machine.device() == expected
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_device_of_another_back_end_is_an_error(
     monkeypatch.setenv(devices.ENVIRONMENT, wish)
 
     with pytest.raises(ValueError, match=words):
-        eligibility.target()
+        this_machine.device()
     assert main(["tune", "8x4096x4096", "--dry-run"]) != 0
     assert words in capsys.readouterr().err
 

@@ -18,8 +18,7 @@ from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.lm.tracing.gated_experts import GatedExperts
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import serving
-from mlx_marlin.products.experts import dispatch
+from mlx_marlin.products import dispatch, serving
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.formats import TILE_N
 from support import cuda_cases, cuda_experts, format_cases, oracles

@@ -15,7 +15,7 @@ from mlx_marlin.backends import result_files, source, tuned_results
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.measure import timing
 from mlx_marlin.planning.measurement import STOCK
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from support.models import Layers
 from support.planted_text import plant
 
@@ -49,7 +49,7 @@ def model() -> Any:
 
 
 def results() -> list[Any]:
-    machine = tuned_results.machine(eligibility.target(), "cuda")
+    machine = tuned_results.machine(this_machine.device(), "cuda")
     found = result_files.read(result_files.folder(), machine)
     return [*found.results.values()]
 

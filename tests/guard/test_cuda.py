@@ -16,7 +16,7 @@ from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products.eligibility import target
+from mlx_marlin.products.this_machine import device as target
 from support import cuda_on_cpu
 from support.choose import Choose
 from support.guarded_calls import new_process

@@ -19,10 +19,10 @@ from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.explicit import Operand
-from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.verdict import AnyPlan, Refusal
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
+from mlx_marlin.products.serving import Place, Refusal, usable
 from support import oracles
 from support.guarded_calls import (
     assert_compares,
@@ -169,10 +169,11 @@ def test_experts_have_the_exact_form_instead(operand: Operand) -> None:
     def fault(plan: AnyPlan) -> str | None:
         return "it failed" if getattr(plan, "operand", None) == operand else None
 
-    used = planner.usable(plan, M4_PRO, fault)
+    used = usable(plan, Place(device=M4_PRO, is_here=False, fault=fault))
     assert isinstance(used, MetalGatherPlan)
     assert used.operand == "exact"
-    refused = planner.usable(plan, M4_PRO, lambda _: "it failed")
+    nowhere = Place(device=M4_PRO, is_here=False, fault=lambda _: "it failed")
+    refused = usable(plan, nowhere)
     assert refused == Refusal("it failed", "fault")
 
 
@@ -184,7 +185,7 @@ def _m4(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return planner.make(problem, device=M4_PRO, kernel="gemm_register")
 
     monkeypatch.setattr(planner, "choose", choose)
-    monkeypatch.setattr(eligibility, "target", lambda: M4_PRO)
+    monkeypatch.setattr(this_machine, "device", lambda: M4_PRO)
 
 
 @sampled(2)

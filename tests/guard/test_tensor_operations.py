@@ -13,10 +13,11 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.cli.doctor import kernel_checks
 from mlx_marlin.guard import known_answers
+from mlx_marlin.planning.gather_plan import AnyPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.verdict import AnyPlan, Refusal
-from mlx_marlin.products import eligibility, serving
+from mlx_marlin.products import serving, this_machine
+from mlx_marlin.products.serving import Place, Refusal, usable
 from support.guarded_calls import (
     K,
     N,
@@ -47,7 +48,7 @@ def choose(problem: Problem, _: Any) -> Plan:
 def _tensor(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `gemm_tensor` serve every call, on an M5."""
     monkeypatch.setattr(planner, "choose", choose)
-    monkeypatch.setattr(eligibility, "target", lambda: M5_MAX)
+    monkeypatch.setattr(this_machine, "device", lambda: M5_MAX)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -212,7 +213,7 @@ def test_stock_mlx_serves_instead_where_it_may_and_is_faster(may: bool) -> None:
     def kernel(n: int, k: int, layout: str) -> str:
         problem = problem_of(16, n, k, layout=layout)
         plan = planner.make(problem, device=M5_MAX, kernel="gemm_tensor")
-        used = planner.usable(plan, M5_MAX, fault, hands_over=may)
+        used = usable(plan, Place(device=M5_MAX, is_here=not may, fault=fault))
         return used.kernel if isinstance(used, Plan) else str(used)
 
     assert kernel(5120, 17408, "mlx") == "gemm_register"
@@ -225,7 +226,8 @@ def test_other_kernels_have_no_probe_and_no_alternative() -> None:
     backend = registry.named(plan.backend)
     assert backend.probes(plan) == ()
     assert backend.alternative(plan, M5_MAX) is None
-    refused = planner.usable(plan, M5_MAX, lambda _: "it failed")
+    place = Place(device=M5_MAX, fault=lambda _: "it failed")
+    refused = usable(plan, place)
     assert refused == Refusal("it failed", "fault")
 
 

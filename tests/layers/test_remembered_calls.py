@@ -16,8 +16,7 @@ from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.joining import join_layers
 from mlx_marlin.lm.module_changes import Changes
-from mlx_marlin.products import linear, matmul
-from mlx_marlin.products.experts import matmul as experts_matmul
+from mlx_marlin.products import experts, linear, matmul
 from support.choose import Choose
 
 K, N, EXPERTS = 128, 64, 4
@@ -71,7 +70,7 @@ def layer(request: pytest.FixtureRequest, backend: Choose) -> Layer:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lists the times that a decision was asked for."""
     found: list[str] = []
-    prepared, experts_native = matmul.prepared_call, experts_matmul.gather_native
+    prepared, experts_native = matmul.prepared_call, experts.gather_native
 
     def listed(*given: Any) -> Any:
         found.append("product")

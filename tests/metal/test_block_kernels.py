@@ -24,7 +24,7 @@ from mlx_marlin.planning.block_plans import (
     HeadsPlan,
     RoutePlan,
 )
-from mlx_marlin.products.blocks import heads, sums
+from mlx_marlin.products import blocks
 from support import cuda_experts, launches
 from support.block_kernels import Added, Rotated
 from support.oracles import exact
@@ -283,9 +283,9 @@ def test_arrays_that_do_not_fit_heads_are_named(
     freqs = freqs[: changes.get("freqs", freqs.shape)[0]]
     given = (*norms[: changes.get("norms", 2)],)
     with pytest.raises(ValueError, match=words):
-        heads.rotated(ROTATED.layout, qkv, positions, freqs, given)
+        blocks.rotated(ROTATED.layout, qkv, positions, freqs, given)
 
 
 def test_a_number_has_no_norm() -> None:
     number = mx.array(1.0)
-    assert sums.added_and_normed(number, number, number, 1e-5) is None
+    assert blocks.added_and_normed(number, number, number, 1e-5) is None

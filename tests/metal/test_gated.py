@@ -17,6 +17,7 @@ from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import serving
 from support import drawn_arrays, epilogues, format_cases, oracles, strategies
 from support.gate_and_up import layer_of
 from support.oracles import exact
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.metal, needs_kernels]
 
 SILU = Epilogue(activation="silu", gated=True)
 DEVICE = devices.named("Apple M4 Max")
+THERE = serving.Place(device=DEVICE, is_here=False)
 K = 448
 
 
@@ -215,7 +217,7 @@ def test_what_kernels_do_not_gate_is_stated(
     options: dict[str, object], text: str
 ) -> None:
     problem = problem_of(2, **options)
-    assert text in str(planner.serve(problem, DEVICE))
+    assert text in str(serving.serve_problem(problem, THERE))
 
 
 @pytest.mark.parametrize("strategy", ["stream_k", "split_k", "hytis", "stripe"])

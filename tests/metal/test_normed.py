@@ -19,6 +19,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.products import serving
 from support import drawn_arrays, oracles, strategies
 from support.cuda_cases import normalized
 from support.gate_and_up import layer_of
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.metal, needs_kernels]
 SILU = Epilogue(activation="silu", gated=True)
 PARTS = Epilogue(bias=True, parts=(64, 96, 32))
 DEVICE = devices.named("Apple M4 Max")
+THERE = serving.Place(device=DEVICE, is_here=False)
 K = 448
 
 
@@ -216,7 +218,7 @@ def test_what_kernels_do_not_normalize_is_stated(
     options: dict[str, object], words: str
 ) -> None:
     problem = replace(problem_of(1, layout="marlin"), **options)
-    assert words in str(planner.serve(problem, DEVICE))
+    assert words in str(serving.serve_problem(problem, THERE))
 
 
 @pytest.mark.parametrize(

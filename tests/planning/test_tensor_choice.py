@@ -21,6 +21,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.products import serving
 from support.profiles import sampled
 
 M5 = Device.named("M5")
@@ -33,7 +34,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "m5.md"
 
 
 def kernel_of(problem: Problem, device: Device) -> str:
-    served = planner.serve(problem, device)
+    served = serving.serve_problem(problem, serving.Place(device=device, is_here=False))
     return served.kernel if isinstance(served, Plan) else "other"
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import planner, registry
+from mlx_marlin.backends import planner, registry, selection, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.verdict import Refusal
+from mlx_marlin.planning.search import Candidate
+from mlx_marlin.products import serving
+from mlx_marlin.products.serving import Refusal
 
 PROBLEM = Problem(m=4, n=64, k=256, layout="marlin")
 EXPERTS = GatherProblem(problem=PROBLEM, experts=2)
@@ -70,8 +72,21 @@ class Answers:
 
 def installed(answers: Answers, patch: pytest.MonkeyPatch) -> Answers:
     patch.setattr(registry, "of_device", lambda device: answers)
-    patch.setattr(planner, "choose", lambda problem, device: BEST)
+    best: Any = Candidate((0.0,), f"prediction of {BEST}", BEST)  # type: ignore[arg-type]
+    patch.setattr(planner, "propose", lambda problem, device: best)
     return answers
+
+
+def given(
+    patch: pytest.MonkeyPatch,
+    measured: Measured | None = None,
+    may: bool = True,
+    fault: Any = lambda _: None,
+) -> serving.Place:
+    """Returns this process, with what was measured and whether it may hand over."""
+    patch.setattr(tuned_results, "find", lambda *_: measured)
+    patch.setattr(selection, "may_hand_over", lambda: may)
+    return serving.Place(device=DEFAULT, fault=fault)
 
 
 def expected(
@@ -120,11 +135,11 @@ def test_the_first_rule_that_holds_decides(
     ):
         back_end = installed(Answers(unsupported, handover, decoded), monkeypatch)
 
-        answer = planner.serve(
-            problem, DEFAULT, transpose=transpose, measured=measured, hands_over=may
-        )
+        place = given(monkeypatch, measured, may)
+        answer = serving.serve_problem(problem, place, transpose=transpose)
 
-        assert answer == expected(back_end, problem, transpose, measured, may)
+        known = measured if transpose else None
+        assert answer == expected(back_end, problem, transpose, known, may)
         assert back_end.asked[0] == ("unsupported", problem, DEFAULT, transpose)
         assert {asked[1:3] for asked in back_end.asked} == {(problem, DEFAULT)}
 
@@ -138,7 +153,7 @@ def test_only_plain_products_are_decoded_because_measured_ones_were(
     measured = Measured(reason=None, decodes=decodes)
     problem = replace(PROBLEM, **change)
 
-    assert planner.serve(problem, DEFAULT, measured=measured) is BEST
+    assert serving.serve_problem(problem, given(monkeypatch, measured)) is BEST
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -174,9 +189,8 @@ def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
         if refused:
             break
 
-    assert want == planner.usable(
-        BEST, DEFAULT, fault, hands_over=may, is_measured=measured
-    )
+    place = given(monkeypatch, may=may, fault=fault)
+    assert want == serving.usable(BEST, place, is_measured=measured)
     assert {*back_end.asked} <= {("handover", PROBLEM, DEFAULT)}
 
 
@@ -190,12 +204,15 @@ def test_other_plans_have_no_alternative_where_a_back_end_has_none(
     def failing(plan: Any) -> str | None:
         return None if plan is BEST else "it failed"
 
-    assert planner.usable(refusal, DEFAULT, failing) is refusal
-    decoded = planner.usable(DECODED, DEFAULT, failing)
+    place = given(monkeypatch, fault=failing)
+    assert serving.usable(refusal, place) is refusal
+    decoded = serving.usable(DECODED, place)
     assert decoded == refused  # never asked for
     back_end.alternatives = {GATHERED: FEWER}
-    assert planner.usable(GATHERED, DEFAULT, lambda _: "it failed") == refused
+    assert (
+        serving.usable(GATHERED, replace(place, fault=lambda _: "it failed")) == refused
+    )
     assert back_end.asked == [("handover", FEWER.gather, DEFAULT)]
     back_end.alternatives = {}
-    gathered = planner.usable(GATHERED, DEFAULT, failing)
+    gathered = serving.usable(GATHERED, place)
     assert gathered == refused

@@ -13,6 +13,7 @@ from mlx_marlin.backends import devices, launcher, planner, selection, tuned_res
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -297,30 +298,24 @@ def test_another_machine_is_decided_for_without_what_is_known_of_this_one(
     measured: Measured | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem, chip = Problem(m=3, n=N, k=K), devices.named("M3 Max")
-    given: dict[str, Any] = {}
-
-    def served(*arguments: Any, **options: Any) -> str:
-        given.update(options, problem_and_device=arguments)
-        return "a plan"
-
-    def usable(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        return (*arguments, options)
-
-    monkeypatch.setattr(planner, "serve", served)
-    monkeypatch.setattr(planner, "usable", usable)
+    problem = Problem(m=3, n=N, k=K, layout="marlin")
+    checked: list[Any] = []
+    monkeypatch.setattr(planner, "stock_reason", lambda *_: "stock is predicted")
     monkeypatch.setattr(selection, "may_hand_over", lambda: not forced)
     monkeypatch.setattr(tuned_results, "find", lambda *_: measured)
-    target = serving.Target(device=chip, is_here=is_here, fault=str)
+    chip = devices.named("M3 Max")
+    place = serving.Place(device=chip, is_here=is_here, fault=checked.append)
 
-    answer: Any = serving.serve_problem(problem, target, transpose=transpose)
+    answer = serving.serve_problem(problem, place, transpose=transpose)
 
-    known, may = measured if is_here and transpose else None, not (is_here and forced)
-    assert given == {
-        "problem_and_device": (problem, chip),
-        "transpose": transpose,
-        "measured": known,
-        "hands_over": may,
-    }
-    flags = {"hands_over": may, "is_measured": known is not None}
-    assert answer == (("a plan", chip, str, flags) if is_here else "a plan")
+    reason = "stock is predicted"
+    if is_here and measured is not None:
+        reason = "stock was faster"
+    if not transpose:
+        assert answer == dequantize_plan(problem, transposed=False)
+    elif is_here and forced:
+        assert answer == planner.choose(problem, chip)
+    else:
+        assert answer == serving.Refusal(reason, "speed")
+    is_plan = not isinstance(answer, serving.Refusal)
+    assert checked == ([answer] if is_here and is_plan else [])

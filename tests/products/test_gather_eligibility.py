@@ -20,7 +20,7 @@ from support.gather_calls import K, kind, weights
         ({"transpose": False}, "single rows times transposed"),
         ({"x_shape": (5, 1, 3, K)}, "single rows times transposed"),
         ({"bits": 7}, "mode='affine' with bits=7 is not one"),
-        ({"has_global_scale": True}, "take no global scale"),
+        ({"global_scale": True}, "take no global scale"),
         (
             {"mode": "nvfp4", "group_size": 16, "x_shape": (5, 1, 1, 48), "k": 48},
             "k=48 is not a multiple of 64",

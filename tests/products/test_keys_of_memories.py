@@ -10,11 +10,8 @@ import pytest
 import mlx_marlin
 from mlx_marlin import PackedWeight, pack, state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products import layer_products, matmul, request
+from mlx_marlin.products import experts, layer_products, matmul, request
 from mlx_marlin.products.dispatch import PreparedCall
-from mlx_marlin.products.experts import matmul as experts_matmul
-from mlx_marlin.products.experts import packed as experts
-from mlx_marlin.products.experts import request as experts_request
 
 Change = dict[str, Any]
 K, N, EXPERTS = 128, 64, 3
@@ -173,6 +170,16 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
         invariant=call.invariant,
         bias=next(iter(call.biases_of_experts), None),
     ),
+    "gather_native": lambda call: experts.gather_native(
+        mx.expand_dims(call.rows, -2),
+        (*[*call.native, None][:3], (*call.format.values(),)),
+        call.rows_of_pairs and mx.zeros(call.pairs, call.rows_of_pairs),
+        mx.zeros(call.pairs, call.index),
+        transpose=call.transpose,
+        global_scale=call.global_scale,
+        sorted_indices=call.ascend,
+        invariant=call.invariant,
+    ),
     "gather_gated": lambda call: experts.gather_gated(
         call.rows,
         call.packed,
@@ -237,6 +244,15 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
     ),
     ("experts", LAYERS["gather_packed"], replace(SEVERAL, n=K), [SQUARE]),
     (
+        *("experts", LAYERS["gather_native"], SEVERAL),
+        [
+            *(*OF_ALL, {"x": (1,)}, {"batch": (EXPERTS + 1,)}, {"pairs": (4, 2)}),
+            *({"ascend": True}, {"invariant": True}, {"rows_of_pairs": mx.uint32}),
+            {"stated_group_size": 32},
+        ],
+    ),
+    ("experts", LAYERS["gather_native"], replace(SEVERAL, n=K), [SQUARE]),
+    (
         *("experts", LAYERS["gather_packed"]),
         replace(SEVERAL, rows_of_pairs=mx.uint32),
         [{"rows_of_pairs": mx.float32}],
@@ -251,7 +267,7 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
         if name not in ("native_linear", "gather_packed", "gather_gated")
     ),
 ]
-MODULES = (matmul, experts, experts_matmul, request, experts_request)
+MODULES = (matmul, experts, request)
 
 
 @pytest.fixture
@@ -261,7 +277,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Call], Any]:
     def decided(*decided_for: object) -> PreparedCall:
         return PreparedCall(lambda *_: decided_for)  # type: ignore[arg-type,return-value]
 
-    for module in (matmul, experts, experts_matmul):
+    for module in (matmul, experts):
         monkeypatch.setattr(module, "prepare", decided)
 
     def asked(function: Callable[[Call], Any], call: Call) -> Any:

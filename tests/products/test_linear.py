@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.products.layer_products import fused_linear
 from mlx_marlin.products.packing import pack
 from support import oracles
@@ -219,7 +219,7 @@ def test_an_invariant_product_is_never_handed_over(
 ) -> None:
     backend(None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(eligibility, "not_here", lambda _: None)
+    monkeypatch.setattr(this_machine, "why_not", lambda _: None)
     assert selection.backend() == "metal"
     x, native = activations(1, K), weight()
     mx.eval(native)

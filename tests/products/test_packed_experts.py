@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.products.experts.packed import gather_gated
+from mlx_marlin.products.experts import gather_gated
 from mlx_marlin.products.reference.weight import plain
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, oracles

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_marlin import decision_log, state
 from mlx_marlin.backends import devices, selection
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 
 
 def on_a_mac(patch: pytest.MonkeyPatch, chip: str) -> None:
@@ -20,7 +20,7 @@ def on_a_mac(patch: pytest.MonkeyPatch, chip: str) -> None:
 def with_a_gpu(patch: pytest.MonkeyPatch) -> None:
     """Decides as where our kernels and stock MLX run on one GPU; nothing can run."""
     patch.setattr(selection, "may_hand_over", lambda: True)
-    patch.setattr(eligibility, "not_here", lambda _: None)
+    patch.setattr(this_machine, "why_not", lambda _: None)
 
 
 class Decided(Exception):  # noqa: N818 (no error)

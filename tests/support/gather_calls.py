@@ -1,6 +1,6 @@
 """Drawn products of rows with chosen weights: their arrays and what they must give."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.packing import pack
+from mlx_marlin.products.request import Gather, Request
 from mlx_marlin.weights.formats import format_of
 from support import format_cases, oracles
 from support.format_cases import Weight
@@ -151,9 +151,14 @@ def calls(draw: st.DrawFn) -> Call:
     )
 
 
-def kind(**changes: Any) -> GatherRequest:
-    fields: dict[str, Any] = {
+OF_EXPERTS = {field.name for field in fields(Gather)}
+
+
+def kind(**changes: Any) -> Request:
+    given: dict[str, Any] = {
         "x_shape": (5, 1, 1, K),
+        "x_dtype": mx.float16,
+        "shape": (5, 2, 1, 40),
         "dtype": mx.float16,
         "experts": 4,
         "n": 40,
@@ -166,9 +171,8 @@ def kind(**changes: Any) -> GatherRequest:
         "bits": 4,
         "mode": "affine",
         "layout": "mlx",
-        "is_sorted": False,
         "invariant": False,
-        "has_global_scale": False,
         "on_cpu": True,
-    }
-    return GatherRequest(**(fields | changes))
+    } | changes
+    experts = Gather(**{name: given.pop(name) for name in OF_EXPERTS & given.keys()})
+    return Request(**given, experts=experts)

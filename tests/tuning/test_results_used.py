@@ -14,11 +14,10 @@ from mlx_marlin.backends import devices, launcher, planner, result_files, tuned_
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyPlan, AnyProblem, GatherProblem
 from mlx_marlin.planning.measurement import STOCK, Measured, Result, label, with_rows
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.verdict import AnyPlan
 from mlx_marlin.products import serving
 from support.arguments import activations, weight
 from support.choose import Choose

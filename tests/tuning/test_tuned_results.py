@@ -21,11 +21,10 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherProblem
 from mlx_marlin.planning.measurement import STOCK, Forwards, Machine, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.verdict import AnyPlan
 from mlx_marlin.planning.work.tiles import Tile
 from mlx_marlin.planning.work.work import Work
 from support import strategies

@@ -21,7 +21,7 @@ from mlx_marlin.layers.joined import can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import problem_of
-from mlx_marlin.products.experts.packed import gather_gated
+from mlx_marlin.products.experts import gather_gated
 from support import format_cases, launches, oracles
 from support.packed_codes import SEEDS, any_bits, assert_same_bits
 from support.profiles import drawn

@@ -43,7 +43,7 @@ def _plans(
 
 def make(problem: Problem, device: CudaDevice, overrides: PlanOverrides) -> CudaPlan:
     """Returns the best plan with the given fields."""
-    found = search.best(candidates(problem, device, overrides))
+    found = search.best(candidates(problem, device, overrides)).plan
     assert isinstance(found, CudaPlan)
     return found
 

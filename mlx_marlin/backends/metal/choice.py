@@ -44,7 +44,7 @@ def best(
     problem: Problem, device: Device, overrides: PlanOverrides | None = None
 ) -> MetalPlan:
     """Returns the best plan that has the fields in `overrides`."""
-    found = search.best(candidates(problem, device, overrides or {}))
+    found = search.best(candidates(problem, device, overrides or {})).plan
     assert isinstance(found, MetalPlan)
     return found
 

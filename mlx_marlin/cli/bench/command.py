@@ -19,7 +19,7 @@ from mlx_marlin.lm import measured_models
 from mlx_marlin.measure import machine, products, result_file, shapes
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.weights.formats import LAYOUTS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         models.check(args.model)
     clock = models.clock(args.seconds)
     result = ResultFile(
-        machine=machine.facts(eligibility.target()), date=date.today().isoformat()
+        machine=machine.facts(this_machine.device()), date=date.today().isoformat()
     )
     print(report.heading(result.machine, clock.times_stock))
     faults: list[str] = []
@@ -185,7 +185,7 @@ def _time_products(
 ) -> list[str]:
     """Adds the times of a product to the result, and returns what failed."""
     measured = products.measure(
-        problem, eligibility.target(), clock, _layouts(args), staged=args.staged
+        problem, this_machine.device(), clock, _layouts(args), staged=args.staged
     )
     result.products.extend(measured.rows)
     notes = [*measured.faults, *measured.notes]
@@ -224,7 +224,7 @@ def _predict_model(
 ) -> None:
     from mlx_marlin.lm import generation  # it imports mlx-lm
 
-    name, device = measured_models.name_of_model(args.model), eligibility.target()
+    name, device = measured_models.name_of_model(args.model), this_machine.device()
     streams = _streams(args)
     result.generation.extend(
         generation.predict(name, counts, device, streams, args.prompt, args.new)

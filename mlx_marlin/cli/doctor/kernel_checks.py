@@ -30,8 +30,8 @@ def check(products: Iterable[Problem]) -> list[dict[str, Any]]:
     """
     from mlx_marlin import guard
     from mlx_marlin.backends import selection
-    from mlx_marlin.planning.verdict import Refusal
     from mlx_marlin.products import serving
+    from mlx_marlin.products.serving import Refusal
 
     missing = selection.missing()
     if missing or selection.backend() == "stock":

@@ -60,7 +60,7 @@ def back_end() -> Facts:
 
     import metal_emulator
     from mlx_marlin.backends import selection
-    from mlx_marlin.products import eligibility
+    from mlx_marlin.products import this_machine
 
     name, reason = selection.choice()
     facts: Facts = {
@@ -74,7 +74,7 @@ def back_end() -> Facts:
     if name == "stock":
         facts["problem"] = f"stock MLX serves every call, because {reason}"
     if name == "cuda" and facts["problem"] is None:
-        facts["problem"] = eligibility.unsupported_device()
+        facts["problem"] = this_machine.device().unsupported
     if name == "emulator" and (missing := metal_emulator.unavailable()) is not None:
         facts["problem"] = f"the emulator cannot run: {missing}"
     return facts
@@ -91,10 +91,10 @@ def tuned_results() -> Facts:
     """Returns the files of measured results, and what was measured on this machine."""
     from mlx_marlin.backends import result_files, selection
     from mlx_marlin.backends import tuned_results as tuned
-    from mlx_marlin.products import eligibility
+    from mlx_marlin.products import this_machine
 
     folder = result_files.folder()
-    machine = tuned.machine(eligibility.target(), selection.choice()[0])
+    machine = tuned.machine(this_machine.device(), selection.choice()[0])
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -135,10 +135,10 @@ def tuned_models() -> Facts:
     from mlx_marlin.backends import tuned_results as tuned
     from mlx_marlin.lm import measured_models
     from mlx_marlin.lm.race.settings import name_of
-    from mlx_marlin.products import eligibility
+    from mlx_marlin.products import this_machine
 
     warn_once.forget()
-    rows = tuned.settings(eligibility.target(), selection.choice()[0])
+    rows = tuned.settings(this_machine.device(), selection.choice()[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [*measured_models.decoded(rows.values(), result_files.folder())]

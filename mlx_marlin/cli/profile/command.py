@@ -10,7 +10,7 @@ from mlx_marlin.cli.pictures import figures, files, plots
 from mlx_marlin.cli.profile import report, subjects, times
 from mlx_marlin.cli.render import profile_document
 from mlx_marlin.measure.profiling.document import document
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 
 DESCRIPTION = """
 Compare the time of quantized matrix products with the limits of a device: TFLOPS, GB/s,
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the profiles; returns 1 if a time cannot be right."""
     _check_arguments(args)
     is_measured = args.chip is None and args.assume_ms is None and times.on_gpu()
-    device = eligibility.target() if is_measured else arguments.device(args.chip)
+    device = this_machine.device() if is_measured else arguments.device(args.chip)
     why_not = times.why_not_measured if is_measured else None
     found, skipped = subjects.find(args, device, why_not)
     if args.assume_ms is not None:

@@ -24,7 +24,7 @@ from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.tuner import Arm, Outcome
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.tables import aligned
 from mlx_marlin.weights.formats import LAYOUTS
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and (args.dry_run or not found):
         raise ValueError("--json writes times of products, and none is measured")
     if args.dry_run:
-        texts = [listing(problem, eligibility.target()) for problem in found]
+        texts = [listing(problem, this_machine.device()) for problem in found]
         print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
         return 0
     folder = result_files.folder()
@@ -186,12 +186,12 @@ def _why_not(problem: Problem) -> str | None:
         operands.check(problem)
     except ValueError as error:
         return str(error)
-    return tuner.why_not(problem, eligibility.target())
+    return tuner.why_not(problem, this_machine.device())
 
 
 def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
     """Measures the problems, and stores every result immediately."""
-    target, folder = eligibility.target(), result_files.folder()
+    target, folder = this_machine.device(), result_files.folder()
     here = tuned_results.machine(target, selection.backend())
     written = ResultFile(machine=machine.facts(target), date=date.today().isoformat())
     outcomes: list[Outcome] = []

@@ -34,8 +34,8 @@ from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import PROMPTS, Forwards, Result
-from mlx_marlin.planning.verdict import Refusal
-from mlx_marlin.products import eligibility, serving
+from mlx_marlin.products import serving, this_machine
+from mlx_marlin.products.serving import Refusal
 from mlx_marlin.progress import Stages
 from mlx_marlin.warn_once import warn_once
 
@@ -434,7 +434,7 @@ def run(
         recipe=recipe,
         convert=convert,
         undo=undo,
-        clock=clock(eligibility.target()),
+        clock=clock(this_machine.device()),
         now=monotonic,
         wait=sleep,
     )

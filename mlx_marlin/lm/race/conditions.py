@@ -14,7 +14,7 @@ from mlx_marlin.lm.known_layers import is_sharded
 from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.recipe import Recipe
 from mlx_marlin.planning.device import PARAVIRTUAL
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.products.request import CPU
 
 
@@ -36,7 +36,7 @@ def why_not(model: nn.Module, recipe: Recipe) -> str | None:
         return f"{selection.ENVIRONMENT} is set, so stock MLX serves no call of ours"
     if tuned_results.stands_for_another(backend):
         return "plans are made for another chip than this machine's"
-    device = eligibility.target()
+    device = this_machine.device()
     if device.unsupported is not None:
         return device.unsupported
     if device.name == PARAVIRTUAL:

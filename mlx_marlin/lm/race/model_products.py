@@ -18,11 +18,10 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import plain, product_of
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
-from mlx_marlin.planning.verdict import Refusal
 from mlx_marlin.products import serving
-from mlx_marlin.products.experts.request import GatherRequest
 from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.products.request import MatmulRequest
+from mlx_marlin.products.request import Request
+from mlx_marlin.products.serving import Refusal
 
 MOST_LAYERS = 8
 """Most layers whose weights a chain reads in turn."""
@@ -50,13 +49,11 @@ class ModelProduct:
         assert self.product.weight is not None
         return self.product.weight.layout
 
-    def request(self, m: int, layout: str) -> MatmulRequest | GatherRequest:
+    def request(self, m: int, layout: str) -> Request:
         """Returns the call of a layer with m rows, if its weight had a layout."""
         assert self.product.weight is not None
         weight = replace(self.product.weight, layout=layout)
         product = replace(self.product, weight=weight, parts=(), bias=False)
-        if product.choices:
-            return product.gather_request(m, on_cpu=False, biased=False)
         return product.request(m, on_cpu=False)
 
     def problem(self, m: int, layout: str) -> AnyProblem | None:

@@ -12,11 +12,11 @@ from mlx_marlin.backends.launcher import Product
 from mlx_marlin.lm.race.model_products import ModelProduct, stock_parts
 from mlx_marlin.measure import operands
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.gather_plan import GatherPlan
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherPlan
+from mlx_marlin.planning.measurement import product_of
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
-from mlx_marlin.planning.verdict import AnyPlan
-from mlx_marlin.products.experts.dispatch import single_weight_call
-from mlx_marlin.products.experts.request import GatherRequest
+from mlx_marlin.products.operands import experts_call
+from mlx_marlin.products.request import Request
 
 ARRAYS = 3
 
@@ -48,30 +48,34 @@ def activations(
     request = product.request(m, product.layout)
     shape, dtype = request.x_shape, request.dtype
     x = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
-    if not isinstance(request, GatherRequest):
+    if request.experts is None:
         return x, [()] * count
     choices = product.product.choices
     return x, [(_experts(request, m, choices, seed),) for seed in range(count)]
 
 
-def _experts(request: GatherRequest, m: int, choices: int, seed: int) -> mx.array:
+def _experts(request: Request, m: int, choices: int, seed: int) -> mx.array:
     """Returns distinct random experts for each row, sorted if the request is."""
-    drawn = mx.random.uniform(shape=(m, request.experts), key=mx.random.key(seed))
+    experts = request.experts
+    assert experts is not None
+    drawn = mx.random.uniform(shape=(m, experts.experts), key=mx.random.key(seed))
     chosen = mx.argsort(drawn, axis=-1)[:, :choices].astype(mx.uint32)
-    return mx.sort(chosen.flatten()) if request.is_sorted else chosen
+    return mx.sort(chosen.flatten()) if experts.is_sorted else chosen
 
 
 def call(product: ModelProduct, m: int, entry: Entry) -> Product:
     """Returns what computes m rows of a product, from x and a weight's arrays."""
     request = product.request(m, entry.layout)
-    if isinstance(request, GatherRequest):
-        gathered = _gathered(request, entry.plan)
+    if request.experts is not None:
+        gathered = _gathered(request, request.experts.is_sorted, entry.plan)
         # The sum of `timing.chain` keeps x's shape: one result of each row.
         return (
-            gathered if request.is_sorted else lambda *arrays: gathered(*arrays)[:, :1]
+            gathered
+            if request.experts.is_sorted
+            else lambda *arrays: gathered(*arrays)[:, :1]
         )
     if entry.plan is None:
-        problem = in_stock_mlx(request.problem)
+        problem = in_stock_mlx(product_of(request.problem))
         assert problem is not None
         return _in_parts(problem, stock_parts(product))
     if isinstance(entry.plan, DequantizePlan):
@@ -99,11 +103,11 @@ def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:
     return product
 
 
-def _gathered(request: GatherRequest, plan: AnyPlan | None) -> Product:
+def _gathered(request: Request, is_sorted: bool, plan: AnyPlan | None) -> Product:
     """Returns the product of experts, from x, a weight and the experts of the rows."""
     if plan is not None:
         assert isinstance(plan, GatherPlan)
-        run = single_weight_call(request, plan)
+        run = experts_call(request, plan)
 
         def ours(x: mx.array, *arrays: mx.array) -> mx.array:
             *weight, experts = arrays
@@ -118,7 +122,7 @@ def _gathered(request: GatherRequest, plan: AnyPlan | None) -> Product:
         group_size=request.group_size,
         bits=request.bits,
         mode=request.mode,
-        sorted_indices=request.is_sorted,
+        sorted_indices=is_sorted,
     )
 
     def stock(

@@ -19,9 +19,8 @@ from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread, Weight
 from mlx_marlin.planning.dequantize_plan import LEAST_ROWS, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyPlan, AnyProblem, GatherProblem
 from mlx_marlin.planning.measurement import PROMPTS, Result, product_of
-from mlx_marlin.planning.verdict import AnyPlan
 
 ROWS = (2, 4, 5, 8, 16, 32, 64)
 

@@ -7,14 +7,13 @@ from mlx_marlin.backends import planner
 from mlx_marlin.lm.report.layer_product import LayerProduct
 from mlx_marlin.lm.report.target import Target
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherPlan, GatherProblem
 from mlx_marlin.planning.measurement import STOCK, Measured, Result, label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
-from mlx_marlin.planning.verdict import Answer, AnyPlan, Refusal
 from mlx_marlin.products import serving
-from mlx_marlin.products.experts.request import GatherRequest
-from mlx_marlin.products.request import MatmulRequest
+from mlx_marlin.products.request import Request
+from mlx_marlin.products.serving import Answer, Refusal
 
 Server = Literal["ours", "decoded", "stock", "nobody"]
 """Our kernels; `mx.matmul` after our kernel has decoded the weight; stock MLX; or
@@ -80,9 +79,7 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
     return _decision(rows, answer, request.invariant, time, (kernel, stock), origin)
 
 
-def _answer(
-    request: MatmulRequest | GatherRequest, product: LayerProduct, target: Target
-) -> Answer:
+def _answer(request: Request, product: LayerProduct, target: Target) -> Answer:
     if product.stays:
         return Refusal(product.stays)
     return serving.serve(request, target.serving)
@@ -103,7 +100,7 @@ def _origin(
 
 def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
     packed = product.weight is not None and product.weight.layout == "marlin"
-    request = product.gather_request(rows, target.on_cpu, packed)
+    request = product.request(rows, target.on_cpu, packed)
     answer = _answer(request, product, target)
     measured = stock = ours = None
     if isinstance(problem := serving.problem_of(request), GatherProblem):

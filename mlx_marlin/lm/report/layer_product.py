@@ -1,10 +1,9 @@
 """The product that a layer computes, and its calls."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products.experts.request import GatherRequest
-from mlx_marlin.products.request import MatmulRequest
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.products.request import Gather, Request
 from mlx_marlin.weights import dtypes
 
 SORTED_PAIRS = 64
@@ -45,13 +44,16 @@ class LayerProduct:
     invariant: bool = False  # Whether a row's bits must not depend on the other rows
     choices: int = 0  # Experts that a row chooses; 0 if the weights are not experts
 
-    def request(self, m: int, on_cpu: bool) -> MatmulRequest:
-        """Returns the call of a layer that is not one of experts."""
+    def request(self, m: int, on_cpu: bool, biased: bool = False) -> Request:
+        """Returns the call of the layer, for experts as mlx-lm makes it.
+
+        `biased`: whether the kernel of experts adds the layer's bias.
+        """
         w, transpose = self.weight, "not transposed" not in self.operation
         assert w is not None
         x_dtype, scale_dtype = dtypes.dtype(self.dtype), dtypes.dtype(w.scale_dtype)
         inner, outer = (w.k, w.n) if transpose else (w.n, w.k)
-        return MatmulRequest(
+        request = Request(
             x_shape=(*w.batch, m, inner),
             x_dtype=x_dtype,
             shape=(*w.batch, m, outer),
@@ -60,7 +62,6 @@ class LayerProduct:
             k=w.k,
             w_batch=w.batch,
             scale_dtype=scale_dtype,
-            scales_alike=True,
             mode=w.mode,
             bits=w.bits,
             group_size=w.group_size,
@@ -71,30 +72,23 @@ class LayerProduct:
             invariant=self.invariant,
             global_scale=w.global_scale,
         )
+        return self._of_experts(request, m, biased) if self.choices else request
 
-    def gather_request(self, m: int, on_cpu: bool, biased: bool) -> GatherRequest:
-        """Returns the call of a layer of experts, as mlx-lm makes it."""
-        w, pairs = self.weight, m * self.choices
-        assert w is not None
+    def _of_experts(self, request: Request, m: int, biased: bool) -> Request:
+        pairs = m * self.choices
         is_sorted = pairs >= SORTED_PAIRS
-        x_dtype, scale_dtype = dtypes.dtype(self.dtype), dtypes.dtype(w.scale_dtype)
-        return GatherRequest(
-            x_shape=(pairs, 1, w.k) if is_sorted else (m, 1, 1, w.k),
-            dtype=dtypes.result_dtype(x_dtype, scale_dtype),
-            experts=w.batch[0],
-            n=w.n,
-            k=w.k,
-            scale_dtype=scale_dtype,
-            pairs=(pairs,) if is_sorted else (m, self.choices),
-            rows_are_named=False,
-            transpose=True,
-            group_size=w.group_size,
-            bits=w.bits,
-            mode=w.mode,
-            layout=w.layout,
-            is_sorted=is_sorted,
-            invariant=self.invariant,
-            has_global_scale=w.global_scale,
-            on_cpu=on_cpu,
-            biased=biased and self.bias,
+        shape = (pairs,) if is_sorted else (m, self.choices)
+        return replace(
+            request,
+            x_shape=(pairs, 1, request.k) if is_sorted else (m, 1, 1, request.k),
+            shape=(*shape, 1, request.n),
+            w_batch=(),
+            epilogue=PLAIN,
+            experts=Gather(
+                experts=request.w_batch[0],
+                pairs=shape,
+                rows_are_named=False,
+                is_sorted=is_sorted,
+                biased=biased and self.bias,
+            ),
         )

@@ -20,7 +20,7 @@ from mlx_marlin.lm.layer_conversion import (
 )
 from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.planning.device import PlanningDevice
-from mlx_marlin.products import eligibility, serving
+from mlx_marlin.products import serving, this_machine
 
 DEFAULTS = LayerConversion()
 """What `optimize(model)` converts where nothing was tuned."""
@@ -43,15 +43,15 @@ class Target:
     def of(chip: str | None) -> "Target":
         """Returns the target of a chip's name; None for this process."""
         if chip is None:
-            return Target(device=eligibility.target(), is_here=True)
+            return Target(device=this_machine.device(), is_here=True)
         if not isinstance(chip, str):
             raise ValueError(f"chip={chip!r}, expected a name such as 'Apple M3 Max'")
         return Target(device=devices.named(chip), is_here=False)
 
     @property
-    def serving(self) -> serving.Target:
+    def serving(self) -> serving.Place:
         """What `serve` decides for; it runs no kernels."""
-        return serving.Target(
+        return serving.Place(
             device=self.device, is_here=self.is_here, fault=guard.known_fault
         )
 

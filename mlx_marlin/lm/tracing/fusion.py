@@ -27,9 +27,8 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.tracing.block_spec import BlockSpec, Graph, Graphs, Shape, build
 from mlx_marlin.lm.tracing.fused_rope import heads_of, rotated_heads
 from mlx_marlin.planning.block_plans import HeadsPlan
+from mlx_marlin.products import blocks
 from mlx_marlin.products.autodiff import without_vjp
-from mlx_marlin.products.blocks import heads as heads_products
-from mlx_marlin.products.blocks.sums import added_and_normed
 
 
 def make_graphs(
@@ -103,7 +102,7 @@ def _rotated_heads(
     if spec.qkv != tuple(heads.features * n for n in (*counts, spec.kv_heads)):
         return None
     y = _normed(spec, modules["joined"], x, modules["norm"])
-    rotated = heads_products.rotated(heads, y, positions, freqs, norms)
+    rotated = blocks.rotated(heads, y, positions, freqs, norms)
     if rotated is None:
         return None
     v = y.reshape(*y.shape[:2], -1, heads.features)[:, :, sum(counts) :]
@@ -233,7 +232,7 @@ def _added_and_normed(
     invariant = getattr(layer, "invariant", False)
     if "add_norm" in spec.fuse and is_plain and not (of_product or invariant):
         y = layer(attended)
-        both = added_and_normed(x, y, norm["weight"], norm.eps)
+        both = blocks.added_and_normed(x, y, norm["weight"], norm.eps)
         return (x + y, None) if both is None else both
     return _added(spec, modules, "o", attended, x), None
 

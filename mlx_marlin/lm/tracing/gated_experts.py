@@ -8,7 +8,7 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from mlx_marlin.layers.experts import MarlinSwitchLinear
-from mlx_marlin.products.experts.packed import gather_gated
+from mlx_marlin.products.experts import gather_gated
 
 
 class GatedExperts(SwitchGLU):

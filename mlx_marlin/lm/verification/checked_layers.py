@@ -23,7 +23,7 @@ from mlx_marlin.lm.layer_conversion import LayerConversion, is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers, has_tied_head, natural_key
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.lm.verification.exact_weights import ExactWeight
-from mlx_marlin.products import eligibility
+from mlx_marlin.products import this_machine
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import DTYPE_BYTES
 
@@ -78,7 +78,7 @@ class CheckedLayer:
         MLX's own products on a CPU add in the dtype of the activations.
         """
         on_cpu = mx.default_device() == mx.Device(mx.cpu)
-        is_stock = not self.is_ours or eligibility.not_here(on_cpu) is not None
+        is_stock = not self.is_ours or this_machine.why_not(on_cpu) is not None
         return None if on_cpu and is_stock else "float32"
 
     @property

@@ -70,6 +70,11 @@ def as_mlx(packed: PackedWeight, *, exact: bool = False) -> tuple[mx.array, ...]
     return settled(words, scales, *rest)
 
 
+def mode_of_mlx(mode: str) -> str:
+    """Returns the mode of the weight that `as_mlx` returns."""
+    return mode if mode in MODE_DEFAULTS else "affine"
+
+
 def rounds_biases(packed: PackedWeight) -> bool:
     """Returns whether a bias of `as_mlx` is rounded."""
     if packed.mode != "zero_point":
@@ -89,8 +94,7 @@ def stock_product(x: mx.array, packed: PackedWeight, transpose: bool) -> mx.arra
         w = plain(packed, dtype)
         return x.astype(dtype) @ (w.swapaxes(-1, -2) if transpose else w)
     words, scales, *rest = as_mlx(packed, exact=True)
-    scale = packed.global_scale
-    mode = packed.mode if packed.mode in MODE_DEFAULTS else "affine"
+    scale, mode = packed.global_scale, mode_of_mlx(packed.mode)
     y = native_product(
         # Without the global scale, the product may exceed the range of float16.
         x if scale is None else x.astype(mx.float32),

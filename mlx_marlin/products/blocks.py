@@ -1,4 +1,7 @@
-"""Norms and rope of the heads of q and k, as one kernel."""
+"""Kernels of decoder blocks that are no products of weights.
+
+They are the norms and rope of the heads of q and k, and a sum with its RMSNorm.
+"""
 
 from functools import partial
 
@@ -6,12 +9,13 @@ import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends import launcher
-from mlx_marlin.planning.block_plans import HeadsPlan
+from mlx_marlin.backends.shared_launches import IN_CONSTANT
+from mlx_marlin.planning.block_plans import MOST_NORMED, AddNormPlan, HeadsPlan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.products.autodiff import differentiable
-from mlx_marlin.products.blocks.support import has_kernel
 from mlx_marlin.products.reference import epilogue
 from mlx_marlin.products.reference.epilogue import check_frequencies
+from mlx_marlin.products.this_machine import has_kernel
 from mlx_marlin.weights.dtypes import dtype_name
 
 MIN_FEATURES, MAX_FEATURES = 16, 512
@@ -40,7 +44,8 @@ def rotated(
         return None
     if guard.remembered_fault(plan):
         return None
-    call = differentiable(launcher.call(plan), partial(_by_mlx, heads))  # type: ignore[arg-type]
+    stock = partial(_heads_by_mlx, heads)
+    call = differentiable(launcher.call(plan), stock)  # type: ignore[arg-type]
     q, k = call(qkv, positions.reshape(-1), freqs, *norms)
     return q, k
 
@@ -68,7 +73,7 @@ def _fit(
     )
 
 
-def _by_mlx(
+def _heads_by_mlx(
     heads: Heads,
     qkv: mx.array,
     positions: mx.array,
@@ -84,3 +89,37 @@ def _by_mlx(
     turned = turned.reshape(streams, tokens, -1, heads.features)
     q, k = mx.split(turned.transpose(0, 2, 1, 3), [heads.heads], axis=1)
     return q, k
+
+
+def added_and_normed(
+    x: mx.array, y: mx.array, weight: mx.array, epsilon: float
+) -> tuple[mx.array, mx.array] | None:
+    """Returns x + y, and the RMSNorm of this sum.
+
+    The sum is rounded as by MLX. The norm is rounded once, by MLX twice.
+
+    `x`: summands [..., n].
+    `weight`: weight [n] of the norm, in the dtype of x.
+    """
+    if not x.size or not x.ndim or x.shape != y.shape:
+        return None
+    n, dtype = x.shape[-1], x.dtype
+    if not IN_CONSTANT <= n <= MOST_NORMED or weight.shape != (n,):
+        return None
+    plan = AddNormPlan(x.size // n, dtype_name(dtype), n, epsilon)
+    if {y.dtype, weight.dtype} != {dtype} or not has_kernel(plan, x):
+        return None
+    if guard.remembered_fault(plan):
+        return None
+    stock = partial(_sum_by_mlx, epsilon=epsilon)
+    call = differentiable(launcher.call(plan), stock)  # type: ignore[arg-type]
+    total, normed = call(x, y, weight)
+    return total, normed
+
+
+def _sum_by_mlx(
+    x: mx.array, y: mx.array, weight: mx.array, epsilon: float
+) -> tuple[mx.array, mx.array]:
+    """Does the same as operations of MLX."""
+    total = x + y
+    return total, mx.fast.rms_norm(total, weight, epsilon)

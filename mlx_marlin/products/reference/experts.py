@@ -5,9 +5,13 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.products.experts.request import GatherRequest, mode_of_mlx
-from mlx_marlin.products.reference.weight import as_mlx, plain, stock_groups
-from mlx_marlin.products.request import Shape
+from mlx_marlin.products.reference.weight import (
+    as_mlx,
+    mode_of_mlx,
+    plain,
+    stock_groups,
+)
+from mlx_marlin.products.request import Request, Shape
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Product = Callable[..., mx.array]
@@ -31,8 +35,10 @@ def _flat(indices: mx.array, pairs: Shape) -> mx.array:
     return mx.broadcast_to(indices, pairs).astype(mx.uint32).flatten()
 
 
-def stock_product(request: GatherRequest, pairs_per_row: int) -> Product:
-    """Returns stock MLX's product with one weight of each expert."""
+def stock_product(request: Request, pairs_per_row: int) -> Product:
+    """Returns stock MLX's product with one weight of each expert, or two of a gate."""
+    assert request.experts is not None
+    biased, gate = request.experts.biased, request.experts.gate
 
     def stock(
         x: mx.array,
@@ -41,21 +47,14 @@ def stock_product(request: GatherRequest, pairs_per_row: int) -> Product:
         biases: mx.array,
         *bias_and_indices: mx.array,
     ) -> mx.array:
-        bias = bias_and_indices[0] if request.biased else None
-        experts, *sources = bias_and_indices[request.biased :]
+        bias = bias_and_indices[0] if biased else None
+        experts, *sources = bias_and_indices[biased:]
         rows = sources[0] if sources else mx.arange(experts.size) // pairs_per_row
         indices = rows.astype(mx.uint32), experts.flatten()
         x = x.reshape(-1, 1, request.k)
         y = _product(request, x, (w, scales, biases), indices).squeeze(-2)
         y = y if bias is None else y + bias[indices[1]]
         return y.reshape(*experts.shape, 1, request.n)
-
-    return stock
-
-
-def stock_gated(request: GatherRequest, pairs_per_row: int, gate: str) -> Product:
-    """Returns stock MLX's products with two weights, the first gating the second."""
-    stock = stock_product(request, pairs_per_row)
 
     def gated(
         x: mx.array,
@@ -74,11 +73,11 @@ def stock_gated(request: GatherRequest, pairs_per_row: int, gate: str) -> Produc
         first, up = mx.minimum(first, 7), mx.clip(up, -7, 7)
         return first * mx.sigmoid(1.702 * first) * (up + 1)
 
-    return gated
+    return gated if gate else stock
 
 
 def stock_packed(
-    request: GatherRequest,
+    request: Request,
     x: mx.array,
     words: mx.array,
     scales: mx.array,
@@ -86,12 +85,14 @@ def stock_packed(
     rhs_indices: mx.array,
 ) -> mx.array:
     """Returns stock MLX's product with packed weights, which are unpacked first."""
+    assert request.experts is not None
     weight, indices = (words, scales, scales), (lhs_indices, rhs_indices)
-    return _product(request, x, weight, indices, request.transpose, request.is_sorted)
+    is_sorted = request.experts.is_sorted
+    return _product(request, x, weight, indices, request.transpose, is_sorted)
 
 
 def _product(
-    request: GatherRequest,
+    request: Request,
     x: mx.array,
     weight: tuple[mx.array, mx.array, mx.array],
     indices: tuple[mx.array | None, mx.array],
@@ -131,7 +132,7 @@ def _product(
 
 
 def weight_of_mlx(
-    request: GatherRequest, w: mx.array, scales: mx.array, biases: mx.array
+    request: Request, w: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, ...]:
     """Returns the same weight as codes, scales and biases that stock MLX reads."""
     if request.layout == "mlx":
@@ -139,7 +140,7 @@ def weight_of_mlx(
     return as_mlx(_packed(request, w, scales), exact=True)
 
 
-def _packed(request: GatherRequest, words: mx.array, scales: mx.array) -> PackedWeight:
+def _packed(request: Request, words: mx.array, scales: mx.array) -> PackedWeight:
     return PackedWeight(
         words=words,
         scales=scales,

@@ -1,4 +1,4 @@
-"""The public product `gather_qmm`, for mixtures of experts."""
+"""Products for mixtures of experts: the public `gather_qmm`, and those of layers."""
 
 from operator import index
 
@@ -9,14 +9,24 @@ from mlx_marlin.argument_types import (
     check_format,
     check_optional_arrays,
 )
-from mlx_marlin.products.dispatch import calls, is_permanent, remember
-from mlx_marlin.products.eligibility import refuse_variance
-from mlx_marlin.products.experts.dispatch import prepare
-from mlx_marlin.products.experts.packed import gather_packed
-from mlx_marlin.products.experts.request import GatherRequest
+from mlx_marlin.products.dispatch import (
+    PreparedCall,
+    calls,
+    is_permanent,
+    prepare,
+    refuse_variance,
+    remember,
+)
 from mlx_marlin.products.matmul import Stream, check_packed, on_stream
 from mlx_marlin.products.reference.weight import NativeWeight
-from mlx_marlin.products.request import CPU
+from mlx_marlin.products.request import (
+    CPU,
+    ArrayType,
+    Gather,
+    GatherOptions,
+    Request,
+    packed_experts_request,
+)
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -153,33 +163,131 @@ def gather_native(
     if rhs_indices is None or not alike or not whole:
         refuse_variance(invariant, "our kernels take [experts, n, k], and indices")
         return result, False
+    shapes = w.shape, w.dtype, scales.shape, scales.dtype, result.shape
+    form = group_size, bits, mode
+    options = (
+        transpose,
+        sorted_indices,
+        invariant,
+        lhs_indices is not None,
+        global_scale is not None,
+    )
+    key = x.shape, x.dtype, shapes, (form, options), mx.default_device() == CPU
+    prepared = calls.get(key)
+    if prepared is None:
+        weight = w, scales, biases, form
+        prepared = remember(key, prepare(_request(x, weight, result, options)))
+    if prepared.reason is not None:
+        return result, is_permanent(prepared)
+    biases = scales if biases is None else biases
+    return prepared.run(x, lhs_indices, rhs_indices, w, scales, biases), False
+
+
+def gather_packed(
+    x: mx.array,
+    w: PackedWeight,
+    lhs_indices: mx.array | None = None,
+    rhs_indices: mx.array | None = None,
+    *,
+    transpose: bool = True,
+    sorted_indices: bool = False,
+    invariant: bool = False,
+    bias: mx.array | None = None,
+) -> mx.array:
+    """Multiplies rows by packed weights that indices select.
+
+    `x`: activations [..., m, k].
+    `bias`: of each weight [experts, n].
+    """
+    if rhs_indices is None:
+        rhs_indices = mx.arange(w.words.shape[0], dtype=mx.uint32)
+    added = [bias] if bias is not None and _is_fused(bias, x, w) else []
+    lhs = None if lhs_indices is None else (lhs_indices.shape, lhs_indices.dtype)
+    rhs = rhs_indices.shape, rhs_indices.dtype
+    options = transpose, sorted_indices, invariant, bool(added)
+    prepared = _prepared((x.shape, x.dtype), w, (lhs, rhs, options, None))
+    weight = w.words, w.scales, w.scales
+    y = prepared.run(x, lhs_indices, rhs_indices, *weight, *added)
+    if bias is None or added:
+        return y
+    return y + mx.expand_dims(bias[rhs_indices], -2)
+
+
+def gather_gated(
+    x: mx.array,
+    gate: PackedWeight,
+    up: PackedWeight,
+    indices: mx.array,
+    gating: str = "silu",
+    biases: tuple[mx.array, ...] = (),
+) -> mx.array | None:
+    """Multiplies rows by packed experts of gate and of up, and gates.
+
+    `x`: activations [..., k].
+    `indices`: the experts of each row [..., choices].
+    `biases`: of gate and of up [experts, n], or none.
+    """
+    if gate.kind != up.kind:
+        raise ValueError(f"up is {up.kind}, expected as gate: {gate.kind}")
+    if not all(_is_fused(bias, x, gate) for bias in biases):
+        return None
+    # The shape with one row per expert. A view would cost the host 2 us (docs/lab).
+    rows = (*x.shape[:-1], 1, 1, *x.shape[-1:]), x.dtype
+    rhs = indices.shape, indices.dtype
+    options = True, False, False, bool(biases)
+    prepared = _prepared(rows, gate, (None, rhs, options, gating))
+    if prepared.reason is not None:
+        return None
+    weights = gate.words, gate.scales, gate.scales, up.words, up.scales
+    return prepared.run(x, None, indices, *weights, *biases)
+
+
+def _prepared(x: ArrayType, w: PackedWeight, options: GatherOptions) -> PreparedCall:
+    key = *x, w.kind, options, mx.default_device() == CPU
+    known = calls.get(key)
+    if known is not None:
+        return known
+    return remember(key, prepare(packed_experts_request(x, w, options)))
+
+
+def _is_fused(bias: mx.array, x: mx.array, w: PackedWeight) -> bool:
+    """Returns whether a kernel adds a bias of each expert, which has x's dtype."""
+    return bias.dtype == x.dtype and bias.shape == (*w.batch, w.n)
+
+
+def _request(
+    x: mx.array,
+    weight: NativeWeight,
+    result: mx.array,
+    options: tuple[bool, bool, bool, bool, bool],
+) -> Request:
+    w, scales, _, (group_size, bits, mode) = weight
+    transpose, is_sorted, invariant, rows_are_named, has_global_scale = options
     default = MODE_DEFAULTS.get(mode, MODE_DEFAULTS["affine"])
     width = index(bits) if bits else default[1]
-    request = GatherRequest(
+    return Request(
         x_shape=x.shape,
+        x_dtype=x.dtype,
+        shape=result.shape,
         dtype=result.dtype,
-        experts=w.shape[0],
         n=w.shape[1],
         k=w.shape[2] * 32 // width,
         scale_dtype=scales.dtype,
-        pairs=result.shape[:-2],
-        rows_are_named=lhs_indices is not None,
         transpose=transpose,
         group_size=index(group_size) if group_size else default[0],
         bits=width,
         mode=mode,
         layout="mlx",
-        is_sorted=sorted_indices,
         invariant=invariant,
-        has_global_scale=global_scale is not None,
+        global_scale=has_global_scale,
         on_cpu=mx.default_device() == CPU,
+        experts=Gather(
+            experts=w.shape[0],
+            pairs=result.shape[:-2],
+            rows_are_named=rows_are_named,
+            is_sorted=is_sorted,
+        ),
     )
-    key = x.shape, x.dtype, None, request, request.on_cpu
-    prepared = calls.get(key) or remember(key, prepare(request))
-    if prepared.reason is not None:
-        return result, is_permanent(prepared)
-    biases = scales if biases is None else biases
-    return prepared.run(x, lhs_indices, rhs_indices, w, scales, biases), False
 
 
 def _check_experts(w: PackedWeight, global_scale: mx.array | None) -> None:

@@ -1,1 +1,0 @@
-"""Operations of a decoder block that are no products."""

@@ -1,1 +1,0 @@
-"""Products of rows with experts' weights."""
