@@ -163,8 +163,8 @@ def gather_native(
     if rhs_indices is None or not alike or not whole:
         refuse_variance(invariant, "our kernels take [experts, n, k], and indices")
         return result, False
-    shapes = w.shape, w.dtype, scales.shape, scales.dtype, result.shape
-    form = group_size, bits, mode
+    # MLX has checked the format: it follows from the shapes and dtypes.
+    kind = w.shape, w.dtype, scales.shape, scales.dtype, result.shape
     options = (
         transpose,
         sorted_indices,
@@ -172,10 +172,9 @@ def gather_native(
         lhs_indices is not None,
         global_scale is not None,
     )
-    key = x.shape, x.dtype, shapes, (form, options), mx.default_device() == CPU
+    key = x.shape, x.dtype, kind, options, mx.default_device() == CPU
     prepared = calls.get(key)
     if prepared is None:
-        weight = w, scales, biases, form
         prepared = remember(key, prepare(_request(x, weight, result, options)))
     if prepared.reason is not None:
         return result, is_permanent(prepared)

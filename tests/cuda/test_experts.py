@@ -116,7 +116,9 @@ def test_a_call_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_rows_that_are_in_turn(changes: dict[str, Any], each: int) -> None:
-    assert kind(**changes).pairs_per_row == each
+    request = kind(**changes)
+    assert request.experts is not None
+    assert request.experts.pairs_per_row(request.x_shape) == each
 
 
 @sampled(3)

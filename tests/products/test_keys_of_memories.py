@@ -253,6 +253,10 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
     ),
     ("experts", LAYERS["gather_native"], replace(SEVERAL, n=K), [SQUARE]),
     (
+        *("experts", LAYERS["gather_native"], replace(NVFP4, batch=(EXPERTS,))),
+        [{"global_scale": mx.array([2.0] * EXPERTS)}, {"stated_group_size": 32}],
+    ),
+    (
         *("experts", LAYERS["gather_packed"]),
         replace(SEVERAL, rows_of_pairs=mx.uint32),
         [{"rows_of_pairs": mx.float32}],
@@ -264,7 +268,7 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
     *(
         (f"{name} with a scale", function, NVFP4, [GLOBAL])
         for name, function in {**PACKED, **LAYERS}.items()
-        if name not in ("native_linear", "gather_packed", "gather_gated")
+        if name != "native_linear" and not name.startswith("gather")
     ),
 ]
 MODULES = (matmul, experts, request)
