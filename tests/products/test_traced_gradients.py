@@ -7,7 +7,7 @@ from threading import Thread
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.products import graph_cache
+from mlx_marlin.products import autodiff
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable, without_vjp
 
 X, W = mx.array([3.0, 1.0, 2.0]), mx.array([2.0, 2.0, 4.0])
@@ -19,7 +19,7 @@ class Opaque:
 
     def __init__(self) -> None:
         self.traces = 0
-        self.run: Function = graph_cache.traced(self.function, self.put)
+        self.run: Function = autodiff.traced(self.function, self.put)
 
     def put(self, function: Function) -> None:
         self.run = function
@@ -131,7 +131,7 @@ def test_another_thread_has_graphs_of_its_own(opaque: Opaque) -> None:
 
 def test_graphs_of_a_traced_caller_have_none_either(opaque: Opaque) -> None:
     box: list[Function] = []
-    run = graph_cache.traced(lambda x: opaque(x, W) + 1, box.append)
+    run = autodiff.traced(lambda x: opaque(x, W) + 1, box.append)
 
     assert "CustomTransforms" in nodes(run(X))
     y = box[0](X)
@@ -145,7 +145,7 @@ def test_graphs_of_a_traced_caller_have_none_either(opaque: Opaque) -> None:
 def test_graphs_without_derivatives_are_not_made_forever(
     opaque: Opaque, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_cache, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(autodiff, "MOST_GRAPHS", 1)
     has_derivatives(opaque)
     with mx.stream(mx.new_stream(mx.default_device())):
         assert has_derivatives(opaque)

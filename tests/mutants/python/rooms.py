@@ -67,7 +67,7 @@ ROOMS = {
     "lm/drafts": _room(0.95, "lm/drafts/*.py", "drafts"),
     "serving": _room(
         0.95,
-        "products/serving.py products/dispatch.py",
+        "products/serving.py products/dispatch.py products/operands.py",
         "products race tuning metal/test_dequantize_first.py "
         "layers/test_global_scale.py planning/test_who_serves.py",
     ),
