@@ -115,7 +115,7 @@ def no_results_kept(why: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         def refused(*_: Any, **__: Any) -> Any:
             raise OSError(why)
 
-        monkeypatch.setattr(result_files, "write", refused)
+        monkeypatch.setattr(result_files, "add", refused)
     yield
 
 
