@@ -21,7 +21,8 @@ from xml.etree import ElementTree
 from benchmarks import stages
 from mlx_marlin.backends import selection
 from mlx_marlin.measure import machine, result_file
-from mlx_marlin.measure.result_file import ResultFile, Stage
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import Stage
 from mlx_marlin.products import this_machine
 
 ROOT = Path(__file__).resolve().parents[1]

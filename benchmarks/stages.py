@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from mlx_marlin.measure.result_file import Stage
+from mlx_marlin.measure.rows import Stage
 
 TAIL = 4096
 """Bytes of each stream that are kept for the reason of a failure."""

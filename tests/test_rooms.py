@@ -32,14 +32,15 @@ AS_MLX = {
 }
 """Functions with the signature of one of MLX's, and their positional parameters."""
 MOST_LINES = {
-    "backends": 9393,
+    "backends": 9419,
     "checkpoints": 6247,
     "cli": 5765,
-    "guard": 2066,
+    "evidence": 113,
+    "guard": 2062,
     "layers": 1573,
     "lm": 12677,
-    "measure": 1873,
-    "planning": 2718,
+    "measure": 1825,
+    "planning": 2636,
     "products": 3355,
     "weights": 1187,
     "": 1026,

@@ -15,12 +15,14 @@ from typing import Any
 
 from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import registry
-from mlx_marlin.planning import measurement, measurement_json
+from mlx_marlin.evidence import codec
+from mlx_marlin.planning import measurement
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import Forwards, Machine, Result
 
 Results = dict[AnyProblem, Result]
+SERVED_BY = ("ours", "stock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def locked(results_folder: Path) -> Iterator[None]:
 def _machine_of(file: Path) -> Machine:
     data = cache.read_json(file)
     with regular_files.decoding():
-        found: Machine = measurement_json.decoded(Machine, data["machine"])
+        found: Machine = codec.decoded(Machine, data["machine"], "machine")
         return found
 
 
@@ -136,7 +138,7 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
     try:
         data = cache.read_json(file)
         with regular_files.decoding():
-            machine = measurement_json.decoded(Machine, data["machine"])
+            machine = codec.decoded(Machine, data["machine"], "machine")
             rows, models = (_list(data, name) for name in ("results", "forwards"))
             settings = _list({"settings": []} | data, "settings")
         if machine != here:
@@ -148,15 +150,15 @@ def _read(file: Path, here: Machine, complaints: list[str]) -> Stored:
         return stored
     for row in rows:
         with _complaining(complaints):
-            result = measurement_json.result(row, _plan_type)
+            result = decoded(row)
             stored.results[result.problem] = result
     for row in models:
         with _complaining(complaints):
-            model = measurement_json.decoded(Forwards, row)
+            model = codec.decoded(Forwards, row, "forwards")
             stored.forwards[model.key] = model
     for row in settings:
         with _complaining(complaints):
-            stored.settings[measurement_json.decoded(str, row["key"])] = row
+            stored.settings[codec.decoded(str, row["key"], "key")] = row
     return stored
 
 
@@ -173,6 +175,33 @@ def _complaining(complaints: list[str]) -> Iterator[None]:
             yield
     except ValueError as error:
         complaints.append(str(error))
+
+
+def row(result: Result) -> dict[str, Any]:
+    """Returns a result as JSON-serializable values."""
+    data = codec.encoded(result)
+    stock = data.pop("stock")
+    plan = result.plan
+    kind = {"type": type(plan).__name__, "backend": plan.backend}
+    return {**kind, "served_by": SERVED_BY[stock], **data}
+
+
+def _form(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the result that a row encodes."""
+    data = {**row}
+    type_ = _plan_type(str(data.pop("backend")), str(data.pop("type")))
+    served_by = data.pop("served_by")
+    if served_by not in SERVED_BY:
+        shown = regular_files.quoted(served_by, 60)
+        raise ValueError(f"served_by={shown}, expected {SERVED_BY}")
+    plan = codec.decoded(type_, data["plan"], "plan")
+    return {**data, "plan": plan, "stock": served_by == "stock"}
+
+
+def decoded(row: Any) -> Result:
+    """Returns the result that a row encodes."""
+    found: Result = codec.decoded(Result, row, "result", {Result: _form})
+    return found
 
 
 def _plan_type(backend: str, name: str) -> type:
@@ -192,11 +221,10 @@ def _text(here: Machine, stored: Stored) -> str:
 
     ordered = sorted(stored.results.values(), key=lambda each: _order(each.problem))
     data = {
-        "machine": measurement_json.encoded(here),
-        "results": [measurement_json.row(result) for result in ordered],
+        "machine": codec.encoded(here),
+        "results": [row(result) for result in ordered],
         "forwards": [
-            measurement_json.encoded(stored.forwards[key])
-            for key in sorted(stored.forwards)
+            codec.encoded(stored.forwards[key]) for key in sorted(stored.forwards)
         ],
         "settings": [stored.settings[key] for key in sorted(stored.settings)],
     }

@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from mlx_marlin import cache, regular_files, versions
 from mlx_marlin.backends import kernels, registry
+from mlx_marlin.evidence import store
 from mlx_marlin.guard import marks
-from mlx_marlin.planning import measurement_json
 from mlx_marlin.warn_once import warn_once
 
 FORMAT = 2
@@ -130,15 +130,11 @@ def read(file: Path) -> Verdict | None:
     try:
         if not file.stat().st_size:
             return None  # no check has come to an end
-        data = cache.read_json(file)
-        with regular_files.decoding():
-            found: Verdict = measurement_json.decoded(Verdict, data)
     except OSError:
         return None
-    except ValueError as error:
-        warn_once(f"verdict {file}", f"the verdict in {file} is ignored: {error}")
-        return None
-    return found if found.state == "passed" or found.version == version() else None
+    found = store.read(file, Verdict, "the verdict")
+    holds = found and (found.state == "passed" or found.version == version())
+    return found if holds else None
 
 
 def write(file: Path, verdict: Verdict) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin import decision_log, regular_files, versions
 from mlx_marlin.backends import result_files, tuned_results
 from mlx_marlin.backends.metal import detection
+from mlx_marlin.evidence import codec
 from mlx_marlin.lm.race.settings import ModelSettings, name_of
-from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.measurement import Machine, is_positive
 from mlx_marlin.warn_once import warn_once
 
@@ -109,7 +109,7 @@ def decoded(rows: Iterable[Any], file: Path) -> Iterator[TunedModel]:
     for row in rows:
         try:
             with regular_files.decoding():
-                found: TunedModel = measurement_json.decoded(TunedModel, row)
+                found: TunedModel = codec.decoded(TunedModel, row)
         except ValueError as error:
             warn_once(
                 f"settings of a model: {error}",
@@ -123,7 +123,7 @@ def decoded(rows: Iterable[Any], file: Path) -> Iterator[TunedModel]:
 def keep(found: TunedModel) -> Path:
     """Keeps settings, which replace older ones of models of the shape."""
     here = tuned_results.machine(*_target())
-    row = measurement_json.encoded(found)
+    row = codec.encoded(found)
     tuned_results.keep(result_files.folder(), here, settings=[row])
     return _file()
 

@@ -17,6 +17,8 @@ STOCK = "mx.quantized_matmul"
 DEQUANTIZED = "dequantize + matmul"
 CANDIDATE = "candidate"
 """What the arm of a plan that tuning compared begins with, before its name."""
+STATUSES = ("passed", "failed", "timed out", "skipped")
+"""What becomes of a stage of `make mac`."""
 STOCK_MODEL = "stock MLX"
 """The model without our kernels, in rows of generation."""
 
@@ -101,3 +103,15 @@ class FirstTokenRow:
     prompt_tokens: int  # Tokens of the prompt
     cold: Timing  # The first prompt of a process, which compiles its kernels
     warm: Timing  # A later prompt of that process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of `make mac`."""
+
+    name: str  # Its name
+    status: str  # One of `STATUSES`
+    # How long it took on the computer that ran it, compiling included; never the time
+    # of a kernel
+    host_seconds: float = 0.0
+    detail: str = ""  # What failed or was counted, in a line

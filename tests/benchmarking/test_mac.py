@@ -18,8 +18,8 @@ from benchmarks import mac, stages
 from mlx_marlin import cache
 from mlx_marlin.backends import devices, planner, selection, tuned_results
 from mlx_marlin.measure import machine, result_file
-from mlx_marlin.measure.result_file import ResultFile, Stage
-from mlx_marlin.measure.rows import CANDIDATE, OURS, STOCK
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import CANDIDATE, OURS, STOCK, Stage
 from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, mac_file

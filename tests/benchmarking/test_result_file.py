@@ -14,9 +14,10 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
+from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import privacy, result_file
-from mlx_marlin.measure.result_file import ResultFile, Stage
-from mlx_marlin.planning.measurement_json import encoded
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import Stage
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import M3_MAX, mac_file, result_files
 from support.profiles import drawn
@@ -164,7 +165,7 @@ WRONG: tuple[tuple[str, object, str], ...] = (
     ("products.0.plan.work.threadgroups", 10**9, ""),
     ("generation.0.step.x", 1, ""),
     ("generation.0.step.milliseconds", 0, "the file.generation[0].step: milliseconds"),
-    ("stages.0.status", "fine", "the file.stages[0].status"),
+    ("stages.0.status", "fine", "the file.stages[0]: status"),
     ("notes.0", None, ""),
 )
 """A field, its value, and how a refusal names it, where that is more than its name."""

@@ -28,11 +28,11 @@ from mlx_marlin.cli.render import (
     result_document,
 )
 from mlx_marlin.cli.render.html import element
+from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling.document import Skipped, document
 from mlx_marlin.measure.profiling.profile import of_plan, of_stock
 from mlx_marlin.measure.rows import CANDIDATE
-from mlx_marlin.planning.measurement_json import encoded
 from mlx_marlin.planning.problem import Problem
 from support.pictures import svg_texts
 from support.processes import run_python

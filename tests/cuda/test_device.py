@@ -204,7 +204,7 @@ def test_a_kept_file_that_is_odd_is_measured_anew(
     monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
     cache.write(cache.folder("gpus"), "kept.json", text.encode())
 
-    with pytest.warns(RuntimeWarning, match="kept.json are ignored: .* measured again"):
+    with pytest.warns(RuntimeWarning, match="GPU in .*kept.json is ignored: "):
         assert detection._read("kept.json") is None
 
 
@@ -212,7 +212,7 @@ def test_figures_that_others_may_have_written_are_not_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cache, "folder", lambda name: tmp_path / name)
-    figures = {"bandwidth_gbs": 700.0, "tflops": 200.0}
+    figures = detection.Figures(700.0, 200.0)
     detection._write("kept.json", figures)
     assert detection._read("kept.json") == figures
 

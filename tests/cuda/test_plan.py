@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 
+from mlx_marlin.backends import result_files
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.planning import measurement, measurement_json
+from mlx_marlin.planning import measurement
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
@@ -96,8 +97,8 @@ def test_a_plan_survives_json(plan: Plan) -> None:
         date="2026-11-22",
     )
 
-    kept = json.loads(json.dumps(measurement_json.row(result)))
-    assert measurement_json.result(kept, lambda *_: type(plan)) == result
+    kept = json.loads(json.dumps(result_files.row(result)))
+    assert result_files.decoded(kept) == result
 
 
 PROBLEM = Problem(m=8, n=128, k=512)

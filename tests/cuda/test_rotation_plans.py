@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import planner, result_files
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
-from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.plan import Plan
@@ -141,10 +140,8 @@ def test_a_result_with_a_rotation_is_read_as_it_was_written() -> None:
     result = Result(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
     )
-    row = json.loads(json.dumps(measurement_json.row(result)))
-    assert (
-        measurement_json.result(row, lambda *_: type(plan)).plan.problem == plan.problem
-    )
+    row = json.loads(json.dumps(result_files.row(result)))
+    assert result_files.decoded(row).plan.problem == plan.problem
 
 
 def asked(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin import cache, state
 from mlx_marlin.backends import result_files, selection, tuned_results
+from mlx_marlin.evidence import codec
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import measured_models, recipe
 from mlx_marlin.lm.fusions import FUSIONS
@@ -23,7 +24,6 @@ from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.tracing.block import TracedBlock
-from mlx_marlin.planning import measurement_json
 from mlx_marlin.warn_once import forget
 from support.choose import Choose
 from support.models import arrays, assert_same_model, tiny_llama, types
@@ -374,9 +374,9 @@ def test_a_model_whose_settings_cannot_be_read_is_not_tuned(kept: Path) -> None:
     )
 )
 def test_settings_survive_json(drawn: ModelSettings) -> None:
-    text = json.dumps(measurement_json.encoded(drawn))
+    text = json.dumps(codec.encoded(drawn))
 
-    assert measurement_json.decoded(ModelSettings, json.loads(text)) == drawn
+    assert codec.decoded(ModelSettings, json.loads(text)) == drawn
     assert (str(drawn) == "defaults") == (drawn == DEFAULTS)
     assert (drawn.complexity == 0) == (drawn == DEFAULTS)
 

@@ -6,19 +6,20 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure.result_file import ResultFile, Stage
-from mlx_marlin.measure.row_encoding import STATUSES
+from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import (
     CLOCKS,
     DEQUANTIZED,
     METHODS,
     OURS,
+    STATUSES,
     STOCK,
     STOCK_MODEL,
     FirstTokenRow,
     GenerationRow,
     MachineFacts,
     ProductRow,
+    Stage,
     Timing,
 )
 from mlx_marlin.planning.problem import Problem, problem_of

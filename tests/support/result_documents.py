@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_marlin.measure import result_file
-from mlx_marlin.measure.result_file import Stage
 from mlx_marlin.measure.rows import (
     CLOCKS,
     DEQUANTIZED,
     OURS,
     STOCK,
     ProductRow,
+    Stage,
     Timing,
 )
 from mlx_marlin.planning.problem import problem_of

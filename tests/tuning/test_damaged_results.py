@@ -12,12 +12,12 @@ import pytest
 from mlx_marlin import cache, warn_once
 from mlx_marlin.backends import planner, result_files
 from mlx_marlin.backends.cuda import detection
+from mlx_marlin.evidence import codec
 from mlx_marlin.guard import verdicts
 from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race.settings import ModelSettings
-from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.measurement import Forwards, Measured, Result, label
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.division import MOST_THREADGROUPS
@@ -169,7 +169,7 @@ def model_file(place: Path) -> Path:
         max_ops_per_buffer=10,
         date="2026-11-20",
     )
-    stored = result_files.Stored(settings={"k": measurement_json.encoded(model)})
+    stored = result_files.Stored(settings={"k": codec.encoded(model)})
     return result_files.add(place, HERE, stored)
 
 
@@ -181,13 +181,14 @@ def read_model(file: Path) -> int:
 
 
 def figures_file(place: Path) -> Path:
-    detection._write("key.json", {"bandwidth_gbs": 7.0, "tflops": 2.0})
+    detection._write("key.json", detection.Figures(7.0, 2.0))
     return cache.folder(detection.FOLDER) / "key.json"
 
 
 def read_figures(file: Path) -> int:
+    warn_once.forget()
     found = detection._read(file.name)
-    assert found is None or all(0 < each < inf for each in found.values())
+    assert found is None or (0 < found.tflops < inf and 0 < found.bandwidth_gbs < inf)
     return found is not None
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import planner, result_files
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning import measurement, measurement_json
+from mlx_marlin.evidence import codec
+from mlx_marlin.planning import measurement
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -145,13 +145,13 @@ def test_times_of_a_model_and_its_machine_come_back_with_every_field() -> None:
         packed_lost=True,
         tries=9,
     )
-    rows = [measurement_json.encoded(each) for each in (forwards, HERE)]
+    rows = [codec.encoded(each) for each in (forwards, HERE)]
     texts = json.loads(json.dumps(rows))
 
-    assert measurement_json.decoded(Forwards, texts[0]) == forwards
-    assert measurement_json.decoded(type(HERE), texts[1]) == HERE
+    assert codec.decoded(Forwards, texts[0]) == forwards
+    assert codec.decoded(type(HERE), texts[1]) == HERE
     for name in ("invariant", "packed_lost"):
-        other = measurement_json.decoded(Forwards, texts[0] | {name: False})
+        other = codec.decoded(Forwards, texts[0] | {name: False})
         assert other == replace(forwards, **{name: False})
 
 
@@ -161,18 +161,11 @@ def test_a_row_comes_back_as_the_result_that_it_was(stock: bool) -> None:
         measured(replace(PROBLEM, epilogue=Epilogue(bias=True)), stock=stock),
         live=stock,
     )
-    row = json.loads(json.dumps(measurement_json.row(result)))
-    asked = []
-
-    def plan_type(*names: str) -> type:
-        asked.append(names)
-        return MetalPlan
-
-    assert measurement_json.result(row, plan_type) == result
-    assert asked == [("metal", "MetalPlan")]
+    row = json.loads(json.dumps(result_files.row(result)))
+    assert result_files.decoded(row) == result
     for name, odd in (("served_by", "me"), ("medians_us", [1.0])):
-        with pytest.raises(ValueError, match=rf"{name}=.* is not one"):
-            measurement_json.result(row | {name: odd}, plan_type)
+        with pytest.raises(ValueError, match=rf"{name}.*, expected"):
+            result_files.decoded(row | {name: odd})
 
 
 ROTATED = Epilogue(rotation=Rotation(64, 64, norm=1e-6, queries=64), parts=(64, 64))
@@ -181,26 +174,31 @@ ROTATED = Epilogue(rotation=Rotation(64, 64, norm=1e-6, queries=64), parts=(64, 
 @pytest.mark.parametrize(
     ("type", "value", "odd"),
     [
-        (Epilogue, ROTATED, [{}, [], {**measurement_json.encoded(ROTATED), "x": 1}]),
+        (Epilogue, ROTATED, [{}, [], {**codec.encoded(ROTATED), "x": 1}]),
         (int, 7, [True, 7.0, "7", None]),
         (bool, True, [1, None]),
-        (float, 1.5, [1, None, "1"]),
-        (float | None, None, [1, "1"]),
+        (float, 1.5, [True, None, "1"]),
+        (float | None, None, [True, "1"]),
+        (list[float], [2.0, 2], [{}, [None]]),
         (float | None, 1.5, []),
         (str, "a", [1, None, ["a"]]),
         (tuple[int, ...], (1, 20), [[1, "2"], 1, {}]),
-        (dict[int, tuple[float, ...]], {20: (0.5, 1.5)}, [[], {"20": [1]}, {"2": 1.5}]),
+        (
+            dict[int, tuple[float, ...]],
+            {20: (0.5, 1.5)},
+            [[], {"20": [""]}, {"2": 1.5}],
+        ),
     ],
 )
 def test_a_value_comes_back_as_its_type_and_nothing_else_does(
     type: Any, value: object, odd: list[object]
 ) -> None:
-    text = json.dumps(measurement_json.encoded(value))
+    text = json.dumps(codec.encoded(value))
 
-    assert measurement_json.decoded(type, json.loads(text)) == value
+    assert codec.decoded(type, json.loads(text)) == value
     for each in odd:
-        with pytest.raises(ValueError, match=r"is not|has not the fields"):
-            measurement_json.decoded(type, each)
+        with pytest.raises(ValueError, match=r"^it.*(, expected|has not the fields)"):
+            codec.decoded(type, each)
 
 
 def at(m: int, *, stock: bool = False, decodes: bool = False) -> Result:

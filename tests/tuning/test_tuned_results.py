@@ -17,8 +17,6 @@ from mlx_marlin import cache
 from mlx_marlin.backends import planner, registry, result_files, source, tuned_results
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.device import DEFAULT, Device
-from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning import measurement_json
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import AnyPlan, GatherProblem
@@ -66,7 +64,7 @@ def result(plan: AnyPlan, **change: Any) -> Result:
     whole: dict[str, Any] = {
         "plan": plan,
         "stock": False,
-        "medians_us": {label(plan): 1.5, "another": 10},
+        "medians_us": {label(plan): 1.5, "another": 10.0},
         "clock": "a clock",
         "date": "a day",
     }
@@ -178,8 +176,9 @@ def test_one_warning_tells_the_first_fault_and_counts_the_others(
 
     more = f" (and {wrong - 1} more)" if wrong > 1 else ""
     assert [str(each.message) for each in caught] == [
-        f"mlx_marlin: measured results in {file} are ignored: {'5' if more else '7'} "
-        f"is not str{more}; they are measured again"
+        f"mlx_marlin: measured results in {file} are ignored: "
+        f"{'result.date is 5' if more else 'forwards.key is 7'}, expected str{more}; "
+        f"they are measured again"
     ]
     assert caught[0].filename == __file__
     assert [*found.results.values()] == results[wrong - 1 :]
@@ -346,9 +345,9 @@ def test_labels_tell_a_problems_plans_apart() -> None:
 
 
 def test_a_row_of_a_file_comes_back_with_its_fields_in_order() -> None:
-    row = json.loads(json.dumps(measurement_json.row(measured(PROBLEM, stock=True))))
+    row = json.loads(json.dumps(result_files.row(measured(PROBLEM, stock=True))))
 
-    again = measurement_json.row(measurement_json.result(row, lambda *_: MetalPlan))
+    again = result_files.row(result_files.decoded(row))
 
     assert again == row
     assert [*again] == [*row]

@@ -8,14 +8,14 @@ and throughput are measured once, rounded, and stored in the user's cache.
 import ctypes
 import hashlib
 import json
-import warnings
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_marlin import cache, regular_files
+from mlx_marlin import cache
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice, gpus, key
-from mlx_marlin.planning import measurement
+from mlx_marlin.evidence import codec, store
+from mlx_marlin.planning.measurement import is_positive
 
 FOLDER = "gpus"
 """Folder of the cache with measured figures."""
@@ -33,6 +33,18 @@ TRIES = 5
 """Runs of each measurement. The fastest counts, as others may have used the device."""
 DIGITS = 2
 """Significant digits of stored figures, so that plans do not depend on noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a measurement says of a device."""
+
+    bandwidth_gbs: float
+    tflops: float
+
+    def __post_init__(self) -> None:
+        if not (is_positive(self.bandwidth_gbs) and is_positive(self.tflops)):
+            raise ValueError(f"{self}, expected positive numbers")
 
 
 def detect_device() -> CudaDevice | None:
@@ -99,7 +111,7 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
     if found is None:
         try:
             with mx.stream(mx.gpu):
-                found = {"bandwidth_gbs": _bandwidth_gbs(), "tflops": _tflops()}
+                found = Figures(_bandwidth_gbs(), _tflops())
         except (RuntimeError, ValueError, MemoryError):  # no memory, or MLX is tracing
             return replace(DEFAULT, name=name, arch=arch or DEFAULT.arch)
         _write(file_name, found)
@@ -109,7 +121,8 @@ def _measured(name: str, arch: str, driver: Any) -> CudaDevice:
         multiprocessors=DEFAULT.multiprocessors,
         shared_bytes=DEFAULT.shared_bytes,
         arch=arch or DEFAULT.arch,
-        **found,
+        bandwidth_gbs=found.bandwidth_gbs,
+        tflops=found.tflops,
     )
 
 
@@ -156,29 +169,14 @@ def _file_name(device: str) -> str:
     return f"{hashlib.sha256(device.encode()).hexdigest()[:16]}.json"
 
 
-def _read(file_name: str) -> dict[str, float] | None:
+def _read(file_name: str) -> Figures | None:
     """Returns stored figures; None, with a warning, if they are invalid."""
-    file = cache.find(FOLDER, file_name)
-    if file is None:
-        return None
-    try:
-        stored = cache.read_json(file)
-        with regular_files.decoding():
-            found = {name: float(stored[name]) for name in ("bandwidth_gbs", "tflops")}
-            if not all(map(measurement.is_positive, found.values())):
-                raise ValueError(f"{found}, expected positive numbers")
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"mlx_marlin: the measured figures in {file} are ignored: {error}; they "
-            f"are measured again",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return found
+    file = cache.folder(FOLDER) / file_name
+    return store.read(file, Figures, "the measured speed of a GPU")
 
 
-def _write(file_name: str, figures: dict[str, float]) -> None:
+def _write(file_name: str, figures: Figures) -> None:
     """Stores figures. If that fails, the next process measures again."""
+    content = json.dumps(codec.encoded(figures)).encode()
     with suppress(OSError):
-        cache.write(cache.folder(FOLDER), file_name, json.dumps(figures).encode())
+        cache.write(cache.folder(FOLDER), file_name, content)

@@ -5,8 +5,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_marlin.measure.result_file import ResultFile
-from mlx_marlin.measure.row_encoding import PROBLEM, timing
+from mlx_marlin.measure.result_file import PROBLEM, ResultFile, timing
 from mlx_marlin.measure.rows import (
     MachineFacts,
     Timing,

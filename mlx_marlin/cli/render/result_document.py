@@ -12,7 +12,7 @@ from mlx_marlin.cli.render.profile_document import (
     problem_cells,
     shape,
 )
-from mlx_marlin.measure.result_file import ResultFile, Stage
+from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import (
     CANDIDATE,
     CHAIN,
@@ -21,6 +21,7 @@ from mlx_marlin.measure.rows import (
     FirstTokenRow,
     GenerationRow,
     ProductRow,
+    Stage,
     Timing,
 )
 from mlx_marlin.tables import SOURCE, Table, Value
