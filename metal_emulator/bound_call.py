@@ -17,7 +17,7 @@ from metal_emulator.arrays import (
 )
 from metal_emulator.language.declaration import plain_type
 from metal_emulator.language.entries import ALIAS, Entry
-from metal_emulator.language.whole_kernel import Parameter
+from metal_emulator.language.kernel_functions import Parameter
 from metal_emulator.memory import Argument
 
 _DTYPES = {

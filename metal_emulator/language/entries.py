@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from metal_emulator.language import function_constants
+from metal_emulator.language.kernel_functions import (
+    KernelFunction,
+    Parameter,
+    kernel_functions,
+)
 from metal_emulator.language.tokens import Tokens
-from metal_emulator.language.whole_kernel import Parameter, WholeKernel, whole_kernels
 
 ALIAS = "mslemu_entry"
 """Name of the chosen instance."""
@@ -36,7 +40,7 @@ class Entry:
     """
 
     name: str
-    kernel: WholeKernel
+    kernel: KernelFunction
     instance: str = ""
     number: int = -1
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -76,7 +80,7 @@ class _Instantiation:
 
 def entries(tokens: Tokens) -> list[Entry]:
     """Returns the entries of a text; none for the body of a kernel."""
-    kernels = list(whole_kernels(tokens))
+    kernels = list(kernel_functions(tokens))
     functions = {kernel.name: kernel for kernel in kernels}
     macros = frozenset(_MACRO_NAME.findall(tokens.read(0, len(tokens))))
     instances = []
@@ -101,7 +105,7 @@ def prepared(
         ValueError: If a constant is wrong.
     """
     function_constants.give(tokens, constants)
-    for kernel in whole_kernels(tokens):
+    for kernel in kernel_functions(tokens):
         _make_static(tokens, kernel.keyword)
     for number, each in enumerate(_instantiations(tokens)):
         tokens.blank_range(each.begin, each.first)
@@ -190,7 +194,7 @@ def _instantiated(tokens: Tokens, begin: int, at: int) -> _Instantiation | None:
 
 
 def _arguments(
-    kernel: WholeKernel, instance: str, macros: frozenset[str]
+    kernel: KernelFunction, instance: str, macros: frozenset[str]
 ) -> Mapping[str, str]:
     """Returns the template arguments by parameter; none if one is a macro."""
     if not macros.isdisjoint(re.findall(r"\w+", instance)):

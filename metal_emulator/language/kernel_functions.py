@@ -51,7 +51,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class WholeKernel:
+class KernelFunction:
     """A kernel function of a text.
 
     Attributes:
@@ -69,7 +69,7 @@ class WholeKernel:
     keyword: int
 
 
-def whole_kernels(tokens: Tokens) -> Iterator[WholeKernel]:
+def kernel_functions(tokens: Tokens) -> Iterator[KernelFunction]:
     """Yields the kernel functions that a text defines; none for a body."""
     for at in range(len(tokens)):
         if tokens.text(at) != "kernel" or tokens.directive(at) >= 0:
@@ -87,7 +87,7 @@ def whole_kernels(tokens: Tokens) -> Iterator[WholeKernel]:
             continue
         begin = _attributes_begin(tokens, begin)
         host_name = _HOST_NAME.search(tokens.read(begin, name))
-        yield WholeKernel(
+        yield KernelFunction(
             tokens.text(name),
             tuple(_template(tokens, begin)),
             tuple(_parameters(tokens, opening, closing)),
