@@ -18,7 +18,7 @@ FILE = """
 import pytest
 from support.profiles import sampled
 
-@sampled(2)
+@sampled(4)
 @pytest.mark.parametrize("m", range(3))
 @pytest.mark.parametrize("n", range(3))
 def test_grid(m, n): pass
@@ -70,15 +70,15 @@ def test_profiles_run_more_and_more(
     items = pytester.getitems(FILE)
 
     for name, runs in (
-        ("quick", 2 + 1 + 1 + 1),
-        ("full", 4 + 5 + 3 + 2),
+        ("quick", 4 + 1 + 1 + 1),
+        ("full", 6 + 5 + 3 + 2),
         ("every", 19),
     ):
         monkeypatch.setattr(profiles, "profile", lambda name=name: name)
         assert len({*items} - profiles.left_out(items)) == runs
 
 
-@pytest.mark.parametrize(("profile", "examples"), [("quick", 3), ("full", 9)])
+@pytest.mark.parametrize(("profile", "examples"), [("quick", 3), ("full", 6)])
 def test_a_test_draws_the_examples_of_the_profile(
     monkeypatch: pytest.MonkeyPatch, profile: str, examples: int
 ) -> None:

@@ -141,8 +141,7 @@ def read_text(monkeypatch: pytest.MonkeyPatch, windows: int) -> None:
     ("layout", "windows"),
     [
         ("mlx", 1),
-        pytest.param("mlx", demo.WINDOWS, marks=pytest.mark.slow),
-        pytest.param("marlin", demo.WINDOWS, marks=pytest.mark.slow),
+        ("marlin", demo.WINDOWS),
     ],
 )
 @pytest.mark.usefixtures("kernels")

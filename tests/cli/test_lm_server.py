@@ -118,7 +118,7 @@ def test_streams_have_the_text_of_mlx_lms_server(tmp_path: Path) -> None:
     settings = {"MLX_MARLIN_BACKEND": backend, "MLX_MARLIN_LOG": "1"}
 
     joined = ("--layout", "marlin", "--join", "--trace")
-    for given in ((), joined, ("--lookup",)):
+    for given in (joined, ("--lookup",)):
         command = ("mlx_marlin", "lm", *given, "server")
         with serving(folder, ours, *command, **settings) as port:
             assert texts(port) == expected, ours.read_text()

@@ -110,6 +110,7 @@ def test_a_time_limit_may_end_within_a_shape_and_leaves_a_report(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unfused")
 def test_streams_are_generated_and_told(tmp_path: Path) -> None:
     text, report = run("cuda_generation.py", tmp_path / "out.json", "--layers", "1")
 
@@ -127,8 +128,8 @@ def test_streams_are_generated_and_told(tmp_path: Path) -> None:
 MODELS = ["llama-8b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b"]
 
 
-@pytest.mark.slow
-@sampled(1)
+@sampled(0, 2)
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("model", MODELS)
 def test_variants_share_the_arrays_that_they_do_not_change(model: str) -> None:
     variants = ["--variants", "stock", "mlx", "marlin"]
@@ -145,7 +146,7 @@ def test_variants_share_the_arrays_that_they_do_not_change(model: str) -> None:
     assert all(stock[name] is mlx[name] for name in stock)
 
 
-@sampled(1)
+@sampled(1, 2)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_variant_and_number_of_streams_is_compiled_for(
     monkeypatch: pytest.MonkeyPatch, backend: Choose, model: str

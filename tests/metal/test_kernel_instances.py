@@ -17,6 +17,7 @@ from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS
+from support.profiles import sampled
 
 CHIPS = ("Apple M1", "Apple M4 Pro", "Apple M3 Ultra")
 SHAPES = (
@@ -74,7 +75,7 @@ def instance(plan: Plan) -> tuple[object, ...]:
     return found.name, found.template
 
 
-@pytest.mark.slow
+@sampled(0, 3)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_every_variant_is_one_that_some_plan_asks_for(dtype: str, layout: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.problem import problem_of
+from support.profiles import sampled
 
 ROOT = Path(__file__).parents[2]
 PREDICTED = runpy.run_path(str(ROOT / "benchmarks" / "predicted.py"))
@@ -54,7 +55,7 @@ def test_what_experts_win_is_that_they_are_read_once(chip: str) -> None:
 SOME_ROWS = [*range(1, 50), *range(50, 513, 37), 63, 64, 65, 96, 97, 128, 129, 256, 512]
 
 
-@pytest.mark.slow
+@sampled(0, 4)
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 @pytest.mark.parametrize("chip", PREDICTED["CHIPS"])
 def test_no_product_with_a_native_weight_is_served_slower_than_by_stock(

@@ -1,6 +1,7 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import dispatch, serving
 from mlx_marlin.products.packing import pack
+from mlx_marlin.weights.packed_weight import PackedWeight
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from support.choose import Choose
 from support.format_cases import OF_MLX, any_weight
@@ -168,6 +170,12 @@ def on_a_mac(
     return pretend
 
 
+@cache
+def large_weight() -> tuple[tuple[mx.array, ...], PackedWeight]:
+    native = weight(4096, 4096, dtype=mx.float16)
+    return native, pack(*native)
+
+
 @sampled(2)
 @pytest.mark.parametrize(
     ("chip", "rows", "words"),
@@ -188,9 +196,8 @@ def on_a_mac(
 def test_on_a_mac_stock_serves_what_it_serves_as_fast(
     on_a_mac: Callable[..., None], chip: str, rows: int, words: str | None
 ) -> None:
-    half = {"dtype": mx.float16}
-    x, native = activations(rows, 4096, **half), weight(4096, 4096, **half)
-    packed = pack(*native)
+    native, packed = large_weight()
+    x = activations(rows, 4096, dtype=mx.float16)
     on_a_mac(chip, mx.gpu)
 
     reason = mlx_marlin.why_not(x, *native)

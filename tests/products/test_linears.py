@@ -13,11 +13,12 @@ from metal_emulator import emulated
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.work.tiles import Reduction
 from mlx_marlin.products.packing import pack
 from support import drawn_arrays, epilogues, oracles, strategies
 from support.arguments import K, activations, weight
 from support.choose import Choose
-from support.profiles import drawn
+from support.profiles import drawn, sampled
 from support.trace_mode import emulator_only
 
 
@@ -60,10 +61,13 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.slow
+@sampled(0, 3)
 @emulator_only
+@pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_every_strategy_stores_every_part(problem: Problem) -> None:
+def test_every_strategy_stores_every_part(
+    problem: Problem, reduction: Reduction
+) -> None:
     """In trace mode: nothing is written twice, or outside."""
     parts = (33, 1, problem.n - 34)
     asked = replace(problem, epilogue=Epilogue(bias=True, parts=parts))
@@ -76,13 +80,12 @@ def test_every_strategy_stores_every_part(problem: Problem) -> None:
         packed = pack(*native, group_size=problem.group_size)
         weight = (packed.words, packed.scales, packed.scales)
 
-    for reduction in ("workspace", "atomic"):
-        for plan in strategies.one_of_each(asked, reduction=reduction):
-            with emulated(trace=True):
-                y = epilogues.whole(launcher.product(plan)(x, *weight, *finish))
-                mx.eval(y)
-            off = np.abs(oracles.exact(y) - expected)
-            assert np.all(off <= epilogues.allowed(plan, x, native, finish))
+    for plan in strategies.one_of_each(asked, reduction=reduction):
+        with emulated(trace=True):
+            y = epilogues.whole(launcher.product(plan)(x, *weight, *finish))
+            mx.eval(y)
+        off = np.abs(oracles.exact(y) - expected)
+        assert np.all(off <= epilogues.allowed(plan, x, native, finish))
 
 
 def test_all_parts_take_one_dispatch(

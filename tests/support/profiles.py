@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 Test = Callable[..., None]
 NO_CHECKS = [HealthCheck.too_slow]
 """Checks of Hypothesis that are off: an example may compile a kernel."""
-MORE = {"quick": 1, "full": 3, "every": 10}
+MORE = {"quick": 1, "full": 2, "every": 10}
 """Examples of `drawn` in each profile, as a multiple of those of `quick`."""
 
 
@@ -26,7 +26,7 @@ def register() -> None:
     example is judged by its time. The parent is what Hypothesis took itself: its own
     "ci" profile, always the same cases, under CI.
     """
-    for name, examples in (("quick", 15), ("full", 40), ("every", 100)):
+    for name, examples in (("quick", 15), ("full", 30), ("every", 100)):
         settings.register_profile(
             name,
             parent=settings.default,
@@ -63,7 +63,7 @@ def sampled(few: int, many: int | None = None) -> Callable[[Test], Test]:
 
     Args:
         few: How many run in the quick profile.
-        many: How many run in the full one; None for twice as many, and more until
+        many: How many run in the full one; None for half as many again, and more until
             every value of each parameter occurs.
     """
 
@@ -94,7 +94,7 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         if quick:
             kept = representatives(values, few)
         else:
-            number = 2 * few if many is None else many
+            number = few + few // 2 if many is None else many
             kept = representatives(values, number, complete=many is None)
         out |= {case for i, case in enumerate(cases) if i not in kept}
     return out

@@ -190,7 +190,6 @@ def test_the_census_passes_with_the_stand_ins(walk: Walk) -> None:
     ("planted", "status", "sentence"),
     [
         ({"error": "marlin"}, 1, "use of undeclared identifier 'planted'"),
-        ({"spill": "marlin"}, 1, "spills 256 bytes"),
         ({"missing": "always"}, 2, "census: Apple's Metal compilers are missing"),
     ],
 )
