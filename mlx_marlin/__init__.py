@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mlx_marlin.lm.optimize import optimize, restore
     from mlx_marlin.lm.report.model_report import report
     from mlx_marlin.lm.verification.gate import verify
-    from mlx_marlin.products.dequantizing import dequantize
     from mlx_marlin.products.experts import gather_qmm
     from mlx_marlin.products.exporting import exporting
     from mlx_marlin.products.linear import linear, linears
     from mlx_marlin.products.matmul import quantized_matmul, why_not
     from mlx_marlin.products.packing import pack, quantize, unpack
+    from mlx_marlin.products.reference.weight import dequantize
     from mlx_marlin.weights.packed_weight import PackedWeight
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
 _MODULES = {
     "MarlinLinear": "layers.linear",
     "PackedWeight": "weights.packed_weight",
-    "dequantize": "products.dequantizing",
+    "dequantize": "products.reference.weight",
     "exporting": "products.exporting",
     "gather_qmm": "products.experts",
     "linear": "products.linear",

@@ -15,9 +15,8 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.search import Candidate
+from mlx_marlin.planning.search import Candidate, Prediction
 
 if TYPE_CHECKING:
     from mlx_marlin.planning.choice import Choice

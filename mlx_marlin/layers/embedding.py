@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.layers.native import NATIVE, native_weight, without_parameters
-from mlx_marlin.products.layer_products import layer_product
+from mlx_marlin.products.linear import layer_product
 
 
 class MarlinEmbedding(nn.QuantizedEmbedding):

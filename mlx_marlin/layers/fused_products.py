@@ -11,7 +11,7 @@ from mlx_marlin.backends import selection
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.native import native_weight
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
-from mlx_marlin.products.layer_products import (
+from mlx_marlin.products.linear import (
     GATED,
     Weight,
     fused_linear,

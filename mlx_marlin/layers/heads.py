@@ -8,7 +8,7 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 
 from mlx_marlin.layers.batch import BatchLayer, as_batch
 from mlx_marlin.layers.native import PACKED, native_weight
-from mlx_marlin.products.layer_products import layer_product
+from mlx_marlin.products.linear import layer_product
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 

@@ -8,9 +8,9 @@ import mlx.nn as nn
 from mlx_marlin.argument_types import check_format, check_integers
 from mlx_marlin.layers.fused_products import FusedProducts
 from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, without_parameters
-from mlx_marlin.products.dequantizing import dequantize
-from mlx_marlin.products.layer_products import layer_product
+from mlx_marlin.products.linear import layer_product
 from mlx_marlin.products.packing import quantize
+from mlx_marlin.products.reference.weight import dequantize
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import GroupSize, PackedWeight
 

@@ -6,9 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
-from mlx_marlin.products.dequantizing import dequantize
-from mlx_marlin.products.layer_products import layer_product
-from mlx_marlin.products.reference.rows import decoded_rows
+from mlx_marlin.products.linear import layer_product
+from mlx_marlin.products.reference.weight import decoded_rows, dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 

@@ -10,8 +10,8 @@ from mlx_marlin.backends.launcher import Product
 from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products.dequantizing import dequantize
 from mlx_marlin.products.packing import pack
+from mlx_marlin.products.reference.weight import dequantize
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.formats import SUPER_BLOCK
 from mlx_marlin.weights.packed_weight import PackedWeight

@@ -5,8 +5,7 @@ from typing import Any
 
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction
-from mlx_marlin.planning.search import Candidate
+from mlx_marlin.planning.search import Candidate, Prediction
 from mlx_marlin.tables import aligned
 
 SAME = 0.005

@@ -5,9 +5,8 @@ from typing import Any, Literal, TypedDict
 
 from mlx_marlin.planning.work import decompositions as divide
 from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
-from mlx_marlin.planning.work.division import STRATEGIES, Partition, Strategy
 from mlx_marlin.planning.work.tiles import Kernel, Reduction
-from mlx_marlin.planning.work.work import Work
+from mlx_marlin.planning.work.work import STRATEGIES, Partition, Strategy, Work
 
 Operand = Literal["offset", "exact", "least_offset", "bfloat", "half_by_float"]
 """Forms of a code that Metal kernels multiply (docs/design.md)."""

@@ -21,7 +21,7 @@ from mlx_marlin.lm.checkpoints.conversion import Row, convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.checkpoints.saving import save
-from mlx_marlin.products.dequantizing import dequantize
+from mlx_marlin.products.reference.weight import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import oracles
 from support.foreign_models import CONFIG, FORMATS, LINEAR, write

@@ -17,7 +17,7 @@ from mlx_marlin.cli.pictures.text import tile_map, timeline
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.planning.work.division import STRATEGIES
+from mlx_marlin.planning.work.work import STRATEGIES
 from mlx_marlin.tables import PIPED
 from support.processes import run_python
 

@@ -9,7 +9,7 @@ import mlx_marlin
 from mlx_marlin.backends import arguments, launcher
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products import repacking
+from mlx_marlin.products import packing
 from mlx_marlin.products.packing import pack
 from support.arguments import activations, weight
 from support.choose import Choose
@@ -127,8 +127,8 @@ def test_without_cuda_a_kernel_is_an_error_when_it_runs(backend: Choose) -> None
 def test_packing_needs_no_kernel(recorder: Recorder) -> None:
     w = weight(N, K, dtype=mx.float16)[0]
 
-    tiles = repacking.to_tiles(w, N, K, bits=4, group_size=64)
-    rows = repacking.to_rows(tiles, N, K, bits=4, group_size=64)
+    tiles = packing.to_tiles(w, N, K, bits=4, group_size=64)
+    rows = packing.to_rows(tiles, N, K, bits=4, group_size=64)
 
     assert mx.array_equal(rows, w)
     assert recorder.built == []

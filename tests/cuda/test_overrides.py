@@ -14,8 +14,8 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.cli.main import main
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.division import Strategy
 from mlx_marlin.planning.work.tiles import Kernel
+from mlx_marlin.planning.work.work import Strategy
 from support.cuda_strategies import DEVICES, H200, OURS, SERVED, SMALL, covered
 from support.profiles import drawn
 

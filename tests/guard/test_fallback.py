@@ -10,7 +10,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin.backends import launcher
 from mlx_marlin.planning.block_plans import RepackPlan
-from mlx_marlin.products import repacking
+from mlx_marlin.products import packing
 from mlx_marlin.weights import tile_conversion
 from mlx_marlin.weights.formats import CHANNEL
 from support import oracles
@@ -27,7 +27,7 @@ def test_pack_reads_back_what_it_wrote(
     guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fault that the small known answer does not show loses no weight either."""
-    monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
+    monkeypatch.setattr(packing, "_on_gpu", lambda: True)
     right = launcher.call
     large: list[int] = []
 
@@ -113,7 +113,7 @@ def test_packed_weights_are_unpacked_without_our_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Fault("", "factory raises").plant(monkeypatch)  # every kernel of ours
-    monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
+    monkeypatch.setattr(packing, "_on_gpu", lambda: True)
     if mode in ("mxfp8", "nvfp4"):
         w = mx.random.normal((N, K), key=mx.random.key(1))
         native = mx.quantize(w, group_size, bits, mode)

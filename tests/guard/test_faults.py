@@ -8,7 +8,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import planner
-from mlx_marlin.products import repacking
+from mlx_marlin.products import packing
 from mlx_marlin.weights import tile_conversion
 from support import guard_faults
 from support.guard_faults import Fault
@@ -126,7 +126,7 @@ def test_a_decoding_kernel_with_a_fault_never_serves(
 def test_a_repack_kernel_with_a_fault_moves_nothing(
     to: str, kind: str, guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
+    monkeypatch.setattr(packing, "_on_gpu", lambda: True)
     name = "pack" if to == "marlin" else "unpack"
     Fault(name, kind).plant(monkeypatch)
     _, w = operands()

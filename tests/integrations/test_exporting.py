@@ -12,7 +12,7 @@ import mlx_marlin
 from mlx_marlin.backends import devices, launcher, planner, selection
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.products import exported_streams as streams
+from mlx_marlin.products import exporting as streams
 from support import exported_files
 from support.choose import Choose
 from support.marks import needs_emulator

@@ -19,8 +19,7 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
-from mlx_marlin.planning.work.division import STRATEGIES
-from mlx_marlin.planning.work.work import Work
+from mlx_marlin.planning.work.work import STRATEGIES, Work
 from mlx_marlin.weights.formats import CHANNEL, FORMATS
 from support import drawn_arrays, format_cases, strategies
 from support.profiles import drawn, sampled

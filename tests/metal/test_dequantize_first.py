@@ -19,7 +19,7 @@ from mlx_marlin.backends.metal.stock.margin import margin_over_stock
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import repacking
+from mlx_marlin.products import packing
 from support import drawn_arrays, format_cases, launches, oracles, strategies
 from support.choose import Choose
 from support.format_cases import Weight
@@ -90,7 +90,7 @@ def blanks(plan: DequantizePlan) -> list[mx.array]:
     """Makes a product's arguments, never evaluated."""
     x, weight = operands(plan, seed=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repacking, "_on_gpu", lambda: False)  # there is no Metal here
+        patch.setattr(packing, "_on_gpu", lambda: False)  # there is no Metal here
         return [x, *format_cases.arguments(weight, plan.problem.layout)]
 
 

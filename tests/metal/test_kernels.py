@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import launcher, planner
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.division import STRATEGIES
 from mlx_marlin.planning.work.tiles import Reduction
+from mlx_marlin.planning.work.work import STRATEGIES
 from support import drawn_arrays, format_cases, launches, oracles, orders, strategies
 from support.drawn_arrays import Native, run, stock
 from support.parts_of_plans import corner, product_of

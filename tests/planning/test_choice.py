@@ -21,7 +21,7 @@ from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.division import PARTITIONS, STRATEGIES, Strategy
+from mlx_marlin.planning.work.work import PARTITIONS, STRATEGIES, Strategy
 from support.processes import run_python
 from support.profiles import sampled
 from support.strategies import ANY_FORMAT, KNOWN_DEVICES, devices, plans, problems

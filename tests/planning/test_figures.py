@@ -26,9 +26,8 @@ from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import Epilogue, Heads, Rotation
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Candidate
+from mlx_marlin.planning.search import Candidate, Prediction
 
 CHAIN = Prediction(
     memory=2e-6,

@@ -10,14 +10,16 @@ import pytest
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mlx_marlin.planning.work.division import (
+from mlx_marlin.planning.work.tiles import Split, tile_position
+from mlx_marlin.planning.work.work import (
     MOST_GROUPS,
     PARTITIONS,
     Partition,
+    Work,
+    balanced_cut,
+    ceil_cut,
     locality_groups,
 )
-from mlx_marlin.planning.work.tiles import Split, tile_position
-from mlx_marlin.planning.work.work import Work, balanced_cut, ceil_cut
 from support.profiles import drawn
 from support.strategies import works
 

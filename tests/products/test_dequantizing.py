@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin import pack
-from mlx_marlin.products.dequantizing import dequantize
+from mlx_marlin.products.reference.weight import dequantize
 from mlx_marlin.weights.bit_streams import words_of_codes
 from support import format_cases, oracles
 from support.packed_codes import packed_of

@@ -10,7 +10,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import PackedWeight, pack, state
 from mlx_marlin.planning.epilogue import Epilogue
-from mlx_marlin.products import experts, layer_products, matmul, request
+from mlx_marlin.products import experts, linear, matmul, request
 from mlx_marlin.products.dispatch import PreparedCall
 
 Change = dict[str, Any]
@@ -135,7 +135,7 @@ def of_public(weight: Callable[[Call], tuple[Any, ...]]) -> dict[str, Any]:
 NATIVE = of_public(lambda call: (*call.native,))
 PACKED = of_public(lambda call: (call.packed,))
 LAYERS: dict[str, Callable[[Call], Any]] = {
-    "layer_product": lambda call: layer_products.layer_product(
+    "layer_product": lambda call: linear.layer_product(
         call.rows,
         call.packed,
         call.finish["bias"],
@@ -143,17 +143,17 @@ LAYERS: dict[str, Callable[[Call], Any]] = {
         invariant=call.invariant,
         transpose=call.transpose,
     ),
-    "layer_parts": lambda call: layer_products.layer_parts(
+    "layer_parts": lambda call: linear.layer_parts(
         call.rows,
         call.packed,
         call.parts,
         call.finish["bias"],
         invariant=call.invariant,
     ),
-    "packed_linear": lambda call: layer_products.fused_linear(
+    "packed_linear": lambda call: linear.fused_linear(
         call.rows, call.packed, call.epilogue(parts=True), (), call.norm
     ),
-    "native_linear": lambda call: layer_products.fused_linear(
+    "native_linear": lambda call: linear.fused_linear(
         call.rows,
         (*[*call.native, None][:3], (*call.format.values(),)),
         call.epilogue(parts=True),

@@ -12,7 +12,7 @@ import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.products import this_machine
-from mlx_marlin.products.layer_products import fused_linear
+from mlx_marlin.products.linear import fused_linear
 from mlx_marlin.products.packing import pack
 from support import oracles
 from support.arguments import K, N, activations, weight

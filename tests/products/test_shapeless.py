@@ -13,7 +13,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products.reference.shapeless import is_traced
+from mlx_marlin.products.reference.weight import is_traced
 from support.choose import Choose
 
 N, K = 72, 256

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_marlin import gather_qmm, linear, optimize, pack, quantized_matmul, restore
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.products.dequantizing import dequantize
+from mlx_marlin.products.reference.weight import dequantize
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.packed_weight import PackedWeight

@@ -22,7 +22,7 @@ from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
-from mlx_marlin.products import repacking
+from mlx_marlin.products import packing
 from support.choose import Choose
 
 M3_MAX = Device.named("M3 Max")
@@ -132,7 +132,7 @@ def simulated(
     monkeypatch.setattr(selection, "has_device", lambda each: each == name)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(devices, "current", lambda *_: DEVICES[name])
-    monkeypatch.setattr(repacking, "_on_gpu", lambda: False)
+    monkeypatch.setattr(packing, "_on_gpu", lambda: False)
     monkeypatch.setattr(at_load, "clock", simulated.clock)
     monkeypatch.setattr(at_load, "monotonic", lambda: simulated.now)
     monkeypatch.setattr(at_load, "sleep", simulated.pass_by)

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.planning.work.division import MOST_THREADGROUPS, MOST_UNEVEN
-from mlx_marlin.planning.work.work import Work
+from mlx_marlin.planning.work.work import MOST_THREADGROUPS, MOST_UNEVEN, Work
 from support import shader_functions
 from support.marks import needs_emulator
 

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.products import repacking
+from mlx_marlin.products import packing
 from mlx_marlin.products.packing import pack
 from mlx_marlin.weights.packed_weight import PackedWeight
 
@@ -36,7 +36,7 @@ def packed_unread(*arrays: mx.array) -> PackedWeight:
     A process that has evaluated one cannot be forked, which `mutants.python` does.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repacking, "_is_same", lambda *_, **__: True)
+        patch.setattr(packing, "_is_same", lambda *_, **__: True)
         return pack(*arrays)
 
 

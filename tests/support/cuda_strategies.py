@@ -10,8 +10,8 @@ from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.division import STRATEGIES, Strategy
 from mlx_marlin.planning.work.tiles import Kernel, Tile, k_tile
+from mlx_marlin.planning.work.work import STRATEGIES, Strategy
 from support.parts_of_plans import corner, k_range
 from support.strategies import ANY_FORMAT, BATCHES, ONE_WEIGHT, problems, works
 

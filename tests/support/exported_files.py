@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from metal_emulator.dispatch import Dispatch
 from metal_emulator.metal_kernel import Recorded
-from mlx_marlin.products import exported_streams as streams
+from mlx_marlin.products import exporting as streams
 
 Node = dict[str, Any]
 

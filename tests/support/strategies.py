@@ -23,14 +23,14 @@ from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.planning.work.decompositions import data_parallel
-from mlx_marlin.planning.work.division import (
+from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Reduction, Tile, k_tile
+from mlx_marlin.planning.work.work import (
     MOST_GROUPS,
     PARTITIONS,
     STRATEGIES,
     Strategy,
+    Work,
 )
-from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Reduction, Tile, k_tile
-from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights.formats import CHANNEL, DTYPE_BYTES, FORMATS, GROUPS, LAYOUTS
 from support import format_cases
 

@@ -20,7 +20,7 @@ from mlx_marlin.lm.measured_models import TunedModel
 from mlx_marlin.lm.race.settings import ModelSettings
 from mlx_marlin.planning.measurement import Forwards, Measured, Result, label
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.division import MOST_THREADGROUPS
+from mlx_marlin.planning.work.work import MOST_THREADGROUPS
 from mlx_marlin.weights.formats import LAYOUTS
 from support.guarded_calls import collected
 from support.results import HERE, PROBLEM, by_problem, measured, warned

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 import metal_emulator
 from mlx_marlin.backends.metal import arguments
 from mlx_marlin.planning.block_plans import REPACK_THREADS
-from mlx_marlin.products import repacking
-from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.products.repacking import to_rows, to_tiles
+from mlx_marlin.products import packing
+from mlx_marlin.products.packing import pack, to_rows, to_tiles, unpack
 from mlx_marlin.weights import layout
 from mlx_marlin.weights.formats import WIDTHS, planes_of
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -129,7 +128,7 @@ def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
 
 @pytest.fixture
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repacking, "_on_gpu", lambda: True)
+    monkeypatch.setattr(packing, "_on_gpu", lambda: True)
 
 
 @sampled(20)
@@ -304,4 +303,4 @@ def test_the_kernels_move_codes_where_metal_does(
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(default))
     backend(wish)
 
-    assert repacking._on_gpu() is expected
+    assert packing._on_gpu() is expected

@@ -10,8 +10,8 @@ scaled by multiprocessors, bandwidth and throughput only.
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Prediction
 from mlx_marlin.planning.work.tiles import k_tile
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
 

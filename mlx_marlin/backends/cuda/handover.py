@@ -17,8 +17,8 @@ from mlx_marlin.planning.dequantize_plan import (
     DequantizePlan,
     dequantize_plan,
 )
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Prediction
 
 MOST_ROWS_OF_MLX = ((100_000_000, 32), (30_000_000, 8), (0, 5))
 """Most rows for which the kernels serve an affine 4-bit weight in MLX's layout, by its

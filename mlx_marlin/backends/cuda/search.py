@@ -11,11 +11,10 @@ from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
-from mlx_marlin.planning.search import Candidate
+from mlx_marlin.planning.search import Candidate, Prediction
 from mlx_marlin.planning.work.decompositions import data_parallel
-from mlx_marlin.planning.work.division import STRATEGIES
+from mlx_marlin.planning.work.work import STRATEGIES
 
 
 def candidates(

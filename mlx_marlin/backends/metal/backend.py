@@ -33,8 +33,8 @@ from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Prediction
 from mlx_marlin.weights.formats import TILE_N
 
 name = "metal"

@@ -12,10 +12,9 @@ from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.metal.tensor_gates import is_candidate
 from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Candidate
-from mlx_marlin.planning.work.division import STRATEGIES
+from mlx_marlin.planning.search import Candidate, Prediction
+from mlx_marlin.planning.work.work import STRATEGIES
 
 TENSOR_MARGIN = 1 + search.MODEL_ERROR
 """Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such

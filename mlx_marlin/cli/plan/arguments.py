@@ -7,8 +7,8 @@ from mlx_marlin.cli import arguments
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.division import PARTITIONS, STRATEGIES
 from mlx_marlin.planning.work.tiles import REDUCTIONS
+from mlx_marlin.planning.work.work import PARTITIONS, STRATEGIES
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from mlx_marlin.cli.pictures import (
 from mlx_marlin.cli.plan import arguments, explanation
 from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.work.division import STRATEGIES, Strategy
+from mlx_marlin.planning.work.work import STRATEGIES, Strategy
 
 DESCRIPTION = """
 Show the plan of y[M, N] = x[M, K] @ W[N, K]^T with a quantized weight W: the kernel,

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from mlx_marlin.planning.work.division import Partition, locality_groups
-from mlx_marlin.planning.work.work import Work
+from mlx_marlin.planning.work.work import Partition, Work, locality_groups
 
 THREADGROUPS_PER_CORE = (1, 2, 4, 8, 16)
 """Target numbers of threadgroups per core for stripe and split_k."""

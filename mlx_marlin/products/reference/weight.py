@@ -1,14 +1,22 @@
-"""Products with native and packed weights in the operations of stock MLX."""
+"""Products with native and packed weights, and plain weights, in MLX's operations."""
+
+from io import StringIO
 
 import mlx.core as mx
 
 from mlx_marlin.products.packing import unpack
-from mlx_marlin.products.reference.shapeless import settled
-from mlx_marlin.weights import super_blocks
-from mlx_marlin.weights.bit_streams import codes_of_words
-from mlx_marlin.weights.dtypes import result_dtype
-from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS, format_of
+from mlx_marlin.weights import codebooks, layout, super_blocks
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.dtypes import dtype_name, floating, result_dtype
+from mlx_marlin.weights.formats import (
+    DTYPE_BYTES,
+    GROUPS,
+    MODE_DEFAULTS,
+    TILE_N,
+    format_of,
+)
 from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.weights.tile_conversion import codes_at, deinterleave
 
 LARGEST_NVFP4 = 6.0 * 448.0
 """The largest E2M1 times the largest E4M3: MLX divides global scales by it."""
@@ -190,3 +198,93 @@ def decoded(
         is_affine = mode == "affine"
         values = wide * groups + second if is_affine else wide * (groups - second)
     return values.reshape(codes.shape)
+
+
+def is_traced() -> bool:
+    """Returns whether this thread traces a function without shapes.
+
+    MLX has no function for the question. There alone it adds an operation for a
+    broadcast of equal shapes (0.32.4).
+    """
+    text = StringIO()
+    array = mx.array([0.0])
+    mx.export_to_dot(text, mx.broadcast_arrays(array, array)[0])
+    return "label" in text.getvalue()
+
+
+def settled(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """Returns arrays that were made from weights, evaluated in such a trace.
+
+    The trace then holds them as constants, for as long as the compiled function lives.
+    """
+    if is_traced():
+        try:
+            mx.eval(arrays)
+        except ValueError as error:
+            raise ValueError(
+                "packed weights that stock MLX serves cannot be inputs of a function "
+                "that is compiled with shapeless=True: leave them out of `inputs`, or "
+                "call mlx_marlin.optimize(model, layout='mlx')"
+            ) from error
+    return arrays
+
+
+def decoded_rows(packed: PackedWeight, rows: mx.array) -> mx.array:
+    """Returns some rows of a packed weight, float32 [count, k].
+
+    It reads the words of these rows only, and the parameters of their tiles.
+
+    `rows`: indices of rows, integers [count].
+    """
+    format = format_of(packed.mode, packed.bits)
+    size, k = packed.group_size, packed.k
+    if rows.size == 0:  # MLX infers no shape of empty arrays
+        return mx.zeros((0, k))
+    tiles = packed.scales[rows // TILE_N][:, None]
+    if format.has_codebook:
+        _, padded_k = layout.padded(TILE_N, k)
+        tiles = codebooks.scales(tiles, format, padded_k, size)
+    if format.has_super_blocks:
+        stored = super_blocks.to_rows(tiles, TILE_N, format, size)[None]
+    else:
+        stored = deinterleave(tiles, TILE_N, k // size, format.parameters)
+    own = stored[:, mx.arange(rows.size), rows % TILE_N]
+    codes = codes_at(packed.words, rows, k, bits=packed.bits, group_size=size)
+    return decoded(
+        words_of_codes(codes, packed.bits),
+        own[0],
+        own[1] if format.has_second_array else None,
+        group_size=size,
+        bits=packed.bits,
+        mode=packed.mode,
+        global_scale=packed.global_scale,
+        codebook=packed.codebook,
+    )
+
+
+def dequantize(packed: PackedWeight, dtype: mx.Dtype | None = None) -> mx.array:
+    """Returns the plain weight that a packed one stands for.
+
+    Codes are scaled in float32 and rounded to `dtype` once.
+
+    Args:
+        packed: The weight [..., n, k].
+        dtype: Dtype of the result. Default: that of the scales; bfloat16 where the
+            scales are integers, as in MLX.
+
+    Returns:
+        The weight [..., n, k].
+
+    Raises:
+        TypeError: If `packed` is not a `PackedWeight`, or `dtype` not a dtype of MLX.
+        ValueError: If `dtype` is not float16, bfloat16 or float32.
+    """
+    if not isinstance(packed, PackedWeight):
+        raise TypeError(f"packed must be a PackedWeight, got {type(packed).__name__}")
+    if dtype is None:
+        dtype = floating(packed.dtype, mx.bfloat16)
+    if not isinstance(dtype, mx.Dtype):
+        raise TypeError(f"dtype must be an mx.Dtype, got {type(dtype).__name__}")
+    if dtype_name(dtype) not in DTYPE_BYTES:
+        raise ValueError(f"dtype={dtype_name(dtype)}, expected one of {[*DTYPE_BYTES]}")
+    return plain(packed, dtype)

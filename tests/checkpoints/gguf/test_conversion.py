@@ -14,7 +14,7 @@ from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import _narrowed, open_source
-from mlx_marlin.products.dequantizing import dequantize
+from mlx_marlin.products.reference.weight import dequantize
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.gguf_cases import CASES
 from support.gguf_files import random_tensor, write_gguf

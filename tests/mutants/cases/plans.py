@@ -10,9 +10,8 @@ from mlx_marlin.planning.explicit import Operand
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
-from mlx_marlin.planning.work.division import Partition
 from mlx_marlin.planning.work.tiles import Kernel, Reduction, Tile, k_tile
-from mlx_marlin.planning.work.work import Work
+from mlx_marlin.planning.work.work import Partition, Work
 from mlx_marlin.weights.formats import TILE_N, format_of
 
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 import metal_emulator
-from mlx_marlin.products.repacking import to_tiles
+from mlx_marlin.products.packing import to_tiles
 from support import drawn_arrays, launches
 
 

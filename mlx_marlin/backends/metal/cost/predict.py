@@ -24,7 +24,7 @@ from mlx_marlin.backends.metal.cost.residency import resident_threadgroups
 from mlx_marlin.backends.metal.cost.tensor import tensor_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning.prediction import Prediction
+from mlx_marlin.planning.search import Prediction
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 SIMDGROUPS_TO_FILL = 8

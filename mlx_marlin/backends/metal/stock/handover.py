@@ -5,9 +5,8 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.margin import first_rows, margin_over_stock
 from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.planning.epilogue import PLAIN
-from mlx_marlin.planning.prediction import Prediction
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import MODEL_ERROR
+from mlx_marlin.planning.search import MODEL_ERROR, Prediction
 
 
 def stock_seconds(problem: Problem, device: Device) -> float:

@@ -35,8 +35,8 @@ from mlx_marlin.backends.metal.stock.slots import (
     stock_slots,
     vector_slots,
 )
-from mlx_marlin.planning.prediction import clocks_text
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import clocks_text
 from mlx_marlin.weights.formats import DTYPE_BYTES, SCALE_BYTES
 
 __all__ = [
