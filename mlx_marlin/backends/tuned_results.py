@@ -173,10 +173,13 @@ def kernels(backend: str) -> str:
 def _found(target: PlanningDevice, backend: str) -> result_files.Stored:
     if os.environ.get(ENVIRONMENT) == "0" or stands_for_another(backend):
         return result_files.Stored()
-    results_folder, here = result_files.folder(), machine(target, backend)
-    if not os.path.isdir(results_folder):  # False without access, unlike Path.is_dir
-        return _own(here)
-    return known(results_folder, here)
+    results_folder = result_files.folder()
+    # False without access, unlike Path.is_dir
+    is_there = os.path.isdir(results_folder)
+    if not is_there and not _of_process:
+        return result_files.Stored()
+    here = machine(target, backend)
+    return known(results_folder, here) if is_there else _own(here)
 
 
 @state.cache(maxsize=8)
