@@ -11,7 +11,7 @@ from mlx_marlin import state
 from mlx_marlin.backends import selection, source
 from mlx_marlin.backends.launch import Launch, digest
 from mlx_marlin.guard import verdicts
-from mlx_marlin.guard.answers import KernelError
+from mlx_marlin.guard.reference import KernelError
 from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.warn_once import warn_once
 

@@ -10,12 +10,10 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.guard import super_blocks
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.weights import codebooks, layout, tile_conversion
-from mlx_marlin.weights import super_blocks as stored_blocks
+from mlx_marlin.weights import codebooks, layout, super_blocks, tile_conversion
 from mlx_marlin.weights.bit_streams import words_of_codes
-from mlx_marlin.weights.formats import TILE_N
+from mlx_marlin.weights.formats import SUPER_BLOCK, TILE_N
 
 GLOBAL_SCALE = 1235 + 7373 / 8192
 """A float32 that no smaller float holds, and that is far from the nearest bfloat16."""
@@ -36,6 +34,9 @@ STRIDE = 1009
 """Distance of the offsets in the pool at which consecutive seeds start."""
 DISTINCT_ROWS = 8
 """Rows of x of which all others are multiples: float64 products are slow on a CPU."""
+SMALLEST_HALF = 2.0**-24
+"""The smallest subnormal float16."""
+BYTE = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -169,7 +170,7 @@ def _parameters(
         scales = _byte_scales(problem, shape, keys[0])
         return scales, scales
     if problem.format.has_super_blocks:
-        stored = super_blocks.rows(problem, weights, keys, SMALL_SCALE_ROW)
+        stored = _super_blocks(problem, weights, keys, SMALL_SCALE_ROW)
         return stored, stored
     dtype = getattr(mx, problem.scale_dtype)
     size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5
@@ -231,7 +232,7 @@ def _affine(
     """Returns the scales and biases of groups with which integer codes are affine."""
     kind, middle = problem.format.codes, 2.0 ** (problem.bits - 1)
     if problem.format.has_super_blocks:
-        scales, minima = stored_blocks.float_parameters(
+        scales, minima = super_blocks.float_parameters(
             scales, problem.format, problem.group_size
         )
         return scales, -middle * scales if minima is None else minima
@@ -263,7 +264,46 @@ def _lay_out(
 def _packed_scales(problem: Problem, scales: mx.array, biases: mx.array) -> mx.array:
     size = problem.group_size
     if problem.format.has_super_blocks:
-        return stored_blocks.to_tiles(scales, problem.format, size)
+        return super_blocks.to_tiles(scales, problem.format, size)
     padded_n, padded_k = layout.padded(problem.n, problem.k)
     stored = [scales, biases][: problem.format.parameters]
     return tile_conversion.interleave(stored, padded_n, -(-padded_k // size))
+
+
+def _super_blocks(
+    problem: Problem, weights: tuple[int, ...], keys: mx.array, small_row: int
+) -> mx.array:
+    """Returns random parameters, uint16, in the order of `weights.super_blocks`.
+
+    Weights are of the size that other formats have: products of normally distributed x
+    fit in a float16. Factors have both signs. Many are subnormal, as they are in files.
+    """
+    blocks = problem.k // SUPER_BLOCK
+    per_block = SUPER_BLOCK // problem.group_size
+    shape = (*weights, problem.n, blocks)
+    most = 16 if problem.group_size == 16 else 64  # scales and minima are below it
+    symmetric = problem.format.parameters == 1
+    size = mx.random.uniform(0.05, 0.15, shape, key=keys[0]) / problem.k**0.5
+    size = size / (32 if symmetric else most / 2)
+    signs = mx.where(mx.random.bernoulli(0.5, shape, key=keys[1]), 1.0, -1.0)
+    row = mx.arange(problem.n)[:, None]
+    tiny = SMALLEST_HALF * (1 + row // TILE_N % 7)
+    factor = mx.where(row % TILE_N == small_row, tiny, size) * signs
+    groups = (*shape, per_block)
+    if symmetric:
+        octets = mx.random.randint(0, BYTE, groups, key=keys[2])
+        return _records([octets], [factor])
+    scales = mx.random.randint(1, most, groups, key=keys[2])
+    minima = mx.minimum(scales + mx.arange(per_block) % 3, most - 1)
+    both = [scales | minima << 4] if most == 16 else [scales, minima]
+    return _records(both, [factor, factor * 2.0 ** (problem.bits - 1)])
+
+
+def _records(groups: list[mx.array], factors: list[mx.array]) -> mx.array:
+    """Returns bytes [..., blocks, groups] and factors [..., blocks] as records."""
+    octets = mx.stack(groups, axis=-1).astype(mx.uint16)
+    *lead, blocks, _, _ = octets.shape
+    pairs = octets.reshape(*lead, blocks, -1, 2)
+    words = pairs[..., 0] + pairs[..., 1] * BYTE
+    halves = mx.stack(factors, axis=-1).astype(mx.float16).view(mx.uint16)
+    return mx.concatenate([words, halves], axis=-1).reshape(*lead, -1)

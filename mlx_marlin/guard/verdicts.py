@@ -2,27 +2,31 @@
 
 The folder of a file depends on the machine (chip, OS build, MLX version) and its name
 on the digest of the kernels, so a verdict is never used for another machine or kernel.
-The file contains "started" while a kernel is evaluated (`marks`), and its lock is held
+The file contains "started" while a kernel is evaluated (`Mark`), and its lock is held
 during the whole check. A process that finds "started" in a file that nobody has locked
 checks the kernels again. If that ends the process too, they have failed, until this
 package has another version.
 """
 
+import atexit
 import hashlib
 import json
+import os
 import platform
 import re
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType
+from typing import Any, BinaryIO
 
 from mlx_marlin import cache, regular_files, versions
 from mlx_marlin.backends import kernels, registry
 from mlx_marlin.evidence import store
-from mlx_marlin.guard import marks
 from mlx_marlin.warn_once import warn_once
 
 FORMAT = 2
@@ -33,6 +37,22 @@ MOST_UNFINISHED = 2
 DIED = "the process ended during the check, twice"
 SUSPECTED = "a process ended during the check"
 BUSY = "another process is evaluating it, or ended when it did"
+ENDING = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGXCPU,
+    signal.SIGALRM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""Signals that end a process and that no kernel causes."""
+
+_present: "dict[Mark, None]" = {}
+"""The marks of this process that are in files."""
+_handlers: dict[int, Any] = {}
+"""The handlers that `_take_all_back` replaces now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +184,7 @@ def forget(kernel: str) -> int:
     chosen = [file for file, each in found.items() if each and kernel in each.names]
     for file in chosen:
         with cache.open_to_write(file) as opened:  # others may wait for its lock
-            marks.rewrite(opened, b"")
+            rewrite(opened, b"")
     return len(chosen)
 
 
@@ -186,7 +206,7 @@ def _without_lock(
 def _check_and_write(
     opened: BinaryIO, before: bytes, started: Verdict, check: Callable[[], Verdict]
 ) -> Verdict:
-    with kernels.watched(marks.Mark(opened, _text(started), before).present):
+    with kernels.watched(Mark(opened, _text(started), before).present):
         verdict = check()
     return verdict if verdict.state == "undecided" else _write(opened, verdict)
 
@@ -194,7 +214,7 @@ def _check_and_write(
 def _write(opened: BinaryIO, verdict: Verdict) -> Verdict:
     """Replaces a verdict in place: the lock belongs to the file, not to its name."""
     with suppress(OSError):  # a full device
-        marks.rewrite(opened, _text(verdict))
+        rewrite(opened, _text(verdict))
     return verdict
 
 
@@ -220,3 +240,95 @@ def _machine(backend: str) -> str:
     digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
     name = re.sub(r"[^a-z0-9]+", "-", chip.lower()).strip("-")
     return f"{name}-{digest}"
+
+
+class Mark:
+    """What an open file contains while a kernel is evaluated, and otherwise.
+
+    It stays after an abort, a fault of the GPU, SIGKILL and a halt of the machine.
+    Signals that people and schedulers end processes with take it back first, as do
+    exceptions and the end of the interpreter. A signal reaches Python when MLX returns,
+    and only in the main thread: one that ends the process during a check in another
+    thread leaves the mark.
+    """
+
+    def __init__(self, file: BinaryIO, content: bytes, otherwise: bytes) -> None:
+        self._file, self._content, self._otherwise = file, content, otherwise
+        self._process = os.getpid()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Marks what is evaluated in the context."""
+        try:
+            _replace_handlers()
+            self.put()
+            yield
+        finally:
+            self.take_back()
+            _restore_handlers()
+
+    def put(self) -> None:
+        """Writes the mark, so that it outlasts the process and the machine."""
+        _present[self] = None  # before it is written: a signal may come in between
+        self._write(self._content)
+
+    def take_back(self) -> None:
+        """Removes the mark."""
+        self._write(self._otherwise)
+        _present.pop(self, None)
+
+    def _write(self, content: bytes) -> None:
+        if self._process != os.getpid():
+            return  # a forked child, which evaluates nothing
+        with suppress(OSError, ValueError):  # a full device, a closed file
+            rewrite(self._file, content)
+
+
+def rewrite(file: BinaryIO, content: bytes) -> None:
+    """Replaces the content of an open file, without a buffer that is written later."""
+    if content:  # before the old one goes: a full device must not lose it
+        os.pwrite(file.fileno(), content, 0)
+    os.ftruncate(file.fileno(), len(content))
+    if content:
+        os.fsync(file.fileno())
+
+
+def _take_all_back(number: int, frame: FrameType | None) -> None:
+    """Handles a signal: removes all marks, then does what the signal did before."""
+    marks = [*_present]
+    for mark in marks:
+        mark.take_back()
+    before = _handlers.get(number, signal.SIG_DFL)
+    if callable(before):
+        before(number, frame)
+    else:
+        signal.signal(number, before)
+        signal.raise_signal(number)
+    for mark in marks:  # the process goes on
+        mark.put()
+
+
+def _replace_handlers() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in ENDING:
+        before = signal.getsignal(number)
+        # None is a handler that Python does not know.
+        if before not in (None, signal.SIG_IGN, _take_all_back):
+            _handlers[number] = before
+            signal.signal(number, _take_all_back)
+
+
+def _restore_handlers() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in [*_handlers]:
+        signal.signal(number, _handlers[number])
+        del _handlers[number]
+
+
+@atexit.register
+def _end() -> None:
+    """Removes the marks of threads that end with the interpreter."""
+    for mark in [*_present]:
+        mark.take_back()

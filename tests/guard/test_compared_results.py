@@ -12,16 +12,9 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import kernels, launcher, planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.guard import (
-    blocks,
-    experts,
-    known_answers,
-    operands,
-    reference,
-    routing,
-)
-from mlx_marlin.guard.answers import Answer, EpilogueArrays, KernelError, evaluate
+from mlx_marlin.guard import experts, known_answers, operands, reference
 from mlx_marlin.guard.miniatures import miniatures
+from mlx_marlin.guard.reference import Answer, EpilogueArrays, KernelError, evaluate
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,
@@ -120,8 +113,8 @@ def test_rotated_heads_of_streams_are_those_of_their_positions(
     monkeypatch: pytest.MonkeyPatch,
     evaluated: list[mx.array],
 ) -> None:
-    assert blocks.FAR == 70_003
-    monkeypatch.setattr(blocks, "FAR", 11)  # see `assert_close`
+    assert known_answers.FAR == 70_003
+    monkeypatch.setattr(known_answers, "FAR", 11)  # see `assert_close`
     heads = Heads(heads=2, kv_heads=1, features=32, columns=128, norm=norm, factor=1.25)
     given: list[tuple[mx.array, ...]] = []
 
@@ -391,10 +384,10 @@ def test_a_result_that_cannot_be_evaluated_is_an_error_of_its_kernel(
 
 def test_every_kind_of_plan_has_a_known_answer() -> None:
     kinds = {
-        RoutePlan: routing.fault_of_route,
-        CombinePlan: routing.fault_of_combine,
-        HeadsPlan: blocks.fault_of_rotation,
-        AddNormPlan: blocks.fault_of_add_norm,
+        RoutePlan: experts.fault_of_route,
+        CombinePlan: experts.fault_of_combine,
+        HeadsPlan: known_answers.fault_of_rotation,
+        AddNormPlan: known_answers.fault_of_add_norm,
         RepackPlan: known_answers._fault_of_repack,
         DequantizePlan: known_answers._fault_of_decoded,
         GatherPlan: known_answers._fault_of_experts,

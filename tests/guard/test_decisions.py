@@ -15,8 +15,8 @@ import pytest
 
 from mlx_marlin import guard, state
 from mlx_marlin.backends import kernels, planner, selection, source
-from mlx_marlin.guard import checks, known_answers, marks, verdicts
-from mlx_marlin.guard.answers import KernelError
+from mlx_marlin.guard import checks, known_answers, verdicts
+from mlx_marlin.guard.reference import KernelError
 from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.planning.problem import problem_of
 from support.guarded_calls import DEVICE, K, N, collected, new_process
@@ -301,19 +301,19 @@ def test_a_mark_is_written_shorter_and_longer_and_taken_back_by_its_process_only
     path = tmp_path / "key"
     path.write_bytes(b"a long text of before")
     with path.open("r+b") as file:
-        mark = marks.Mark(file, b"begun", b"before")
+        mark = verdicts.Mark(file, b"begun", b"before")
         with mark.present():
             assert path.read_bytes() == b"begun"
-            assert [*marks._present] == [mark]
-        assert (path.read_bytes(), [*marks._present]) == (b"before", [])
+            assert [*verdicts._present] == [mark]
+        assert (path.read_bytes(), [*verdicts._present]) == (b"before", [])
         mark.put()
         with monkeypatch.context() as patch:
-            patch.setattr(marks.os, "getpid", lambda: -1)  # a forked child
+            patch.setattr(verdicts.os, "getpid", lambda: -1)  # a forked child
             mark.take_back()
-        assert (path.read_bytes(), [*marks._present]) == (b"begun", [])
+        assert (path.read_bytes(), [*verdicts._present]) == (b"begun", [])
         mark.put()
-        marks._end()
-        assert (path.read_bytes(), [*marks._present]) == (b"before", [])
+        verdicts._end()
+        assert (path.read_bytes(), [*verdicts._present]) == (b"before", [])
         with pytest.raises(KeyError), mark.present():
             raise KeyError
         assert path.read_bytes() == b"before"
@@ -332,8 +332,8 @@ def test_a_check_takes_the_signals_that_end_a_process_in_the_main_thread_only(
     try:
         known = {number: signal.getsignal(number) for number in numbers}
         with (tmp_path / "key").open("w+b") as file:
-            mark = marks.Mark(file, b"begun", b"")
-            other = marks.Mark(file, b"begun", b"")
+            mark = verdicts.Mark(file, b"begun", b"")
+            other = verdicts.Mark(file, b"begun", b"")
             seen: list[Any] = []
 
             def elsewhere() -> None:
@@ -348,7 +348,7 @@ def test_a_check_takes_the_signals_that_end_a_process_in_the_main_thread_only(
                 taken = [
                     each
                     for each in numbers
-                    if signal.getsignal(each) is marks._take_all_back
+                    if signal.getsignal(each) is verdicts._take_all_back
                 ]
             assert taken == [each for each in numbers if each != signal.SIGHUP]
             assert {each: signal.getsignal(each) for each in numbers} == known

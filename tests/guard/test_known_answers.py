@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin.guard import known_answers, operands, reference
-from mlx_marlin.guard.answers import Answer, EpilogueArrays
+from mlx_marlin.guard.reference import Answer, EpilogueArrays
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.dtypes import dtype as dtype_of

@@ -15,8 +15,8 @@ from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import instances
 from mlx_marlin.guard import experts, known_answers, operands, reference
-from mlx_marlin.guard.answers import KernelError
 from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
+from mlx_marlin.guard.reference import KernelError
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue

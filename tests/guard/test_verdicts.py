@@ -22,7 +22,7 @@ import mlx_marlin
 from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import kernels, planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
-from mlx_marlin.guard import checks, known_answers, marks, verdicts
+from mlx_marlin.guard import checks, known_answers, verdicts
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES
@@ -138,9 +138,9 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 from mlx_marlin.backends import kernels
-from mlx_marlin.guard import marks, verdicts
+from mlx_marlin.guard import verdicts
 
-FILES = {module.__file__ for module in (marks, verdicts)}
+FILES = {verdicts.__file__}
 file = Path(sys.argv[1]) / "place" / "key.json"
 started = verdicts.Verdict(
     kernels="k", state="started", fault="", example="e", date="d", shaders="s",
@@ -218,11 +218,11 @@ def test_a_thread_that_ends_with_the_interpreter_leaves_no_mark(
 ) -> None:
     program = f"""
 import threading
-from mlx_marlin.guard import marks
+from mlx_marlin.guard import verdicts
 file = open({str(tmp_path / "key")!r}, "w+b")
 entered = threading.Event()
 def evaluates():
-    with marks.Mark(file, b"started", b"").present():
+    with verdicts.Mark(file, b"started", b"").present():
         entered.set()
         threading.Event().wait()
 threading.Thread(target=evaluates, daemon=True).start()
@@ -243,14 +243,14 @@ def test_a_check_changes_no_handler_and_calls_those_that_there_are(
         lambda number, frame: called.append((number, frame, path.read_bytes())),
     )
     try:
-        known = [signal.getsignal(each) for each in marks.ENDING]
-        with path.open("w+b") as file, marks.Mark(file, b"started", b"").present():
+        known = [signal.getsignal(each) for each in verdicts.ENDING]
+        with path.open("w+b") as file, verdicts.Mark(file, b"started", b"").present():
             signal.raise_signal(signal.SIGTERM)
             ((number, frame, content),) = called
             assert (number, content) == (signal.SIGTERM, b"")
             assert isinstance(frame, FrameType)
             assert path.read_bytes() == b"started"
-        assert [signal.getsignal(each) for each in marks.ENDING] == known
+        assert [signal.getsignal(each) for each in verdicts.ENDING] == known
     finally:
         signal.signal(signal.SIGTERM, before)
     assert path.read_bytes() == b""
@@ -264,7 +264,7 @@ def test_a_forked_process_leaves_the_marks_of_its_parent_alone(
     path.write_bytes(b"passed")
     child = os.getpid() + 1
     with path.open("r+b") as file:
-        mark = marks.Mark(file, b"started", b"")
+        mark = verdicts.Mark(file, b"started", b"")
         monkeypatch.setattr(os, "getpid", lambda: child)
         mark.take_back()
         mark.put()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_marlin.guard import operands
-from mlx_marlin.guard.answers import Answer, EpilogueArrays
+from mlx_marlin.guard.reference import Answer, EpilogueArrays
 from mlx_marlin.planning.epilogue import Rotation
 from mlx_marlin.planning.problem import Problem
 
