@@ -233,7 +233,7 @@ def test_a_prompt_is_evaluated_and_memory_freed_before_a_part_is_told(
     ]
 
 
-@pytest.mark.parametrize("start", range(len(PROMPT) - 2, len(PROMPT) + 8))
+@pytest.mark.parametrize("start", [0, *range(len(PROMPT) - 2, len(PROMPT) + 8)])
 def test_a_cache_is_quantized_when_plain_decodings_is(start: int) -> None:
     """Whatever a pass with that token is accepted of."""
     model = tiny("qwen3")

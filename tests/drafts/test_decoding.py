@@ -1,13 +1,12 @@
 """Texts with drafts are those of plain decoding, whatever is drafted and rejected."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
@@ -32,7 +31,6 @@ from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
 from support.architectures import ARCHITECTURES
-from support.decoder_models import tiny
 from support.models import tiny_llama
 from support.profiles import sampled
 
@@ -74,42 +72,6 @@ def test_mlx_lm_leaves_rejected_tokens_in_a_full_window() -> None:
     full.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
     assert trim_prompt_cache([full], 2) == 0
     assert full.offset == 4
-
-
-@pytest.mark.parametrize(("size", "keep"), [(8, 4), (20, 4), (20, 0)])
-def test_a_window_that_keeps_its_first_tokens(size: int, keep: int) -> None:
-    """`max_kv_size` keeps them; mlx-lm masks them for the later rows of a pass."""
-    model = text_of("llama").model
-    prompt = PROMPT[:3]
-    first, second = ([RotatingKVCache(size, keep) for _ in model.layers] for _ in "ab")
-    text, logprobs = plain(model, prompt, COUNT, prompt_cache=first)
-    drafter = ScriptedDrafter(prompt + text, 4, lambda nth: nth % 5)
-    decoding = decoder(model, drafter, cache=second)
-
-    found = [each.token for each in decoding.tokens(prompt, COUNT)]
-
-    assert_same_text(found, text, logprobs)
-    assert drafter.lengths
-    assert {each.offset for each in second} == {len(prompt) + COUNT}
-
-
-@pytest.mark.parametrize("start", [0, 14])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_caches(bits: int, start: int) -> None:
-    """No row after the token with which quantizing begins reads exact keys."""
-    model = tiny("qwen3")
-    options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}
-    text, logprobs = plain(model, PROMPT, COUNT, **options)
-    drafter = ScriptedDrafter(PROMPT + text, 4, lambda nth: nth % 5)
-    quantize = partial(maybe_quantize_kv_cache, **options)
-    cache = make_prompt_cache(model)
-    passes = Passes(model, cache, quantize, quantized_from=start)
-    decoding = decoder(model, drafter, passes=passes)
-
-    found = [each.token for each in decoding.tokens(PROMPT, COUNT)]
-
-    assert {accepted for _, accepted in drafter.lengths} == {0, 1, 2, 3, 4}
-    assert_same_text(found, text, logprobs)
 
 
 class Grammar:
