@@ -19,7 +19,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from math import ceil
 from typing import Any
@@ -67,23 +66,34 @@ class Runner:
 
     @functools.cached_property
     def called(self) -> Called:
-        """Runs every test once and notes who calls what, until a file changes."""
-        files = sorted({test.split("::")[0] for test in self.items})
-        digest = hashlib.sha256(repr(sorted(self.items)).encode())
-        for file in (*self.files, *files):
-            digest.update((ROOT / file).read_bytes())
-        kept = KEPT / f"{digest.hexdigest()[:16]}.json"
-        if kept.exists():
-            return Called(**json.loads(kept.read_text()))
-        found = Called(digest.hexdigest())
-        acts = [(self._noting(file), 1200.0) for file in files]
-        for _, rows in in_processes(acts, self.processes):
-            for test, seconds, places in rows or ():
+        """Runs every test once and notes who calls what, until its file changes.
+
+        Or a function gets another name: another body seldom has other callers.
+        """
+        tests = sorted({test.split("::")[0] for test in self.items})
+        names = sorted(key for key in self.functions if key[0] in self.files)
+        kept = {file: KEPT / f"{self._digest([file], names)}.json" for file in tests}
+        missing = [file for file in tests if not kept[file].exists()]
+        acts = [(self._noting(file), 1200.0) for file in missing]
+        for number, rows in in_processes(acts, self.processes):
+            if rows == HANGS:
+                raise pytest.UsageError(f"{missing[number]} does not come to an end")
+            kept[missing[number]].write_text(json.dumps(rows))
+        found = Called(self._digest([*self.files, *tests], names))
+        for file in kept.values():
+            for test, seconds, places in json.loads(file.read_text()):
                 found.seconds[test] = seconds
                 for place in places:
                     found.tests.setdefault(place, []).append(test)
-        kept.write_text(json.dumps(asdict(found)))
         return found
+
+    def _digest(self, files: Sequence[str], names: object) -> str:
+        """Returns a name for what is found with the contents of files."""
+        chosen = sorted(test for test in self.items if test.split("::")[0] in files)
+        digest = hashlib.sha256(repr((chosen, names)).encode())
+        for file in files:
+            digest.update((ROOT / file).read_bytes())
+        return digest.hexdigest()[:16]
 
     def _noting(self, file: str) -> Act:
         """Returns what runs a file's tests and lists the calls of those that pass."""
