@@ -90,7 +90,13 @@ ROOMS = {
     ),
     "checkpoints": _room(0.9, "checkpoints/**/*.py lm/checkpoints/*.py", "checkpoints"),
     "layers": _room(0.9, "layers/*.py", "layers"),
-    "measure": _room(0.9, "measure/**/*.py", "tuning benchmarking profiling cli"),
+    "measure": _room(
+        0.9,
+        "measure/**/*.py",
+        "tuning profiling benchmarking/test_calibrate.py benchmarking/test_mac.py "
+        "benchmarking/test_products.py benchmarking/test_result_file.py "
+        "cli/test_bench.py cli/test_profile.py",
+    ),
     "metal_emulator": Room(("metal_emulator/**/*.py",), ("tests/metal_emulator",), 0.9),
     "cli": _room(0.75, "cli/**/*.py", "cli profiling"),
     "lm/report": _room(
