@@ -135,8 +135,7 @@ class GuardedParameters(RefusingModule):
             packed.bits,
             packed.mode,
         )
-        self._n, self._k = packed.n, packed.k
-        self.layout = "marlin"
+        self._n, self._k, self.layout = packed.n, packed.k, "marlin"
         self.freeze(keys=[*arrays])
 
     def _in_mlxs_layout(self, cls: type[Stock]) -> Stock | None:
@@ -203,8 +202,7 @@ class GuardedParameters(RefusingModule):
         self.forget_stock()
 
     def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        self.forget_stock()
+        self.pop(name)
 
     def pop(self, *name: Any) -> Any:
         """Removes an entry and returns it, as `dict.pop` does."""

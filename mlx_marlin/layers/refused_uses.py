@@ -6,6 +6,7 @@ module cannot tell what they are read for. Their functions are wrapped instead.
 
 import inspect
 import sys
+from abc import abstractmethod
 from functools import wraps
 from types import ModuleType
 from typing import Any, Self
@@ -35,9 +36,9 @@ class RefusingModule(nn.Module):
         _wrap_all()
         return super().__new__(cls)
 
+    @abstractmethod
     def why_not(self, use: str) -> str | None:
         """Returns why the module refuses a use, `SAVED` or `SHARDED`, or None."""
-        raise NotImplementedError
 
 
 def _wrap_all() -> None:

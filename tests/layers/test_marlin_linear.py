@@ -1,6 +1,7 @@
 """`MarlinLinear` behaves as MLX's layer, and multiplies by our kernels."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from mlx_marlin.backends import selection
+from mlx_marlin.layers import fused_products
+from mlx_marlin.layers import linear as linear_module
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import oracles
@@ -210,3 +215,165 @@ def test_formats_and_layouts_that_are_not_ours_are_refused(
     for make in makers:
         with pytest.raises(ValueError, match=message):
             make(**options)
+
+
+SIZES = (24, 16)
+ROTATION = Rotation(features=8, columns=16)
+
+
+class Asking:
+    """A layer, what it asks of products, and names for the arrays that it gives."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, layer: MarlinLinear, answers: bool
+    ) -> None:
+        self.layer, self.answers = layer, answers
+        x = mx.ones((2, K), mx.float16)
+        self.arrays = {"x": x, "bias": layer.get("bias")}
+        self.arrays |= {name: mx.zeros((2, N), mx.float16) for name in ("y", "other")}
+        self.arrays["wide"] = mx.zeros((2, N))
+        self.arrays |= {name: mx.zeros(2) for name in ("positions", "freqs")}
+        self.arrays |= {name: mx.ones(8, mx.float16) for name in "qk"}
+        self.norm = nn.RMSNorm(K, eps=0.25)
+        self.norm.weight = self.arrays["norm"] = mx.ones(K, mx.float16)
+        self.asked: list[Any] = []
+        for module in (fused_products, linear_module):
+            patch.setattr(module, "layer_product", self.product)
+        patch.setattr(fused_products, "layer_parts", self.parts)
+        patch.setattr(fused_products, "fused_linear", self.fused)
+        patch.setattr(fused_products, "stock_serves", self.stock_serves)
+        patch.setattr(fused_products, "check_rotation", self.check_rotation)
+
+    def names(self, *arrays: mx.array | None) -> list[str]:
+        """Returns the names of arrays; a new one is the normalized x."""
+        known = {id(array): name for name, array in self.arrays.items()}
+        return [known.get(id(array), "new") for array in arrays if array is not None]
+
+    def note(self, x: mx.array, weight: Any, *asked: Any) -> None:
+        assert isinstance(weight, PackedWeight) == (self.layer.layout == "marlin")
+        self.asked.append((*self.names(x), *asked))
+
+    def product(
+        self, x: Any, w: Any, bias: Any = None, y: Any = None, *, invariant: bool
+    ) -> mx.array:
+        assert invariant == self.layer.invariant
+        self.note(x, w, self.names(bias), self.names(y))
+        return mx.zeros((2, N), mx.float16)
+
+    def parts(
+        self, x: Any, w: Any, sizes: Any, bias: Any, *, invariant: bool
+    ) -> list[mx.array]:
+        assert invariant == self.layer.invariant
+        self.note(x, w, sizes, self.names(bias))
+        return [mx.zeros((2, size), mx.float16) for size in sizes]
+
+    def fused(
+        self, x: Any, w: Any, epilogue: Any, operands: Any, epsilon: Any = None
+    ) -> str | None:
+        self.note(x, w, epilogue, self.names(*operands), epsilon)
+        return "fused" if self.answers else None
+
+    def stock_serves(self, x: mx.array, weight: Any, **given: Any) -> bool:
+        bias = self.layer.get("bias")
+        keeps = bias is not None and bias.dtype in (mx.float16, x.dtype)
+        assert given["bias"] == keeps
+        assert given["invariant"] == self.layer.invariant
+        assert given["parts"] in ((), SIZES, (N // 2, N // 2))
+        return False
+
+    def check_rotation(self, rows: int, rotation: Rotation, *arrays: Any) -> None:
+        assert (rows, rotation) == (2, ROTATION)
+        assert self.names(*arrays[:2], *arrays[2]) == ["positions", "freqs", "q", "k"]
+
+    def of(self, method: str, *given: Any, **more: Any) -> tuple[Any, list[Any]]:
+        self.asked.clear()
+        found = getattr(self.layer, method)(self.arrays["x"], *given, **more)
+        return found, [*self.asked]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("bias", ["", "kept", "wide"])
+@pytest.mark.parametrize(
+    ("layout", "default"), [("marlin", "mlx"), ("mlx", "mlx"), ("mlx", "marlin")]
+)
+def test_a_layer_asks_for_its_product_with_all_that_a_kernel_may_fuse(
+    layout: str,
+    default: str,
+    bias: str,
+    invariant: bool,
+    answers: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wider bias is added afterwards; a norm has the dtype and the length of x."""
+    stock = stock_layer(bias=bool(bias))
+    stock.set_dtype(mx.float16)
+    if bias == "wide":
+        stock.bias = mx.arange(float(N))
+    own = MarlinLinear.from_quantized(stock, layout=layout, invariant=invariant)
+    traits = SimpleNamespace(default_layout=default)
+    monkeypatch.setattr(selection, "traits", lambda: traits)
+    asking = Asking(monkeypatch, own, answers)
+    of, arrays, norm = asking.of, asking.arrays, asking.norm
+
+    has, wide = bool(bias), bias == "wide"
+    kept = ["bias"] if bias == "kept" else []
+    fuses = (layout == "marlin" or default == "mlx") and not invariant
+    fuses = fuses and not wide
+    alone = [("x", kept, [])]
+    assert of("__call__")[1] == alone
+    assert of("added", arrays["y"])[1] == (alone if wide else [("x", kept, ["y"])])
+    assert of("added", arrays["wide"])[1] == alone
+
+    found, asked = of("parts", SIZES)
+    assert asked == [("x", SIZES, kept)]
+    both = mx.concatenate(found, axis=-1)
+    assert mx.array_equal(both[1], arrays["bias"] if wide else mx.zeros(N))
+
+    gate = Epilogue(activation="silu", gated=True)
+    halves = (N // 2, N // 2)
+
+    def gated(x: str) -> list[Any]:
+        asked = [(x, gate, [], None)] if fuses and not has else []
+        return asked if asked and answers else [*asked, (x, halves, kept)]
+
+    assert of("gated")[1] == gated("x")
+
+    def normed(epilogue: Epilogue, otherwise: list[Any]) -> list[Any]:
+        asked = [("x", epilogue, [*kept, "norm"], 0.25)]
+        asked = asked if fuses and not (has and epilogue.gated) else []
+        return asked if asked and answers else [*asked, *otherwise]
+
+    assert of("normed", norm)[1] == normed(Epilogue(bias=has), [("new", kept, [])])
+    assert of("normed", norm, SIZES)[1] == normed(
+        Epilogue(bias=has, parts=SIZES), [("new", SIZES, kept)]
+    )
+    assert of("normed", norm, gated=True)[1] == normed(gate, gated("new"))
+
+    heads = arrays["positions"], arrays["freqs"], (arrays["q"], arrays["k"])
+    epilogue = Epilogue(bias=has, parts=SIZES, rotation=ROTATION)
+    operands = [*kept, "positions", "freqs", "q", "k"]
+    afterwards = ("new", epilogue, operands, None)
+    found, asked = of("rotated", norm, ROTATION, SIZES, *heads)
+    first = ("x", epilogue, [*operands, "norm"], 0.25)
+    every = [first] if answers else [first, afterwards]
+    assert asked == (every if fuses else [])
+    assert found == ("fused" if fuses and answers else None)
+
+    class Scaled(nn.RMSNorm):
+        """Another norm."""
+
+    scaled = Scaled(K)
+    scaled.weight = arrays["norm"]
+    for other in (scaled, nn.RMSNorm(K)):  # the second one widens its result
+        added = kept if other is scaled else ["bias"] * has
+        assert of("normed", other)[1] == [("new", added, [])]
+        asked = of("rotated", other, ROTATION, SIZES, *heads)[1]
+        assert asked == ([afterwards] if fuses else [])
+    norm.weight = mx.ones(1, mx.float16)
+    with pytest.raises(ValueError, match="must have the same size"):  # MLX's
+        of("normed", norm)
+    assert asking.asked == []
+    arrays["k"] = mx.ones(8)
+    heads = arrays["positions"], arrays["freqs"], (arrays["q"], arrays["k"])
+    assert of("rotated", norm, ROTATION, SIZES, *heads) == (None, [])

@@ -61,6 +61,7 @@ def test_tokens_of_any_shape_and_dtype() -> None:
         assert (rows.shape, rows.dtype) == ((2, 2, K), mx.bfloat16)
         assert mx.array_equal(rows[0, 0], rows[1, 1])
     assert layer(mx.zeros((2, 0), mx.int32)).shape == (2, 0, K)
+    assert (layer.invariant, layer.is_packed_only) == (False, True)
 
 
 def test_wrong_weights_are_refused() -> None:
