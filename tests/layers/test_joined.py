@@ -191,6 +191,8 @@ def test_a_parameter_that_changes_between_two_parts_is_seen(
         lambda: layers(40, layout="marlin"),
         lambda: layers(40, invariant=True),
         lambda: [MarlinLinear(64, 40, False)],
+        lambda: [each for each in layers(40) if each.set_dtype(mx.float16) is each],
+        lambda: layers(*[8] * 6),  # seven of them
         lambda: [nn.Linear(128, 40)],
         lambda: [nn.QuantizedLinear(128, 40)],
         list,

@@ -13,6 +13,7 @@ from mlx_marlin.backends import selection
 from mlx_marlin.layers import fused_products
 from mlx_marlin.layers import linear as linear_module
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.layers.sharded_linear import SHARDED, class_for
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -148,6 +149,28 @@ def test_what_is_frozen_and_the_mode_survive_the_way_there_and_back(
     assert not back.training
     ours.freeze()
     assert [*stock.trainable_parameters()] == ["bias"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("stock", [cls.stock for cls in SHARDED])
+def test_the_part_of_one_machine_is_the_whole_layer(
+    stock: type[nn.Module], layout: str
+) -> None:
+    theirs = stock(K, N, True, 32)
+    theirs.bias = mx.arange(float(N))
+    cls = class_for(theirs)
+    assert cls.stock is stock
+
+    ours = cls.from_quantized(theirs, layout=layout, invariant=True)
+
+    x = mx.random.normal((3, K))
+    assert mx.allclose(ours(x), theirs(x), rtol=1e-4, atol=1e-4)
+    assert (type(ours), ours.layout, ours.invariant) == (class_for(ours), layout, True)
+    assert repr(ours).endswith(f"layout={layout}, invariant, one part of 1)")
+    back = ours.to_stock()
+    assert (type(back), back.group) == (stock, theirs.group)
+    assert_same_arrays(parameters(back), parameters(theirs))
+    assert not cls.from_quantized(theirs).invariant
 
 
 def test_codes_cannot_be_assigned_over_a_packed_weight() -> None:

@@ -113,6 +113,19 @@ def test_another_shape_or_dtype_is_another_call(
     assert asked  # of many rows each dtype is another call, too
 
 
+@pytest.mark.parametrize("rows", [8, 9])
+def test_only_up_to_eight_rows_are_one_call_in_every_dtype(
+    rows: int, layer: Layer, asked: list[str]
+) -> None:
+    if layer.kind in ("joined", "experts"):
+        return  # which remember the dtype
+    for _ in range(3):
+        layer(layer.ours, mx.ones((rows, K)))
+    asked.clear()
+    layer(layer.ours, mx.ones((rows, K), mx.bfloat16))
+    assert bool(asked) == (rows == 9)
+
+
 def test_a_reset_expires_it(layer: Layer, asked: list[str]) -> None:
     layer.remember()
     asked.clear()
