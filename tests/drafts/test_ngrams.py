@@ -35,10 +35,6 @@ def test_the_match_is_the_longest_and_latest(
     assert [*index.continuation(count)] == expected
 
 
-def test_a_period_goes_on() -> None:
-    assert NgramIndex([1, 2, 3, 1, 2]).continuation(7) == [3, 1, 2, 3, 1, 2, 3]
-
-
 def test_a_bounded_number_of_places_is_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

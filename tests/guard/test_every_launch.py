@@ -14,7 +14,6 @@ from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
 from mlx_marlin.guard import known_answers
-from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,
@@ -22,7 +21,7 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
@@ -106,21 +105,6 @@ def test_every_result_of_every_launch_is_compared(
 
     every = [(nth, j) for nth, count in enumerate(faulty.results) for j in range(count)]
     assert [each for each in every if faulty.fault(plan, each) is None] == []
-
-
-def test_every_division_of_the_work_is_checked() -> None:
-    small = miniatures(split_plan())
-    works = {each.work.strategy for each in small if isinstance(each, Plan)}
-    assert works == {"split_k", "stream_k", "hybrid", "stripe"}
-    groups = {each.work.groups for each in small if isinstance(each, Plan)}
-    assert groups == {1, 2}
-    whole = split_plan(strategy="stripe", k_parallel=1, num_threadgroups=3)
-    runs = [each.work for each in miniatures(whole) if isinstance(each, Plan)]
-    assert [work.threadgroups > work.tiles for work in runs] == [False, True]
-    dense = miniatures(dequantize_plan(PROBLEM))
-    assert [each.transposed for each in dense if isinstance(each, DequantizePlan)] == [
-        *(True, False)
-    ]
 
 
 @pytest.mark.parametrize("wrong", range(3))

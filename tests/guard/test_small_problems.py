@@ -313,21 +313,6 @@ def test_a_check_of_every_kind_of_plan_can_be_made(
     assert tried or (rotates and backend.name == "metal")
 
 
-@pytest.mark.parametrize("chip", ["Apple M3 Max", "NVIDIA H200"])
-@pytest.mark.parametrize("gate", [None, "silu", "swiglu_oai"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_check_of_every_kind_of_experts_can_be_made(
-    gate: str | None, bias: bool, chip: str, no_kernels: type[Exception]
-) -> None:
-    for pairs in (2, 12, 200):
-        problem = problem_of(pairs, 512, 1024, layout="marlin")
-        gather = of_experts(problem, 16, gate, bias)
-        plan = planner.choose_gather(gather, named(chip))
-        with pytest.raises(KernelError) as raised:
-            known_answers.fault_of(plan)
-        assert type(raised.value.__cause__) is no_kernels
-
-
 def truncated(y: mx.array) -> mx.array:
     """Returns float32 results as bfloat16 that are cut off, not rounded."""
     return (y.view(mx.uint32) >> 16).astype(mx.uint16).view(mx.bfloat16)
@@ -418,18 +403,6 @@ def test_known_answers_are_what_definitions_say(form: dict[str, Any]) -> None:
     np.testing.assert_allclose(np.array(drawn.exact), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_rows_of_x_are_multiples_and_no_two_are_equal(dtype: str) -> None:
-    problem = problem_of(1, 64, 256, dtype=dtype)
-    x = operands.activations(problem, (2, 100, 256))
-    with mx.stream(mx.cpu):
-        first = reference.wide(x)[:, mx.arange(100) % operands.DISTINCT_ROWS]
-        factors = operands.factors(100)[:, None]
-        assert mx.array_equal(reference.wide(x), first * factors)
-        assert (x != 0).any(-1).all().item()
-    assert len({tuple(row) for row in x.reshape(200, -1).tolist()}) == 200
-
-
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("count", [5, 12])
 def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
@@ -442,15 +415,6 @@ def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
         words = experts._stored(problem, drawn, first)[0]
         assert len({str(each.tolist()) for each in words}) == count
     assert all(gate != up for gate, up in zip(*firsts, strict=True))
-
-
-def test_problems_keep_what_decides_their_kernels() -> None:
-    problem = Problem(m=7, n=5000, k=4096, layout="marlin", invariant=True)
-    plan = planner.make(problem, device=DEVICE)
-    small = miniatures(plan)[0]
-    assert isinstance(small, Plan)
-    assert not small.problem.invariant
-    assert small.operand == plan.operand
 
 
 REGISTER = {"kernel": "gemm_register", "strategy": "data_parallel"}

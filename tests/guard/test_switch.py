@@ -9,14 +9,14 @@ import pytest
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends import launcher, planner
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.products import dispatch
 from support.choose import Choose
 from support.guard_faults import Fault
-from support.guarded_calls import DEVICE, K, N, is_right, operands
+from support.guarded_calls import DEVICE, K, N, operands
 from support.marks import needs_emulator
 
 pytestmark = needs_emulator
@@ -67,17 +67,6 @@ def test_without_a_device_nothing_is_checked_or_exported(
     assert names == ["CustomKernel"]
 
 
-def test_zero_switches_the_guard_off(
-    guarded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(guard.ENVIRONMENT, "0")
-    Fault("gemv", "wrong factor").plant(monkeypatch)
-    x, w = operands(m=1)
-    y = mlx_marlin.quantized_matmul(x, *w)
-    assert not is_right(y, x, w)
-    assert not guarded.exists()
-
-
 def test_on_the_emulator_a_broken_kernel_raises_by_default(
     guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,15 +94,6 @@ def test_a_plan_of_tuning_is_checked_too(
     with pytest.warns(RuntimeWarning, match="marlin_dequantize failed"):
         assert guard.why_not(plan) is not None
     assert launcher.plans_built() == []
-
-
-def test_backends_that_need_no_check_have_none(
-    backend: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    backend("stock")
-    assert not guard.is_on()
-    assert selection.backend() == "stock"
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="no Metal device here")

@@ -256,22 +256,6 @@ def test_a_check_changes_no_handler_and_calls_those_that_there_are(
     assert path.read_bytes() == b""
 
 
-def test_a_forked_process_leaves_the_marks_of_its_parent_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where it goes on after a signal, which takes marks back and puts them."""
-    path = tmp_path / "key"
-    path.write_bytes(b"passed")
-    child = os.getpid() + 1
-    with path.open("r+b") as file:
-        mark = verdicts.Mark(file, b"started", b"")
-        monkeypatch.setattr(os, "getpid", lambda: child)
-        mark.take_back()
-        mark.put()
-        mark.take_back()
-    assert path.read_bytes() == b"passed"
-
-
 @pytest.mark.parametrize("state", ["", "started"])
 def test_a_check_that_another_process_makes_for_long_is_not_waited_for(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

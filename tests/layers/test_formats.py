@@ -139,27 +139,6 @@ def test_the_gradient_of_x_is_mlxs(mode: str, bits: int, group_size: int) -> Non
     assert_close(of_packed, expected, rtol=5e-3)
 
 
-@sampled(1)
-@pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])
-def test_gradients_of_scales_and_biases_are_mlxs(bits: int) -> None:
-    options = options_of("affine", bits, 64)
-    w, *floats = native(options, mx.float32)
-    x = X.astype(mx.float32)
-
-    def gradients(product: Callable[..., mx.array]) -> list[mx.array]:
-        def of(scales: mx.array, biases: mx.array) -> mx.array:
-            return (product(x, w, scales, biases, **options) ** 2).mean()
-
-        return [*mx.grad(of, argnums=(0, 1))(*floats)]
-
-    for ours, theirs in zip(
-        gradients(mlx_marlin.quantized_matmul),
-        gradients(mx.quantized_matmul),
-        strict=True,
-    ):
-        assert_close(ours, theirs, rtol=1e-4)
-
-
 @floating
 def test_a_gradient_of_scales_that_are_bytes_raises(
     mode: str, bits: int, group_size: int
@@ -183,22 +162,6 @@ def test_a_gradient_of_scales_that_are_bytes_raises(
 
     with pytest.raises(ValueError, match="no gradient wrt uint"):
         mx.grad(of_packed)(packed.scales)
-
-
-@sampled(1)
-@few
-def test_a_gradient_of_a_gradient_is_mlxs(
-    mode: str, bits: int, group_size: int
-) -> None:
-    options = options_of(mode, bits, group_size)
-    arrays = native(options, mx.float32)
-    x = X[0].astype(mx.float32)
-
-    def twice(product: Callable[..., mx.array]) -> mx.array:
-        first = mx.grad(lambda x: (product(x, *arrays, **options) ** 3).mean())
-        return mx.grad(lambda x: (first(x) ** 2).sum())(x)
-
-    assert_close(twice(mlx_marlin.quantized_matmul), twice(mx.quantized_matmul), 1e-3)
 
 
 @sampled(2)
