@@ -12,11 +12,11 @@ import mlx.core as mx
 import metal_emulator
 import mlx_marlin
 from mlx_marlin.backends import launcher, selection, source
-from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli import demo
 
 package = Path(mlx_marlin.__file__).parent
 assert source.shader_folder() == package / "shaders", source.shader_folder()
-assert demo.checkpoint() == package / "cli" / "demo" / "model", demo.checkpoint()
+assert demo.checkpoint() == package / "cli" / "demo_model", demo.checkpoint()
 assert selection.backend() in ("metal", "emulator"), selection.backend()
 
 x = mx.random.normal((8, 512))

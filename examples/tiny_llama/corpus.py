@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
-from mlx_marlin.cli.demo.command import HELD_OUT_MODULES, held_out_text
+from mlx_marlin.cli.demo import HELD_OUT_MODULES, held_out_text
 
 VOCABULARY = 1024
 END_OF_TEXT = "<|endoftext|>"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import cache
-from mlx_marlin.cli import json_output
+from mlx_marlin.cli import output
 
 CONTENTS = {
     "emulator": "kernels compiled for the emulator",
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KERNEL",
         help="remove the verdicts on KERNEL, so that it is checked again",
     )
-    json_output.add_option(parser)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         "folders": [asdict(folder) for folder in folders],
         "removed_files": removed or 0,
     }
-    json_output.write(args, facts)
+    output.write_json(args, facts)
     if removed is not None:
         print(f"{'files' if args.forget is None else 'verdicts'} removed: {removed}")
     print(listing(folders))

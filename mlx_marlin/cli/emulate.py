@@ -1,6 +1,6 @@
 """`mlx-marlin emulate FILE`: the command of `python -m metal_emulator FILE`."""
 
-from mlx_marlin.cli.doctor.installation import why_missing
+from mlx_marlin.cli.installation import why_missing
 
 try:
     from metal_emulator.command_line.command import (

@@ -9,10 +9,10 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from mlx_marlin.cli import json_output, terminal
+from mlx_marlin.cli import output
 
 COMMANDS = {
-    "plan": ("mlx_marlin.cli.plan.command", "show the plan of a matrix product"),
+    "plan": ("mlx_marlin.cli.plan", "show the plan of a matrix product"),
     "convert": (
         "mlx_marlin.cli.convert",
         "import GPTQ, AWQ, GGUF and other checkpoints",
@@ -22,16 +22,16 @@ COMMANDS = {
         "compare a model's layers with exact results",
     ),
     "tune": (
-        "mlx_marlin.cli.tune.command",
+        "mlx_marlin.cli.tune",
         "measure plans on this machine, keep the fastest",
     ),
     "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
     "profile": (
-        "mlx_marlin.cli.profile.command",
+        "mlx_marlin.cli.profile",
         "compare products with the limits of a device",
     ),
     "bench": (
-        "mlx_marlin.cli.bench.command",
+        "mlx_marlin.cli.bench",
         "time our kernels and stock MLX on this machine",
     ),
     "render": (
@@ -39,11 +39,11 @@ COMMANDS = {
         "show results as an HTML page or a picture",
     ),
     "doctor": (
-        "mlx_marlin.cli.doctor.command",
+        "mlx_marlin.cli.doctor",
         "check whether our kernels can run here",
     ),
     "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
-    "demo": ("mlx_marlin.cli.demo.command", "generate text with quantized kernels"),
+    "demo": ("mlx_marlin.cli.demo", "generate text with quantized kernels"),
     "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
     "emulate": ("mlx_marlin.cli.emulate", "run a Metal kernel on the CPU"),
 }
@@ -86,27 +86,27 @@ CLOSED_PIPE = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs a command and returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    terminal.replace_unknown_characters()
+    output.replace_unknown_characters()
     try:
         try:
             return _run(argv)
         finally:
-            terminal.flush()  # here, so that a closed pipe is caught below
+            output.flush()  # here, so that a closed pipe is caught below
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        terminal.discard()
+        output.discard()
         return CLOSED_PIPE
     except MemoryError:
-        terminal.print_error("mlx-marlin: error: out of memory")
+        output.print_error("mlx-marlin: error: out of memory")
         return WRONG_INPUT
     except ImportError as error:
-        from mlx_marlin.cli.doctor import installation
+        from mlx_marlin.cli import installation
 
-        terminal.print_error(f"mlx-marlin: error: {installation.why_missing(error)}")
+        output.print_error(f"mlx-marlin: error: {installation.why_missing(error)}")
         return WRONG_INPUT
     except (ValueError, OSError) as error:
-        terminal.print_error(f"mlx-marlin: error: {reason_of(error)}")
+        output.print_error(f"mlx-marlin: error: {reason_of(error)}")
         return WRONG_INPUT
 
 
@@ -127,7 +127,7 @@ class _Version(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        from mlx_marlin.cli.doctor import installation
+        from mlx_marlin.cli import installation
 
         print(installation.version_line())
         parser.exit()
@@ -136,7 +136,7 @@ class _Version(argparse.Action):
 def _run(argv: list[str]) -> int:
     command = next((word for word in argv if not word.startswith("-")), None)
     args = _parser(command).parse_args(argv)
-    with json_output.instead_of_text(args):
+    with output.instead_of_text(args):
         status: int = import_module(COMMANDS[args.command][0]).run(args)
     return status
 

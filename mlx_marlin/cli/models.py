@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.checkpoints.location import check_name
-from mlx_marlin.cli import terminal
+from mlx_marlin.cli import output
 from mlx_marlin.planning.problem import Problem
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def check(name: str) -> None:
     """Looks for a model before anything is imported that takes seconds, and says so."""
     is_remote = check_name(name)
     where = "from the Hugging Face Hub, it is not on this machine" if is_remote else ""
-    terminal.print_note(f"loading {name} {where}".rstrip())
+    output.print_note(f"loading {name} {where}".rstrip())
 
 
 def downloaded(name: str) -> Path:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mlx_marlin.cli import arguments, json_output, models
+from mlx_marlin.cli import arguments, models, output
 
 ROWS = (1, 4, 8)
 """Default rows."""
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_rows(parser, ROWS)
     arguments.add_chip(parser, "decide")
-    json_output.add_option(parser)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,6 +44,6 @@ def run(args: argparse.Namespace) -> int:
 
     model, _ = models.load(args.model, lazy=True)
     found = report(model, rows, chip=args.chip)
-    json_output.write(args, found.document())
+    output.write_json(args, found.document())
     print(found)
     return 0

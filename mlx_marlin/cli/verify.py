@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.location import check_location
-from mlx_marlin.cli import arguments, json_output, terminal
+from mlx_marlin.cli import arguments, output
 
 DESCRIPTION = "Compare a model's quantized layers with exact results."
 EPILOG = """
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of random activations (default: 0)"
     )
-    json_output.add_option(parser)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     text = None if args.text is None else regular_files.read_text(args.text)
     gate = _gate()
     gate.check(args.model, text, None, rows, args.seed, args.apply)
-    terminal.print_note(f"loading {args.model}")
+    output.print_note(f"loading {args.model}")
     report = gate.verify(
         args.model,
         args.against,
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         progress=True,
     )
     print(report)
-    json_output.write(args, _finite(report.as_dict()))
+    output.write_json(args, _finite(report.as_dict()))
     return 0 if report.passed else 1
 
 

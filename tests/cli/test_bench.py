@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cli.conftest import Run
 from mlx_marlin.backends import devices, launcher, selection
-from mlx_marlin.cli.bench import report
+from mlx_marlin.cli import bench
 from mlx_marlin.cli.main import main
 from mlx_marlin.lm import generation
 from mlx_marlin.measure import operands, products, result_file, timing
@@ -310,8 +310,8 @@ def test_a_models_speed_is_measured_on_a_gpu(
 
 
 def test_the_heading_names_what_times_depend_on() -> None:
-    said = report.heading(FACTS, True)
+    said = bench.heading(FACTS, True)
 
     for part in ("Apple M3 Max", "40 cores", "Darwin 26.1", "MLX 0.32.4", "abc1234"):
         assert part in said
-    assert report.PREDICTED not in said
+    assert bench.PREDICTED not in said

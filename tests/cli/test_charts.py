@@ -19,18 +19,10 @@ from matplotlib.text import Text
 from cli.conftest import Run
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.cli.pictures import (
-    busy_cores,
-    figures,
-    plan_picture,
-    plots,
-    roofline,
-    staircase,
-)
-from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark
-from mlx_marlin.cli.pictures.staircase import Sample
+from mlx_marlin.cli import profiled
+from mlx_marlin.cli.pictures import charts, figures, plan_picture
+from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark, Sample
 from mlx_marlin.cli.pictures.text import schedule
-from mlx_marlin.cli.profile import times
 from mlx_marlin.measure.profiling.roofline import Point, Roofline
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -44,10 +36,10 @@ M4_MAX = devices.named("M4 Max")
 
 def products(
     rows: int, origin: str, *kernels: str, tflops: float = 1
-) -> list[roofline.Product]:
+) -> list[charts.Product]:
     point = Point(flops=rows * 10**6, bytes=10**6, seconds=rows / tflops * 1e-6)
     return [
-        roofline.Product(point=point, rows=rows, kernel=kernel, origin=origin)
+        charts.Product(point=point, rows=rows, kernel=kernel, origin=origin)
         for kernel in kernels
     ]
 
@@ -56,7 +48,7 @@ ROOF = {"roof": Roofline(tflops=16, bandwidth_gbs=500)}
 
 
 def test_the_roofline_bends_at_the_ridge_point() -> None:
-    chart = roofline.chart("title", ROOF, products(4, "predicted", "gemv"))
+    chart = charts.roofline("title", ROOF, products(4, "predicted", "gemv"))
     first, ridge, last = chart.series[0].marks
 
     assert (ridge.x, ridge.y) == (32, 16)
@@ -77,8 +69,8 @@ def test_extreme_rooflines_are_drawn(
         there = Point(flops=flops, bytes=size, seconds=seconds)
         found.append(replace(found[0], point=there))
     roofs = {"roof": Roofline(tflops=tflops, bandwidth_gbs=bandwidth)}
-    chart = roofline.chart("title", roofs, found)
-    figures.save(tmp_path / "a.svg", "--plot", lambda: plots.figure([chart]))
+    chart = charts.roofline("title", roofs, found)
+    figures.save(tmp_path / "a.svg", "--plot", lambda: figures.figure([chart]))
 
     assert len(chart.series[1].marks) == 1
     assert "ours: gemv (measured)" in svg_texts(tmp_path / "a.svg")
@@ -89,7 +81,7 @@ def test_series_of_a_roofline_name_where_their_times_come_from() -> None:
         *products(1, "predicted", "stock qmv", "gemv"),
         *products(1, "measured", "gemv"),
     ]
-    _, *series = roofline.chart("title", ROOF, given).series
+    _, *series = charts.roofline("title", ROOF, given).series
 
     assert [(one.name, one.color, one.is_measured) for one in series] == [
         ("ours: gemv (predicted)", 0, False),
@@ -104,7 +96,7 @@ def test_the_lowest_point_of_each_number_of_rows_is_labelled() -> None:
         *products(1, "predicted", "stock qmv", tflops=0.1),
         *products(8, "predicted", "gemv"),
     ]
-    _, ours, stock = roofline.chart("title", ROOF, given).series
+    _, ours, stock = charts.roofline("title", ROOF, given).series
 
     assert [mark.label for mark in ours.marks] == ["", "8 rows"]
     assert [mark.label for mark in stock.marks] == ["1 row"]
@@ -114,7 +106,7 @@ def test_the_lowest_point_of_each_number_of_rows_is_labelled() -> None:
 def test_the_staircase_has_what_plans_predict(name: str) -> None:
     device = devices.named(name)
     problem = Problem(m=3, n=4096, k=4096)
-    samples = [*staircase.predicted(problem, device)]
+    samples = [*charts.predicted_samples(problem, device)]
     ours = {one.rows: one.seconds for one in samples if one.name == "ours"}
 
     assert [*ours] == [*range(1, 65)]
@@ -132,7 +124,9 @@ def test_rows_that_overrides_cannot_plan_are_left_out() -> None:
     problem = Problem(m=8, n=4096, k=4096)
     with pytest.raises(ValueError, match="gemv"):
         planner.compare(problem, device=M4_MAX, kernel="gemv")
-    rows = {one.rows for one in staircase.predicted(problem, M4_MAX, kernel="gemv")}
+    rows = {
+        one.rows for one in charts.predicted_samples(problem, M4_MAX, kernel="gemv")
+    }
 
     assert 1 in rows
     assert 8 not in rows
@@ -144,7 +138,7 @@ def sample(rows: int, milliseconds: float, **fields: str) -> Sample:
 
 
 def test_a_staircase_keeps_sources_apart_and_draws_the_shortest_time() -> None:
-    chart = staircase.chart(
+    chart = charts.staircase(
         "title",
         [
             *(sample(8, 2), sample(8, 1), sample(1, 0.5)),
@@ -172,13 +166,13 @@ def test_a_staircase_keeps_sources_apart_and_draws_the_shortest_time() -> None:
     ],
 )
 def test_times_of_one_number_of_rows_are_no_staircase(times: list[Sample]) -> None:
-    assert staircase.chart("title", times) is None
+    assert charts.staircase("title", times) is None
 
 
 @given(plans(), any_device())
 def test_busy_cores_are_those_of_the_timeline(plan: Plan, device: Device) -> None:
     choice = chosen(plan, device)
-    (chart,) = busy_cores.charts([choice])
+    (chart,) = charts.busy_cores([choice])
     marks = chart.series[0].marks
     bars = [bar for bar in schedule(plan, device.cores) if bar.pieces]
     work = sum(bar.end - bar.begin for bar in bars)
@@ -250,7 +244,7 @@ def test_the_same_chart_gives_the_same_bytes_and_json_stays_alone(
 def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
     line: str, tmp_path: Path, refused: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(times, "predicted", None)  # it would take long
+    monkeypatch.setattr(profiled, "predicted", None)  # it would take long
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.style", raising=False)
     path = tmp_path / "a.svg"
@@ -266,7 +260,7 @@ def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
 def test_places_depend_on_no_text() -> None:
     """The solver of a layout ends elsewhere with texts that are measured otherwise."""
     choice = planner.compare(Problem(m=8, n=256, k=512), device=M4_MAX)
-    (area,) = busy_cores.charts([choice])
+    (area,) = charts.busy_cores([choice])
     wide = replace(area, y="W" * 30, x="x", ends=(1e-5, 1e7))
 
     def places(figure: Any) -> list[Any]:
@@ -274,7 +268,7 @@ def test_places_depend_on_no_text() -> None:
         figure.draw_without_rendering()
         return [axes.get_position().bounds for axes in figure.axes]
 
-    assert places(plots.figure([area] * 2)) == places(plots.figure([wide] * 2))
+    assert places(figures.figure([area] * 2)) == places(figures.figure([wide] * 2))
     big = replace(choice, device=replace(choice.device, name="W" * 300))
     drawn = [places(plan_picture.figure([each] * 4)) for each in (choice, big)]
     assert drawn[0] == drawn[1]
@@ -287,9 +281,9 @@ def test_up_to_four_series_with_equal_times_are_all_seen(source: str) -> None:
         for index in range(4)
         for rows in (1, 8)
     ]
-    found = staircase.chart("times", samples)
+    found = charts.staircase("times", samples)
     assert found is not None
-    figure = plots.figure([found])
+    figure = figures.figure([found])
     (axes,) = figure.axes
     axes.get_legend().remove()  # type: ignore[union-attr]
     picture = imread(BytesIO(figures.content(lambda: figure, ".png")))[..., :3]
@@ -298,7 +292,7 @@ def test_up_to_four_series_with_equal_times_are_all_seen(source: str) -> None:
     middle = (x + right) / 2  # the markers of 1 and 8 rows are left and right of it
     for left, end in ((x, right), (middle - 0.1, middle + 0.1)):
         part = picture[:, slice(*(int(at * picture.shape[1]) for at in (left, end)))]
-        for color in plots.COLORS[:4]:
+        for color in figures.COLORS[:4]:
             assert (abs(part - to_rgb(color)).max(axis=2) < 0.15).any(), color
 
 
@@ -306,10 +300,12 @@ def test_up_to_four_series_with_equal_times_are_all_seen(source: str) -> None:
 def test_nothing_of_a_chart_is_outside_of_its_picture(microseconds: float) -> None:
     name = "dequantize + matmul, mlx layout"
     samples = [sample(rows, microseconds / 1e3, name=name) for rows in (1, 8, 512)]
-    found = staircase.chart("4096→14336, affine 4-bit g64 float16, chain " * 3, samples)
+    found = charts.staircase(
+        "4096→14336, affine 4-bit g64 float16, chain " * 3, samples
+    )
     assert found is not None
-    roofs = roofline.chart("R" * 60, ROOF, products(512, "predicted", name))
-    figure = plots.figure([found, roofs])
+    roofs = charts.roofline("R" * 60, ROOF, products(512, "predicted", name))
+    figure = figures.figure([found, roofs])
     figures.content(lambda: figure, ".svg")
     figure.draw_without_rendering()  # places are those of the file's resolution
 
@@ -334,9 +330,9 @@ def test_nothing_of_a_chart_is_outside_of_its_picture(microseconds: float) -> No
 def test_no_two_series_look_alike() -> None:
     names = [f"arm {index}" for index in range(32)]
     samples = [sample(rows, 1.0, name=name) for rows in (1, 8) for name in names]
-    found = staircase.chart("times", samples)
+    found = charts.staircase("times", samples)
     assert found is not None
 
-    figure = plots.figure([found])
+    figure = figures.figure([found])
     drawn = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines}
     assert len(drawn) == 32

@@ -7,7 +7,7 @@ import pytest
 from mlx_lm import utils
 
 from cli.conftest import Run
-from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli import demo
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.tables import PIPED
 from support import foreign_models

@@ -17,15 +17,14 @@ from hypothesis import strategies as st
 import mlx_marlin
 from cli.conftest import Run
 from mlx_marlin.backends import selection
-from mlx_marlin.cli.demo import command as demo
-from mlx_marlin.cli.demo import report
-from mlx_marlin.cli.demo.generation import Generation, compare_tokens, generate
+from mlx_marlin.cli import demo
+from mlx_marlin.cli.demo import Generation, generate
 from mlx_marlin.cli.main import main
 from mlx_marlin.lm.verification.perplexity import ROWS, passes, perplexity, read
 from support.choose import Choose
 
 ROOT = Path(__file__).parents[2]
-SHORT = "demo --batch 2 --tokens 2"
+SHORT = "demo --batch 2 --tokens 3"
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +40,13 @@ def test_every_generated_token_is_the_best_of_one_pass_over_the_text(
 ) -> None:
     model, tokenizer = loaded
     prompts = demo.prompt_tokens(tokenizer, batch)
-    ticks: list[None] = []
-
-    result = generate(model, prompts, 4, lambda: ticks.append(None))
+    result = generate(model, prompts, 4)
 
     text = mx.concatenate([prompts, mx.array(result.tokens)], axis=1)
     logits = model(text)[:, prompts.shape[1] - 1 : -1]
     assert result.tokens == logits.argmax(axis=-1).tolist()
     first, second = mx.moveaxis(-mx.sort(-logits, axis=-1)[..., :2], -1, 0)
-    assert mx.allclose(mx.array(result.margins), first - second, atol=1e-3)
-    assert len(ticks) == passes(prompts) + 3  # the progress bar's
+    assert mx.allclose(mx.array(result.leads), first - second, atol=1e-3)
 
 
 def test_perplexity_is_that_of_one_pass_over_each_window(
@@ -87,14 +83,19 @@ def test_texts_part_at_the_first_token_that_differs(
     both = [(token, token) for token in same] + pairs
     ours, stock = [pair[0] for pair in both], [pair[1] for pair in both]
 
-    (part,) = compare_tokens([ours], [stock])
+    sure = [10.0 + index for index in range(len(both))]
+    written = Generation(tokens=[ours], leads=[sure], step_ms=1)
+    found = demo.wrong_texts(
+        written, Generation(tokens=[stock], leads=[sure], step_ms=1)
+    )
 
-    if part is None:
+    if not found:
         assert ours == stock
     else:
-        assert part >= len(same)
-        assert ours[:part] == stock[:part]
-        assert ours[part] != stock[part]
+        (part,) = map(int, re.findall(r"parts at token (\d+),", *found))
+        assert f"by {9 + part} in the logits" in found[0]
+        assert ours[: part - 1] == stock[: part - 1]
+        assert ours[part - 1] != stock[part - 1]
 
 
 @pytest.mark.usefixtures("stock")
@@ -102,20 +103,20 @@ def test_texts_part_at_the_first_token_that_differs(
     ("ours", "wrong"), [(8.0, 0), (8.03, 0), (8.05, 1), (7.95, 1), (math.nan, 1)]
 )
 def test_a_perplexity_half_a_percent_off_is_wrong(ours: float, wrong: int) -> None:
-    assert len(report.errors(ours, 8.0)) == wrong
+    assert len(demo.wrong_results(ours, 8.0)) == wrong
 
 
 @pytest.mark.parametrize(
-    ("ours", "margin", "wrong"),
+    ("ours", "lead", "wrong"),
     [([1, 2, 3], 9.0, 0), ([1, 5, 3], 0.4, 0), ([1, 5, 3], 0.6, 1), ([4, 2, 3], 9, 0)],
 )
 def test_a_text_that_parts_where_stock_is_sure_is_wrong(
-    ours: list[int], margin: float, wrong: int
+    ours: list[int], lead: float, wrong: int
 ) -> None:
-    stock = Generation(tokens=[[1, 2, 3]], margins=[[0.1, margin, 9.0]], step_ms=1.0)
-    written = Generation(tokens=[ours], margins=[[1.0] * 3], step_ms=1.0)
+    stock = Generation(tokens=[[1, 2, 3]], leads=[[0.1, lead, 9.0]], step_ms=1.0)
+    written = Generation(tokens=[ours], leads=[[1.0] * 3], step_ms=1.0)
 
-    assert len(report.wrong_texts(written, stock)) == wrong
+    assert len(demo.wrong_texts(written, stock)) == wrong
 
 
 def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
@@ -124,10 +125,10 @@ def test_stock_mlx_in_our_place_is_wrong_unless_asked_for(
     backend(None)
     with monkeypatch.context() as patch:
         patch.setattr(selection, "backend", lambda: "stock")
-        assert report.errors(8.0, 8.0)
+        assert demo.wrong_results(8.0, 8.0)
 
     backend("stock")
-    assert not report.errors(8.0, 8.0)
+    assert not demo.wrong_results(8.0, 8.0)
 
 
 def read_text(monkeypatch: pytest.MonkeyPatch, windows: int) -> None:
@@ -159,7 +160,7 @@ def test_the_demo_succeeds_through_our_kernels_and_ends_with_its_result(
         last,
     )
     assert any("gemm_register" in line for line in others)
-    assert report.BACKENDS[selection.backend()] in output
+    assert demo.BACKENDS[selection.backend()] in output
     if windows == 1:
         assert "gemm_register" not in printed(f"{SHORT} --layout {layout}")
 

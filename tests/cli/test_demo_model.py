@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli import demo
 from mlx_marlin.lm.verification.perplexity import perplexity
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"

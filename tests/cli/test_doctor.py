@@ -17,7 +17,7 @@ from mlx_marlin import cache, guard, state
 from mlx_marlin.backends import devices, planner, result_files, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import cache as cache_command
-from mlx_marlin.cli.doctor import installation, kernel_checks
+from mlx_marlin.cli import doctor_facts, installation
 from mlx_marlin.cli.main import main
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -238,7 +238,7 @@ def test_a_failed_verdict_is_a_problem(
         for name, reason in (("marlin_gemv", None), ("marlin_gemm", "wrong numbers"))
     )
     verdicts = {"on": True, "kernels": [passed, failed]}
-    monkeypatch.setattr(kernel_checks, "verdicts", lambda: verdicts)
+    monkeypatch.setattr(doctor_facts, "verdicts", lambda: verdicts)
 
     found = facts(status=1)
 
@@ -362,7 +362,7 @@ def test_check_runs_the_kernels_that_serve(
     monkeypatch.setattr(tuned_results, "find", lambda problem, *_: known.get(problem))
     many = problem_of(4096, 4096, 4096, layout="marlin")
 
-    of_stock = kernel_checks.check([problem_of(1, 4096, 4096), tuned_one, many])
+    of_stock = doctor_facts.check([problem_of(1, 4096, 4096), tuned_one, many])
 
     assert on_a_mac == [plan, dequantize_plan(many)]
     (row,) = of_stock
@@ -436,7 +436,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
         products.extend(wanted)
         return []
 
-    monkeypatch.setattr(kernel_checks, "check", check)
+    monkeypatch.setattr(doctor_facts, "check", check)
     return products
 
 

@@ -20,7 +20,7 @@ import pytest
 import metal_emulator
 from cli.conftest import Run
 from metal_emulator.command_line import arguments as emulate_arguments
-from mlx_marlin.cli.doctor import installation
+from mlx_marlin.cli import installation
 from mlx_marlin.cli.main import COMMANDS, main
 from support import quantized_folder
 from support.choose import Choose
@@ -81,7 +81,7 @@ def test_a_process_that_is_interrupted_prints_no_traceback() -> None:
     program = """
 import signal, sys
 from mlx_marlin.cli.main import main
-from mlx_marlin.cli.plan import command as plan
+from mlx_marlin.cli import plan
 # A test run in the background is started with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def wait(args):

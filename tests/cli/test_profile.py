@@ -12,8 +12,9 @@ import pytest
 from cli.conftest import Run
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, tuned_results
+from mlx_marlin.cli import profile as command
+from mlx_marlin.cli import profiled
 from mlx_marlin.cli.main import main
-from mlx_marlin.cli.profile import report, times
 from mlx_marlin.measure import clocks, timing, tuner
 from mlx_marlin.planning.measurement import Result
 from support.choose import Choose
@@ -51,7 +52,7 @@ def unmarked(printed: str) -> list[str]:
 @pytest.fixture
 def profile(printed: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the command without counters, and checks the marks of what it prints."""
-    monkeypatch.setattr(times, "MOST_COUNTED", 0)
+    monkeypatch.setattr(profiled, "MOST_COUNTED", 0)
     return partial(marked, printed)
 
 
@@ -64,7 +65,7 @@ def marked(printed: Run, line: str, *words: object, status: int = 0) -> str:
 def figures(printed: str) -> dict[str, str]:
     """Returns the details of the first kernel by name."""
     _, *lines = printed.split("\n\n")[1].splitlines()
-    return {line[: report.WIDTH].strip(): line[report.WIDTH :] for line in lines}
+    return {line[: command.WIDTH].strip(): line[command.WIDTH :] for line in lines}
 
 
 def test_the_example_of_one_row(profile: Run) -> None:
@@ -199,7 +200,9 @@ def test_nothing_is_counted_that_is_not_shown(
     table: str, profile: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     counted: list[int] = []
-    monkeypatch.setattr(times, "_counts", lambda plan: counted.append(plan.problem.m))
+    monkeypatch.setattr(
+        profiled, "_counts", lambda plan: counted.append(plan.problem.m)
+    )
 
     profile(f"{table} {M4_MAX}")
     assert counted == []
@@ -225,7 +228,7 @@ def measuring(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         times_stock=True,
     )
     monkeypatch.setattr(timing, "LONGEST", 4)
-    monkeypatch.setattr(times, "on_gpu", lambda: True)
+    monkeypatch.setattr(profiled, "on_gpu", lambda: True)
     monkeypatch.setattr(clocks, "clock_of", lambda _: clock)
 
 
@@ -276,9 +279,9 @@ def test_a_gpu_of_this_machine_is_measured(
     backend: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_h200(backend, monkeypatch)
-    assert times.on_gpu()
+    assert profiled.on_gpu()
     monkeypatch.setenv("MLX_MARLIN_DEVICE", "NVIDIA H100")
-    assert not times.on_gpu()
+    assert not profiled.on_gpu()
 
 
 def test_the_layers_of_a_model_are_profiled(

@@ -118,9 +118,9 @@ REFUSED = {
         ("--batch 1000000000", "--batch 1000000000, expected 1 to 1024"),
         ("--batch 4 0", "--batch 0, expected 1 to 1024"),
         ("--batch 4 -1", "--batch -1, expected 1 to 1024"),
-        ("--tokens 1000000000", "--tokens 1000000000, expected 2 to 4096"),
-        ("--tokens 1", "--tokens 1, expected 2 to 4096"),
-        ("--model a/model --tokens 1", "--tokens 1, expected 2 to 4096"),
+        ("--tokens 1000000000", "--tokens 1000000000, expected 3 to 4096"),
+        ("--tokens 1", "--tokens 1, expected 3 to 4096"),
+        ("--model a/model --tokens 1", "--tokens 1, expected 3 to 4096"),
     ],
     "render": [
         ("none.json -o a.html", "error: none.json: No such file"),

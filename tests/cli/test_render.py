@@ -21,13 +21,8 @@ from cli.conftest import Run
 from mlx_marlin import regular_files, tables
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.render import (
-    command,
-    html_tables,
-    profile_document,
-    result_document,
-)
-from mlx_marlin.cli.render.html import element
+from mlx_marlin.cli.render import command, documents, page
+from mlx_marlin.cli.render.page import element
 from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling.document import Skipped, document
@@ -303,7 +298,7 @@ def test_an_impossible_time_is_refused_on_the_page() -> None:
 
     assert found.cells["bottleneck"].count("IMPOSSIBLE") == 1
     assert any(text.startswith("IMPOSSIBLE (measured): 1 x 4") for text in found.texts)
-    (chart,) = profile_document.charts(profiles())
+    (chart,) = documents.profile_charts(profiles())
     drawn = sum(len(one.marks) for one in chart.series if one.style == "points")
     assert drawn == len(profiles()["profiles"]) - 1
 
@@ -318,7 +313,7 @@ def test_times_are_compared_with_stock_of_the_same_clock_and_source() -> None:
         if row["arm"] == "mx.quantized_matmul":
             row.update(source="predicted", method="cost model")
     data["source"] = "predicted"
-    assert Checker(page_of(data)).cells["x stock"][0] == html_tables.MISSING
+    assert Checker(page_of(data)).cells["x stock"][0] == page.MISSING
 
 
 @pytest.mark.parametrize(
@@ -347,7 +342,7 @@ def test_stages_come_first_and_candidates_are_told_apart() -> None:
     # The chart has the fastest of them, as one line.
     drawn = [
         series
-        for chart in result_document.charts(read(data))
+        for chart in documents.result_charts(read(data))
         for series in chart.series
         if series.name.startswith(CANDIDATE)
     ]

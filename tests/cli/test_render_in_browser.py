@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from mlx_marlin.cli import profiled
 from mlx_marlin.cli.main import main
-from mlx_marlin.cli.profile import times
 from support import browser
 from support.browser import Browser
 from support.profiles import sampled
@@ -112,7 +112,7 @@ def test_a_page_fits_and_shows_something_in_both_schemes(
 def test_a_profile_beside_stock_fits_a_desktop(
     tab: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(times, "MOST_COUNTED", 0)  # counting takes a minute
+    monkeypatch.setattr(profiled, "MOST_COUNTED", 0)  # counting takes a minute
     source, target = tmp_path / "profile.json", tmp_path / "profile.html"
     words = ["--chip", "M4 Max", "--compare", "stock", "--json", str(source)]
     assert main(["profile", *words]) == 0

@@ -70,7 +70,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> Speeds:
 
     monkeypatch.setattr(Arms, "compare", compare)
     monkeypatch.setattr(settings_race, "measure", measure)
-    monkeypatch.setattr("mlx_marlin.cli.tune.command._tune", lambda *_: 0)
+    monkeypatch.setattr("mlx_marlin.cli.tune._tune", lambda *_: 0)
     monkeypatch.setattr(models, "clock", lambda *_: object())
     return found
 
@@ -206,9 +206,9 @@ def test_products_are_kept_before_the_model_is_measured(
         events.append("all")
         return status
 
-    monkeypatch.setattr("mlx_marlin.cli.tune.command._tune", products)
+    monkeypatch.setattr("mlx_marlin.cli.tune._tune", products)
     monkeypatch.setattr(
-        "mlx_marlin.cli.tune.command.model.tune", lambda name, *_: events.append(name)
+        "mlx_marlin.cli.tune_model.tune", lambda name, *_: events.append(name)
     )
 
     printed("tune 8x64x128 a/b c/d a/b", status=status)

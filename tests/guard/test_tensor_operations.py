@@ -11,7 +11,7 @@ from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import tensor_probe
-from mlx_marlin.cli.doctor import kernel_checks
+from mlx_marlin.cli import doctor_facts
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.gather_plan import AnyPlan
 from mlx_marlin.planning.plan import Plan
@@ -235,7 +235,7 @@ def test_other_kernels_have_no_probe_and_no_alternative() -> None:
 def test_the_check_of_doctor_and_the_report_know_the_alternative() -> None:
     problem = problem_of(16, N, K)
     with metal_emulator.emulated(tensor_layout="g16"):
-        assert kernel_checks.check([problem]) == []
+        assert doctor_facts.check([problem]) == []
     kernels = {verdict.kernels for verdict in guard.verdicts_so_far()}
     assert "marlin_gemm_register" in kernels
     used = serving.serve_problem(problem, serving.here(guard.known_fault))

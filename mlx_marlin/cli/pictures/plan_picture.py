@@ -75,8 +75,8 @@ def figure(choices: Sequence[Choice]) -> "Figure":
         at = left + wide / 2, top - GAP
         subtitle = drawn.text(*at, _subtitle(choice), ha="center", transform=inches)
         subtitle.set(size=9, va="top")
-        upper = figures.axes(drawn, (left, top - NAMES - MAP, wide, MAP))
-        lower = figures.axes(drawn, (left, top - HEIGHT + TICKS, wide, TIMELINE))
+        upper = figures.add_axes(drawn, (left, top - NAMES - MAP, wide, MAP))
+        lower = figures.add_axes(drawn, (left, top - HEIGHT + TICKS, wide, TIMELINE))
         _draw_map(upper, choice.plan, width)
         _draw_timeline(lower, choice, until, width)
     return drawn

@@ -2,16 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mlx_marlin import regular_files
-from mlx_marlin.cli.pictures import figures, files, plots
-from mlx_marlin.cli.render import page as pages
-from mlx_marlin.cli.render import profile_document, result_document
+from mlx_marlin.cli import output
+from mlx_marlin.cli.pictures import figures
+from mlx_marlin.cli.render import documents
+from mlx_marlin.cli.render.page import Page, html
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.privacy import redacted
 from mlx_marlin.measure.profiling import document as profile
@@ -27,11 +27,11 @@ examples:
   mlx-marlin render profile.json -o roofline.png
 """
 PAGE = ".html"
-DOCUMENTS: dict[str, ModuleType] = {
-    profile.SCHEMA: profile_document,
-    result_file.SCHEMA: result_document,
+DOCUMENTS: dict[str, Callable[[Any, str], Page]] = {
+    profile.SCHEMA: documents.profile_page,
+    result_file.SCHEMA: documents.result_page,
 }
-"""Schema -> the module with `page` and `charts`."""
+"""Schema -> what makes the page of a document, with the charts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page or the picture and returns 0."""
-    files.check(args.output, "--output", (PAGE, *files.PICTURES))
+    output.check_file(args.output, "--output", (PAGE, *output.PICTURES))
     schema, document = read(args.result)
-    module = DOCUMENTS[schema]
     is_page = args.output.suffix.lower() == PAGE
     with _refusal(args.result):
-        charts = module.charts(document)
-        page = module.page(document, f"{args.result.name}, {schema}")
-        text = pages.html(page).encode("utf-8", "replace") if is_page else b""
+        page = DOCUMENTS[schema](document, f"{args.result.name}, {schema}")
+        text = html(page).encode("utf-8", "replace") if is_page else b""
     if is_page:
-        files.write(args.output, "--output", text)
-    elif charts:
-        figures.save(args.output, "--output", lambda: plots.figure(charts))
+        output.write_file(args.output, "--output", text)
+    elif page.charts:
+        figures.save(args.output, "--output", lambda: figures.figure(page.charts))
     else:
         raise ValueError(
             f"{args.result}: no chart can be drawn of it, expected the peaks of a "

@@ -4,13 +4,108 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from html import escape
 from pathlib import Path
 
-from mlx_marlin.cli.pictures import figures, plots
+from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.pictures.charts import Chart
-from mlx_marlin.cli.render import html_tables
-from mlx_marlin.cli.render.html import Markup, element, joined
-from mlx_marlin.tables import Table
+from mlx_marlin.tables import (
+    FIGURES,
+    KEPT,
+    SOURCE,
+    SOURCES,
+    Table,
+    Value,
+    columns,
+    is_number,
+    text,
+)
+
+VOID = ("img", "meta")
+"""Elements without content, which have no end tag."""
+
+
+class Markup(str):
+    """HTML, in contrast to a text, which has to be escaped."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: str | float | None) -> Markup:
+    """Returns an element."""
+    listed = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for name, value in attributes.items()
+        if value is not None
+    )
+    content = "".join(map(_escaped, children))
+    end = "" if tag in VOID else f"</{tag}>"
+    return Markup(f"<{tag}{listed}>{content}{end}")
+
+
+def joined(*children: str) -> Markup:
+    """Returns elements and texts, the latter escaped, one after the other."""
+    return Markup("".join(map(_escaped, children)))
+
+
+def _escaped(child: str) -> str:
+    return child if isinstance(child, Markup) else escape(child)
+
+
+LONG = 18
+"""Characters from which the text of a cell is broken into lines."""
+MISSING = "\N{EN DASH}"
+BADGES = {"IMPOSSIBLE": "failed", "timed out": "failed"} | {
+    name: name for name in (*SOURCES, "passed", "failed")
+}
+"""Texts that are highlighted, and the class."""
+
+
+def section(table: Table) -> Markup:
+    """Returns a table with its heading; nothing without rows."""
+    if not table.rows:
+        return Markup("")
+    kept, same = columns(table)
+    numbers = {head for head in kept if any(is_number(r[head]) for r in table.rows)}
+    heads = [
+        element("th", head, scope="col", class_="number" if head in numbers else None)
+        for head in kept
+    ]
+    rows = [
+        element(
+            "tr",
+            *(_cell(head, row[head], head in numbers) for head in kept),
+            class_=row.get(SOURCE),
+        )
+        for row in table.rows
+    ]
+    parts = [element("h2", table.title)]
+    if same:
+        parts.append(element("p", same, class_="same"))
+    drawn = element(
+        "table", element("thead", element("tr", *heads)), element("tbody", *rows)
+    )
+    return element("section", *parts, element("div", drawn, class_="table"))
+
+
+def _cell(head: str, value: Value, is_right: bool) -> Markup:
+    """Returns a cell; a phone shows the name of the column beside it."""
+    shown = text(value)
+    badge = BADGES.get(shown) if head in KEPT else None
+    classes = {
+        "number": is_right,
+        "figure": head in FIGURES,
+        "long": len(shown) > LONG,
+        "missing": not shown,
+    }
+    return element(
+        "td",
+        element("span", shown, class_=f"badge {badge}") if badge else shown or MISSING,
+        class_=" ".join(name for name, applies in classes.items() if applies) or None,
+        data_head=head,
+        data_value=repr(value) if is_number(value) else None,
+    )
+
 
 FOLDER = Path(__file__).parent
 MARKS = (
@@ -65,7 +160,7 @@ def _content(page: Page) -> Iterable[Markup]:
     yield _facts(page.facts)
     if page.charts:
         yield _charts(page.charts)
-    yield from map(html_tables.section, page.tables)
+    yield from map(section, page.tables)
     if page.notes:
         notes = element("ul", *(element("li", note) for note in page.notes))
         yield element("section", element("h2", "Notes"), notes)
@@ -82,7 +177,7 @@ def _charts(charts: Sequence[Chart]) -> Markup:
 
 
 def _chart(chart: Chart) -> Markup:
-    image = figures.content(lambda: plots.figure([chart]), ".svg")
+    image = figures.content(lambda: figures.figure([chart]), ".svg")
     data = f"data:image/svg+xml;base64,{b64encode(image).decode()}"
     return element("figure", element("img", src=data, alt=chart.title))
 

@@ -14,7 +14,7 @@ from mlx_marlin.checkpoints.gguf import quantization_of, read
 from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.cli.demo import command as demo
+from mlx_marlin.cli import demo
 from mlx_marlin.cli.main import main
 from support import gguf_cases, oracles
 from support.gguf_blocks import (

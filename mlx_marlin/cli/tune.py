@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
+from pathlib import Path
 
-from mlx_marlin import progress, state
+from mlx_marlin import guard, progress, state
 from mlx_marlin.backends import (
     planner,
     registry,
@@ -14,13 +15,13 @@ from mlx_marlin.backends import (
     selection,
     tuned_results,
 )
-from mlx_marlin.cli import arguments, json_output, models
+from mlx_marlin.cli import arguments, models, output, tune_model
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.cache import check_writable
-from mlx_marlin.cli.tune import model, report
 from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Arm, Outcome
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
     )
     _add_options(parser)
-    model.add_options(parser)
+    tune_model.add_options(parser)
     shapes = parser.add_argument_group("format of shapes (a model has its own)")
     arguments.add_format(shapes)
 
@@ -80,12 +81,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clear", action="store_true", help="remove all stored results first"
     )
-    json_output.add_option(parser)
+    output.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Tunes products, then models; returns 1 if the result of a plan was wrong."""
-    streams = model.streams(args)
+    streams = tune_model.streams(args)
     _check_arguments(args)
     names = [] if args.no_model else _model_names(args)
     found = _tunable(problems(args))
@@ -93,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--json writes times of products, and none is measured")
     if args.dry_run:
         texts = [listing(problem, this_machine.device()) for problem in found]
-        print("\n\n".join(texts + [model.dry_run(name, streams) for name in names]))
+        print(
+            "\n\n".join(texts + [tune_model.dry_run(name, streams) for name in names])
+        )
         return 0
     folder = result_files.folder()
     clock = models.clock(args.seconds) if found else None
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"files removed from {folder}: {result_files.clear(folder)}")
     status = _tune(found, clock, args) if clock else 0
     for name in names:
-        model.tune(name, streams, args.max_minutes)
+        tune_model.tune(name, streams, args.max_minutes)
     return status
 
 
@@ -199,15 +202,15 @@ def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
     with progress.bar("tune", "step", total) as steps:
         for problem in found:
             outcome = tuner.tune(problem, target, clock, steps.update)
-            progress.print_above(report.measurements(problem, outcome, clock))
+            progress.print_above(measurements(problem, outcome, clock))
             if outcome.result:
                 result_files.write(folder, here, [outcome.result])
             outcomes.append(outcome)
             written.products.extend(outcome.rows(problem, clock))
-            written.notes.extend(report.notes(problem, outcome))
-            json_output.write_text(args, result_file.text(written))
+            written.notes.extend(notes(problem, outcome))
+            output.write_text(args, result_file.text(written))
     state.reset()
-    print(report.conclusion(outcomes, folder / here.file_name))
+    print(conclusion(outcomes, folder / here.file_name))
     return 1 if any(each.wrong or each.failed for each in outcomes) else 0
 
 
@@ -256,3 +259,66 @@ def _with_dtype(problem: Problem, dtype: str | None) -> Problem:
         return problem
     scales = problem.format.scale_dtype(dtype)
     return replace(problem, dtype=dtype, scale_dtype=scales)
+
+
+WRONG = "WRONG product, never used"
+FAILED = "a kernel failed its check, never used"
+NOISY = "too noisy: nothing was kept, measure again"
+
+
+def measurements(problem: Problem, outcome: Outcome, clock: Clock) -> str:
+    """Returns the table of measured times of a problem and the plan that is kept."""
+    rows = [["", f"us ({clock.name})", "+-", ""]]
+    rows += [
+        _row(arm, spread, _verdict(arm, outcome))
+        for arm, spread in outcome.arms.items()
+    ]
+    rows += [[tuner.name(plan), "", "", FAILED] for plan in outcome.failed]
+    samples = max((spread.samples for spread in outcome.arms.values()), default=1)
+    how = f": medians of {samples}, +- half the interquartile range"
+    noisy = [NOISY] if outcome.is_noisy else []
+    head = f"{problem.explain()}{how if samples > 1 else ''}"
+    return "\n".join([head, aligned(rows), *noisy])
+
+
+def notes(problem: Problem, outcome: Outcome) -> list[str]:
+    """Returns what is wrong with the times of a problem, for a result file."""
+    reasons = dict.fromkeys(outcome.wrong, WRONG) | dict.fromkeys(
+        outcome.failed, FAILED
+    )
+    found = [f"{tuner.name(plan)}: {reason}" for plan, reason in reasons.items()]
+    found += [NOISY] if outcome.is_noisy else []
+    return [f"{problem.explain()}: {each}" for each in found]
+
+
+def conclusion(outcomes: Sequence[Outcome], file: Path) -> str:
+    """Returns where results are kept, and who serves the problems without a result."""
+    noisy = sum(each.is_noisy for each in outcomes)
+    kept = sum(each.result is not None for each in outcomes)
+    failed, of = len(outcomes) - kept - noisy, f"of {len(outcomes)} problems"
+    lines = []
+    if failed:
+        served = (
+            "stock MLX serves them"
+            if guard.is_on()
+            else f"set {guard.ENVIRONMENT}=1 to have stock MLX serve them"
+        )
+        lines.append(f"all our plans of {failed} {of} failed: {served}")
+    if noisy:
+        lines.append(f"{noisy} {of}: {NOISY}")
+    return "\n".join([*lines, f"kept in {file}" if kept else "nothing was kept"])
+
+
+def _row(arm: Arm, spread: Spread, verdict: str) -> list[str]:
+    median, noise = spread.median * 1e6, spread.range / 2 * 1e6
+    return [tuner.name(arm), f"{median:.2f}", f"{noise:.2f}", verdict]
+
+
+def _verdict(arm: Arm, outcome: Outcome) -> str:
+    parts = ["the model's answer"] if arm == next(iter(outcome.arms)) else []
+    if arm in outcome.wrong:
+        parts.append(WRONG)
+    result = outcome.result
+    if result and arm == (None if result.stock else result.plan):
+        parts.append("used from now on")
+    return ", ".join(parts)

@@ -3,10 +3,9 @@
 import argparse
 from collections.abc import Callable, Iterable
 
-from mlx_marlin.cli import arguments, json_output, models
+from mlx_marlin.cli import arguments, doctor_facts, models, output
 from mlx_marlin.cli.cache import size_text
-from mlx_marlin.cli.doctor import kernel_checks, machine
-from mlx_marlin.cli.doctor.machine import Facts
+from mlx_marlin.cli.doctor_facts import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
 
 ROWS = (1, 4, 8)
@@ -34,7 +33,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
-    json_output.add_option(parser)
+    output.add_json(parser)
     check = parser.add_argument_group("checking kernels")
     check.add_argument(
         "--check", action="store_true", help="check kernels before their first use"
@@ -51,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the report; returns 1 if our kernels cannot run."""
     products = problems_to_check(args)
-    served_by_stock = kernel_checks.check(products) if products else []
-    facts = machine.collect()
+    served_by_stock = doctor_facts.check(products) if products else []
+    facts = doctor_facts.collect()
     facts["verdicts"]["stock"] = served_by_stock
-    json_output.write(args, facts)
+    output.write_json(args, facts)
     print(report(facts))
     return 0 if facts["ok"] else 1
 
@@ -158,7 +157,7 @@ def _verdicts(facts: Facts) -> list[str]:
     passed = sum(kernel["passed"] for kernel in checked)
     lines = [f"{passed} of {len(checked)} sets of kernels passed"] if checked else []
     lines += [
-        f"{kernel['kernel']} {kernel_checks.failure(kernel)} ({kernel['example']})"
+        f"{kernel['kernel']} {doctor_facts.failure(kernel)} ({kernel['example']})"
         for kernel in checked
         if not kernel["passed"]
     ]
@@ -168,7 +167,7 @@ def _verdicts(facts: Facts) -> list[str]:
     ]
     if facts["on"]:
         return lines
-    return [*lines, kernel_checks.when_unchecked(facts.get("setting"))]
+    return [*lines, doctor_facts.when_unchecked(facts.get("setting"))]
 
 
 def _conclusion(facts: Facts) -> list[str]:

@@ -1,23 +1,27 @@
 """`mlx-marlin bench`: times our kernels and stock MLX on this machine."""
 
 import argparse
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import progress, regular_files, tables
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import arguments, json_output, models
+from mlx_marlin.cli import arguments, models, output
 from mlx_marlin.cli.arguments import BOTH
-from mlx_marlin.cli.bench import report
-from mlx_marlin.cli.pictures import files
-from mlx_marlin.cli.render import result_document
+from mlx_marlin.cli.render import documents
 from mlx_marlin.lm import measured_models
 from mlx_marlin.measure import machine, products, result_file, shapes
-from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.result_file import PROBLEM, ResultFile, timing
+from mlx_marlin.measure.rows import (
+    MachineFacts,
+    Timing,
+)
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import this_machine
 from mlx_marlin.weights.formats import LAYOUTS
@@ -58,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_products(parser)
     _add_model(parser)
-    output = parser.add_argument_group("output")
-    json_output.add_option(output)
-    output.add_argument(
+    group = parser.add_argument_group("output")
+    output.add_json(group)
+    group.add_argument(
         "--csv", type=Path, metavar="FILE", help="write the times as a table"
     )
 
@@ -118,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     result = ResultFile(
         machine=machine.facts(this_machine.device()), date=date.today().isoformat()
     )
-    print(report.heading(result.machine, clock.times_stock))
+    print(heading(result.machine, clock.times_stock))
     faults: list[str] = []
     try:
         for problem in progress.shown(problems, "bench", "product"):
@@ -138,7 +142,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     for count in _streams(args):
         arguments.check_range("--streams", count, 1, MAX_STREAMS)
     if args.csv:
-        files.check_folder(args.csv, "--csv")
+        output.check_folder(args.csv, "--csv")
 
 
 def _streams(args: argparse.Namespace) -> Sequence[int]:
@@ -190,7 +194,7 @@ def _time_products(
     result.products.extend(measured.rows)
     notes = [*measured.faults, *measured.notes]
     result.notes.extend(notes)
-    table = tables.printed(result_document.products(measured.rows))
+    table = tables.printed(documents.products(measured.rows))
     progress.print_above("\n".join([table, *notes]))
     return measured.faults
 
@@ -201,7 +205,7 @@ def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) ->
         _measure_model(args, result)
     else:
         _predict_model(args, counts, result)
-    print(tables.printed(result_document.generation(result.generation)))
+    print(tables.printed(documents.generation(result.generation)))
 
 
 def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
@@ -212,7 +216,7 @@ def _measure_model(args: argparse.Namespace, result: ResultFile) -> None:
     load = partial(models.load_lazily, args.model)
     first = generation.first_tokens(name, load, layout, args.prompt)
     result.first_tokens.extend(progress.shown(first, "first token", "model", 2))
-    print(tables.printed(result_document.first_tokens(result.first_tokens)))
+    print(tables.printed(documents.first_tokens(result.first_tokens)))
     arms = generation.models(load, layout)
     rows = generation.measure(name, arms, streams, args.prompt, args.new)
     total = len(streams) * len(arms)
@@ -237,6 +241,54 @@ def _predict_model(
 
 def _write(args: argparse.Namespace, result: ResultFile) -> None:
     """Writes the files asked for."""
-    json_output.write_text(args, result_file.text(result))
+    output.write_text(args, result_file.text(result))
     if args.csv:
-        regular_files.write(args.csv, report.csv_text(result))
+        regular_files.write(args.csv, csv_text(result))
+
+
+PREDICTED = "Nothing was measured: every time is predicted, for a GPU like this one."
+MEASURED = "Medians, and the interquartile range."
+COLUMNS = (
+    *("kind", "model", "streams", *PROBLEM, "arm", "clock"),
+    *("milliseconds", "range_ms", "samples", "drift", "source", "method"),
+    *("date", "chip", "cores", "system", "build", "mlx", "mlx_marlin", "commit"),
+)
+"""Columns of the CSV file."""
+
+
+def heading(machine: MachineFacts, is_measured: bool) -> str:
+    """Returns the machine, and whether anything is measured on it."""
+    return (
+        f"{machine.chip}, {machine.cores} cores, {machine.system}, MLX {machine.mlx}, "
+        f"commit {machine.commit or 'unknown'}\n"
+        f"{MEASURED if is_measured else PREDICTED}\n"
+    )
+
+
+def csv_text(result: ResultFile) -> str:
+    """Returns a result as CSV, a line for each time."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    facts = {name: getattr(result.machine, name) for name in COLUMNS[-7:]}
+    for found, values in _times(result):
+        writer.writerow({**values, **timing(found), "date": result.date, **facts})
+    return stream.getvalue()
+
+
+def _times(result: ResultFile) -> Iterator[tuple[Timing, dict[str, Any]]]:
+    """Yields each time with the columns that say what it is the time of."""
+    for row in result.products:
+        problem = {name: getattr(row.problem, name) for name in PROBLEM}
+        yield (
+            row.timing,
+            {"kind": "product", **problem, "arm": row.arm, "clock": row.clock},
+        )
+    for speed in result.generation:
+        values = {"model": speed.model, "streams": speed.streams, "arm": speed.arm}
+        yield speed.prompt, {"kind": "prompt", **values}
+        yield speed.step, {"kind": "step", **values}
+    for first in result.first_tokens:
+        values = {"model": first.model, "streams": 1, "arm": first.arm}
+        yield first.cold, {"kind": "first token, cold", **values}
+        yield first.warm, {"kind": "first token, warm", **values}

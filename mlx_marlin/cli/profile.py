@@ -1,0 +1,215 @@
+"""`mlx-marlin profile`: compares products with the limits of a device.
+
+Every line with a time, or with a figure that depends on one, says where the time comes
+from: "measured", "predicted" or "assumed".
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_marlin import tables
+from mlx_marlin.backends import registry
+from mlx_marlin.cli import arguments, output, profiled
+from mlx_marlin.cli.pictures import figures
+from mlx_marlin.cli.render import documents
+from mlx_marlin.measure.profiling.document import document
+from mlx_marlin.measure.profiling.profile import Profile
+from mlx_marlin.measure.profiling.roofline import Roofline
+from mlx_marlin.planning.device import PlanningDevice
+from mlx_marlin.products import this_machine
+from mlx_marlin.tables import Value
+
+DESCRIPTION = """
+Compare the time of quantized matrix products with the limits of a device: TFLOPS, GB/s,
+utilization, bottleneck, the share of the roof that is reached, and occupancy.
+
+On a GPU times are measured. Elsewhere, or for another chip, they are predicted by the
+cost model, and every line says so.
+"""
+EPILOG = """
+The exit status is 1 if a time cannot be right, because it exceeds a roof.
+
+examples:
+  mlx-marlin profile
+  mlx-marlin profile --single-config 1x4096x4096 --bits 3 --all-kernels
+  mlx-marlin profile --single-config 8x4096x4096 --mode affine --compare stock
+  mlx-marlin profile --model mlx-community/Qwen3-4B-4bit --json profile.json
+  mlx-marlin profile --compare stock --plot roofline.svg
+  mlx-marlin profile --single-config 1x4096x4096 --chip "M4 Max" --assume-ms 0.042
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
+    products = parser.add_argument_group(
+        "products", f"default: {profiled.default_set()}"
+    )
+    either = products.add_mutually_exclusive_group()
+    either.add_argument(
+        "--single-config",
+        metavar="MxNxK",
+        help="one product y[M, N] = x[M, K] @ W[N, K]^T, in detail; default format: "
+        "symmetric, with groups of 128",
+    )
+    either.add_argument(
+        "--model", metavar="NAME", help="the layers of an mlx-lm model, by name or path"
+    )
+    arguments.add_format(products)
+    arguments.add_layout(products)
+    kernels = parser.add_argument_group("kernels")
+    which = kernels.add_mutually_exclusive_group()
+    which.add_argument(
+        "--kernel",
+        choices=registry.kernels(),
+        help="default: the one that is predicted to be the fastest",
+    )
+    which.add_argument(
+        "--all-kernels", action="store_true", help="every kernel that can compute it"
+    )
+    kernels.add_argument("--compare", choices=("stock",), help="also profile stock MLX")
+    arguments.add_chip(parser, "predict")
+    parser.add_argument(
+        "--assume-ms",
+        type=float,
+        metavar="T",
+        help="milliseconds of the product, instead of measuring or predicting",
+    )
+    output.add_json(parser, "--export-json")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="save the roofline with all profiles as .svg or .png",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the profiles; returns 1 if a time cannot be right."""
+    _check_arguments(args)
+    is_measured = args.chip is None and args.assume_ms is None and profiled.on_gpu()
+    device = this_machine.device() if is_measured else arguments.device(args.chip)
+    why_not = profiled.why_not_measured if is_measured else None
+    found, skipped = profiled.find(args, device, why_not)
+    if args.assume_ms is not None:
+        profiles = profiled.assumed(found, device, args.assume_ms / 1e3)
+    elif is_measured:
+        profiles = profiled.measured(found, device)
+    else:
+        # The table has no counts; a document and the details of a product have.
+        shows_counts = bool(args.single_config) or args.json is not None
+        profiles = profiled.predicted(found, device, shows_counts)
+    exported = document(device, profiles, skipped)
+    output.write_json(args, exported)
+    if args.plot:
+        charts = documents.profile_charts(exported)
+        figures.save(args.plot, "--plot", lambda: figures.figure(charts))
+    if args.single_config:
+        print(details(device, profiles, exported))
+    else:
+        print(table(device, exported))
+    for row in skipped:
+        print(f"{row.problem.explain()}: no profile of {row.kernel}: {row.reason}")
+    if args.plot:
+        print(f"saved {args.plot}")
+    return 1 if any(profile.refusal for profile in profiles) else 0
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    if args.assume_ms is not None:
+        arguments.check_range("--assume-ms", args.assume_ms, 1e-9, sys.float_info.max)
+        if not args.single_config or args.all_kernels:
+            raise ValueError(
+                f"--assume-ms {args.assume_ms:g} is the time of one product: expected "
+                f"--single-config, and no --all-kernels"
+            )
+    if args.plot:
+        output.check_file(args.plot, "--plot")
+        figures.require("--plot")  # before measuring
+
+
+WIDTH = 15
+"""Width of the names of details."""
+OF_PRODUCT = ("rows", "k→n", "format", "dtype", "layout", "low occupancy")
+"""Columns of the table that details have in another line."""
+SOURCES = {
+    "operands": " (bytes, each once)",
+    "traffic": " (requested of caches and memory, by the plan)",
+    "counts": " (by the emulator)",
+    "occupancy": " (predicted)",
+}
+"""Further figures of a profile, and where they are from."""
+REASONS = {
+    "MEMORY": ": below the ridge point, the bandwidth is the nearer roof",
+    "COMPUTE": ": above the ridge point, the multiplications are the nearer roof",
+    "LATENCY": ": less than half of either roof is used",
+    "BALANCED": ": within a tenth of the ridge point, both roofs are near",
+}
+
+
+def details(
+    device: PlanningDevice, profiles: Sequence[Profile], exported: Mapping[str, Any]
+) -> str:
+    """Returns the profiles of one product, a paragraph for each kernel."""
+    rows = documents.profiles(exported).rows
+    parts = [
+        "\n".join([profile.problem.explain(), *_lines(row, document)])
+        for profile, row, document in zip(
+            profiles, rows, exported["profiles"], strict=True
+        )
+    ]
+    return "\n\n".join([_device(device), *parts, *documents.refusals(exported)])
+
+
+def table(device: PlanningDevice, exported: Mapping[str, Any]) -> str:
+    """Returns the table of a document, and below it why times are impossible."""
+    table = tables.printed(documents.profiles(exported))
+    return "\n\n".join([_device(device), table, *documents.refusals(exported)])
+
+
+def _device(device: PlanningDevice) -> str:
+    stock = ""
+    if device.stock_tflops != device.tflops:
+        stock = f" ({_short(device.stock_tflops)} with tensor units)"
+    roofline = Roofline(tflops=device.tflops, bandwidth_gbs=device.bandwidth_gbs)
+    return (
+        f"{device.variant}: peaks {device.tflops:.2f} TFLOPS{stock} and "
+        f"{device.bandwidth_gbs:g} GB/s, ridge point {roofline.ridge:.1f} FLOP/byte"
+    )
+
+
+def _lines(row: Mapping[str, Value], profile: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the details of a profile: the row of its table, and where it is from."""
+    mark = f" ({profile['origin']})"
+    for head, value in {**row, "plan": profile["plan"]}.items():
+        shown = tables.text(value)
+        if shown and head not in OF_PRODUCT:
+            is_derived = head in tables.FIGURES or head == "bottleneck"
+            reason = REASONS.get(shown, "")
+            yield _line(head, f"{shown}{reason}{mark if is_derived else ''}")
+    for name, origin in SOURCES.items():
+        if profile[name]:
+            yield _line(name, f"{_listed(profile[name])}{origin}")
+    if low := (profile["occupancy"] or {}).get("low"):
+        yield _line("", f"LOW OCCUPANCY: {low} (predicted)")
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    """Returns figures by their names, without those that are missing."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} "
+        + (f"({_listed(value)})" if isinstance(value, dict) else tables.text(value))
+        for name, value in values.items()
+        if value and name not in ("limit", "low")
+    )
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<{WIDTH}}{text}"
+
+
+def _short(value: float) -> str:
+    """Returns a number with about three digits."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
