@@ -23,7 +23,7 @@ from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.operands import BFLOAT_BITS, MIXED_BITS
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, step_k
 from mlx_marlin.weights.formats import FORMATS, TILE_K, Format
@@ -67,7 +67,7 @@ def _problem(format: Format, group: int, layout: str) -> Problem:
     )
 
 
-def forms(problem: Problem) -> Iterator[tuple[Operand, str]]:
+def forms(problem: Problem) -> Iterator[tuple[CodeForm, str]]:
     """Yields the forms of codes of matrix products, with the dtype of x."""
     if not problem.format.has_offset or problem.group_size == 16:
         yield from forms_of_rows(problem)
@@ -83,14 +83,14 @@ def forms(problem: Problem) -> Iterator[tuple[Operand, str]]:
         yield "half_by_float", "bfloat16"
 
 
-def forms_of_rows(problem: Problem) -> Iterator[tuple[Operand, str]]:
+def forms_of_rows(problem: Problem) -> Iterator[tuple[CodeForm, str]]:
     """Yields the forms of codes of dot products, with the dtype of x."""
     exact = not problem.format.has_offset
     for dtype in GEMV_ROWS:
         yield "exact" if exact or dtype == "float32" else "offset", dtype
 
 
-def count(problem: Problem, m: int, operand: Operand, dtype: str) -> Counted:
+def count(problem: Problem, m: int, operand: CodeForm, dtype: str) -> Counted:
     """Returns slots besides matrix products, and registers: alive and allocated.
 
     Args:

@@ -26,7 +26,7 @@ from cuda_weights import (
 )
 
 import mlx_marlin
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.planning.measurement import label
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products.autodiff import without_vjp
@@ -224,7 +224,7 @@ def error_of_stock(call: Call, oracle: Oracle) -> dict[str, Any]:
 def plan_of(rows: int, shape: Shape, format: Format, layout: str) -> Plan | None:
     """Returns the plan of ours that was prepared last for a product, if any."""
     sought = (rows, *shape, str(format), layout)
-    for plan in reversed(launcher.plans_built()):
+    for plan in reversed(graph.plans_built()):
         problem = plan.problem
         own = Format(problem.mode, problem.bits, problem.group_size, problem.dtype)
         if (problem.m, problem.k, problem.n, str(own), problem.layout) == sought:

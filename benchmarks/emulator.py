@@ -20,7 +20,7 @@ import metal_emulator
 from benchmarks.bounds import Bound, measure
 from metal_emulator.compiling import build
 from mlx_marlin import state
-from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends import graph, planner, selection
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -67,10 +67,10 @@ class Recorder:
             stack.enter_context(
                 patch.object(metal_emulator, "metal_kernel", self.metal_kernel)
             )
-            mx.eval(launcher.product(plan)(*arrays))
+            mx.eval(graph.product(plan)(*arrays))
             self.kernels, kernels = [], self.kernels
             with metal_emulator.emulated(trace=True):
-                mx.eval(launcher.product(plan)(*arrays))
+                mx.eval(graph.product(plan)(*arrays))
             self.kernels = kernels
         state.reset()
 
@@ -120,7 +120,7 @@ def measure_rows(m: int) -> bool:
     for found, text, traced in recorder.texts:
         bound = COMPILE_TRACED if traced else COMPILE
         fine &= measure(bound, lambda t=(found, text, traced): compile_fresh(*t))
-    product = launcher.product(plan)
+    product = graph.product(plan)
     fine &= measure(RUN, lambda: mx.eval(product(*arrays)))
     with metal_emulator.emulated(trace=True):
         fine &= measure(TRACE, lambda: mx.eval(product(*arrays)), repeats=2)

@@ -28,7 +28,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import kernels, launcher, selection
+from mlx_marlin.backends import graph, kernels, selection
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.source import Source
 from mlx_marlin.layers.experts import MarlinSwitchLinear
@@ -78,7 +78,7 @@ def of_product(m: int, n: int, k: int) -> tuple[int, dict[str, float]]:
         return traced
 
     mx.export_function(lambda _: None, trace, x)
-    return launcher.plans_built()[-1].dispatches, times
+    return graph.plans_built()[-1].dispatches, times
 
 
 def _kernel_calls(call: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_emulator import Counters, trace
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
@@ -160,7 +160,7 @@ def _of_plan(plan: MetalPlan) -> Counted:
     x = mx.random.normal((problem.m, problem.k)).astype(getattr(mx, problem.dtype))
     _, native = drawn_arrays.arrays(replace(problem, m=1), seed=0)
     weight = drawn_arrays.stored(problem, native)
-    call = launcher.product(plan)
+    call = graph.product(plan)
     threads = sum(prod(launch.grid) for launch in launches(plan))
     return _counted(plan.kernel, threads, lambda: call(x, *weight))[0]
 

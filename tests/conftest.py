@@ -10,7 +10,7 @@ import pytest
 
 import metal_emulator
 from mlx_marlin import guard, state, tables, warn_once
-from mlx_marlin.backends import devices, launcher, selection, tuned_results
+from mlx_marlin.backends import devices, graph, selection, tuned_results
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.guard import checks
 from mlx_marlin.lm.tracing import attention
@@ -153,7 +153,7 @@ def ran(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """
     plans: list[Plan] = []
 
-    def product(plan: Plan) -> launcher.Product:
+    def product(plan: Plan) -> graph.Product:
         def run(
             x: mx.array,
             w: mx.array,
@@ -186,7 +186,7 @@ def ran(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return run
 
     backend("emulator")
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
     return plans
 
 
@@ -200,7 +200,7 @@ def served_by(request: pytest.FixtureRequest) -> str:
 def _check(
     plan: Plan, x: mx.array, w: mx.array, scales: mx.array, biases: mx.array
 ) -> None:
-    """Checks that arguments are what `launcher.product` asks for."""
+    """Checks that arguments are what `graph.product` asks for."""
     problem = plan.problem
     several = (problem.batch,) if problem.batch > 1 else ()
     if several:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 import metal_emulator
 import mlx_marlin
-from mlx_marlin.backends import launcher, selection, source
+from mlx_marlin.backends import graph, selection, source
 from mlx_marlin.cli import demo
 
 package = Path(mlx_marlin.__file__).parent
@@ -25,7 +25,7 @@ for weight in ((w, scales, biases), (mlx_marlin.pack(w, scales, biases),)):
     y = mlx_marlin.quantized_matmul(x, *weight)
     error = mx.abs(y - mx.quantized_matmul(x, w, scales, biases)).max().item()
     assert error < 1e-3, error
-assert launcher.plans_built(), "stock MLX served the calls"
+assert graph.plans_built(), "stock MLX served the calls"
 emulator = Path(metal_emulator.__file__).parent
 assert emulator.parent == package.parent, emulator
 assert "native code" in (emulator / "README.md").read_text(encoding="utf-8")

@@ -13,12 +13,12 @@ import pytest
 import mlx_marlin
 from mlx_marlin import guard, state
 from mlx_marlin.backends import (
+    build,
     devices,
-    launcher,
+    graph,
     planner,
     registry,
     selection,
-    shared_launches,
 )
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
@@ -148,10 +148,10 @@ class NumPy:
         template = {"GROUP": plan.problem.group_size}
         if isinstance(plan, HostGatherPlan):
             text = of_host("host_gather", "experts", "sources")
-            return (shared_launches.gather(plan, text, template),)
+            return (build.gather(plan, text, template),)
         shape = (plan.problem.m, plan.problem.n, plan.problem.k)
         text, integers = of_host("host_dot"), {"shape": shape}
-        return (shared_launches.product(plan, text, template, integers),)
+        return (build.product(plan, text, template, integers),)
 
     def kernel(self, launch: Launch) -> Callable[..., Any]:
         """Returns the kernel: NumPy's product with the decoded weight, or with many."""
@@ -216,7 +216,7 @@ def test_products_are_checked_and_launched(numpy: NumPy) -> None:
     assert checked > 0  # by the guard
     y = mlx_marlin.quantized_matmul(x, w, scales, biases)
     assert numpy.launched[checked:] == [[M, N, K]]
-    assert type(launcher.plans_built()[-1]) is HostPlan
+    assert type(graph.plans_built()[-1]) is HostPlan
     expected = oracles.exact(x) @ oracles.decoded(w, scales, biases, group_size=64).T
     assert oracles.error(y, expected) < 1e-5
 

@@ -10,8 +10,8 @@ import mlx.core as mx
 from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.base import KernelCall, Prepared
+from mlx_marlin.backends.build import IN_CONSTANT
 from mlx_marlin.backends.launch import Launch, TemplateValue
-from mlx_marlin.backends.shared_launches import IN_CONSTANT
 from mlx_marlin.backends.source import Source
 from mlx_marlin.weights.dtypes import dtype
 

@@ -1,6 +1,6 @@
 """A launch: everything that one dispatch of a kernel needs, decided before it.
 
-A back end turns a plan into launches (`Backend.launches`); `launcher` runs them, and
+A back end turns a plan into launches (`Backend.launches`); `graph` runs them, and
 the guard, the tuner and the counters take them as they are.
 """
 

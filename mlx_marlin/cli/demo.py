@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin import progress, state, tables
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm.verification.perplexity import passes, perplexity, read
 from mlx_marlin.tables import Table
@@ -381,7 +381,7 @@ def _perplexities(outcomes: Iterable[Outcome], text: mx.array) -> Table:
 def _plans() -> Table:
     """Returns the plans that ran, by their sizes."""
     sizes = attrgetter("problem.m", "problem.k", "problem.n")
-    plans = sorted(launcher.plans_built(), key=sizes)
+    plans = sorted(graph.plans_built(), key=sizes)
     cells = ((sizes(plan), plan.explain()) for plan in plans)
     rows = [{"rows": m, "k→n": f"{k}→{n}", "plan": text} for (m, k, n), text in cells]
     return Table(title=f"plans used: {len(rows)}", rows=rows, once=["rows"])
@@ -393,7 +393,7 @@ def _result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> s
     equal = count - sum(len(_parts(*pair)) for pair in pairs)
     return (
         f"\nresult: {'FAILED' if is_wrong else 'passed'}: {equal} of {count} texts "
-        f"equal stock MLX's, {len(launcher.plans_built())} plans (--plans lists them)"
+        f"equal stock MLX's, {len(graph.plans_built())} plans (--plans lists them)"
     )
 
 
@@ -408,7 +408,7 @@ def wrong_results(ours: float, stock: float) -> list[str]:
         )
     # Stock MLX serves a model in float32 if the back end has no kernels for it.
     lacks_float32 = "float32" not in selection.traits().dtypes
-    none_ran = lacks_float32 and not launcher.plans_built()
+    none_ran = lacks_float32 and not graph.plans_built()
     is_stock = selection.backend() == "stock" and selection.forced_backend() != "stock"
     if is_stock or none_ran:
         found.append("none of our kernels ran: stock MLX served every product")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import metal_emulator
 from mlx_marlin import guard, progress
-from mlx_marlin.backends import launcher, planner, registry, selection, tuned_results
+from mlx_marlin.backends import graph, planner, registry, selection, tuned_results
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.measure import clocks, operands, tuner
 from mlx_marlin.measure.profiling.document import Skipped
@@ -290,7 +290,7 @@ def _counts(plan: Plan) -> Counts | None:
         # Where tiles are split, another kernel completes the output.
         warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
         launches = metal_emulator.trace(
-            launcher.product(plan), inputs.x, *inputs.weights[0]
+            graph.product(plan), inputs.x, *inputs.weights[0]
         )
     memories = [
         memory

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.guard import operands, reference
 from mlx_marlin.guard.operands import Operands
 from mlx_marlin.guard.reference import Answer, evaluate, running
@@ -28,7 +28,7 @@ def fault_of_route(plan: RoutePlan) -> str | None:
         logits = (drawn / 3).astype(dtypes.dtype(plan.dtype))
         mx.eval(logits)
     with running():
-        chosen, scores = launcher.call(replace(plan, rows=ROWS))(logits)
+        chosen, scores = graph.call(replace(plan, rows=ROWS))(logits)
     evaluate(chosen, scores)
     with mx.stream(mx.cpu):
         index = mx.arange(experts)
@@ -60,7 +60,7 @@ def _fault_of_sums(plan: CombinePlan) -> str | None:
         results = results.astype(dtype)
         mx.eval(results, residual, scores)
     with running():
-        y = launcher.call(plan)(results, scores, residual)
+        y = graph.call(plan)(results, scores, residual)
     with mx.stream(mx.cpu):
         terms = reference.wide(results[:, :, 0]) * reference.wide(scores)[..., None]
         values = reference.wide(residual) + terms.sum(1)
@@ -86,7 +86,7 @@ def fault_of(plan: GatherPlan) -> str | None:
     second = stored[1][:2] if gather.gate else ()
     indices = (experts,) if plan.pairs_per_row else (experts, sources)
     with running():
-        product = launcher.gather_product(plan)
+        product = graph.gather_product(plan)
         y = product(x, *stored[0], *second, *biases, *indices)
         y = y.reshape(problem.m, problem.n)
     with mx.stream(mx.cpu):

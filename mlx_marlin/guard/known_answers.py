@@ -6,9 +6,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.backends.base import Probe
-from mlx_marlin.backends.shared_launches import IN_CONSTANT
+from mlx_marlin.backends.build import IN_CONSTANT
 from mlx_marlin.guard import experts, operands, reference
 from mlx_marlin.guard.miniatures import miniatures
 from mlx_marlin.guard.reference import (
@@ -81,7 +81,7 @@ def fault_of_probe(probe: Probe) -> str | None:
 def output_of_probe(probe: Probe) -> list[float]:
     """Returns the elements of a probe's output."""
     with running():
-        run = launcher.run_alone(selection.active(), probe.launch)
+        run = graph.run_alone(selection.active(), probe.launch)
         output = run(mx.zeros((IN_CONSTANT,)))
     evaluate(output)
     return cast(list[float], output.tolist())
@@ -101,7 +101,7 @@ def _fault_of_repack(plan: RepackPlan) -> str | None:
     given, expected = (rows, tiles) if plan.to == "marlin" else (tiles, rows)
     small = RepackPlan(to=plan.to, batch=(2,), n=n, k=k, **form)
     with running():
-        moved = launcher.call(small)(given)
+        moved = graph.call(small)(given)
     evaluate(moved)
     if mx.array_equal(moved, expected).item():
         return None
@@ -122,9 +122,9 @@ def _fault_of_products(plan: Plan) -> str | None:
         answer = reference.product(problem, x, weight, arrays)
     for small in plans:
         with running():
-            run = launcher.product(small, listed=False)
+            run = graph.product(small, listed=False)
 
-        def result(x: mx.array, run: launcher.Product = run) -> mx.array:
+        def result(x: mx.array, run: graph.Product = run) -> mx.array:
             return _whole(run(x, *weight.stored, *given), problem)
 
         with running():
@@ -137,7 +137,7 @@ def _fault_of_products(plan: Plan) -> str | None:
     return None
 
 
-def _fault_of_nan(y: mx.array, x: mx.array, result: launcher.Product) -> str | None:
+def _fault_of_nan(y: mx.array, x: mx.array, result: graph.Product) -> str | None:
     """Checks that a NaN affects only its row, and that results are reproducible."""
     with mx.stream(mx.cpu):
         rows = x.reshape(-1, x.shape[-1])
@@ -161,7 +161,7 @@ def _fault_of_dequantized(plan: DequantizePlan) -> str | None:
     weight = operands.draw(problem)
     axis = 0 if plan.transposed else 1
     with running():
-        parts = launcher.decoded_blocks(plan)(*weight.stored)
+        parts = graph.decoded_blocks(plan)(*weight.stored)
         decoded = mx.concatenate(parts, axis=axis)
     with mx.stream(mx.cpu):
         off = reference.rounding(weight.exact, problem.dtype)
@@ -196,7 +196,7 @@ def _drawn_epilogue_arrays(problem: Problem) -> EpilogueArrays:
 def _as_arguments(
     problem: Problem, x: mx.array, arrays: EpilogueArrays
 ) -> list[mx.array]:
-    """Returns the arguments of `launcher.product` after the weight."""
+    """Returns the arguments of `graph.product` after the weight."""
     if problem.epilogue == PLAIN and problem.norm is None:
         return []
     elementwise = (arrays.bias, arrays.multiply, arrays.residual)
@@ -237,7 +237,7 @@ def _rotation_fault(plan: HeadsPlan) -> str | None:
         first[-1] = FAR
         mx.eval(qkv, freqs, first, *weights)
     with running():
-        results = launcher.call(plan)(qkv, first, freqs, *weights)
+        results = graph.call(plan)(qkv, first, freqs, *weights)
     with mx.stream(mx.cpu):
         points = wide(qkv).reshape(streams * tokens, -1)[:, : heads.rotated_columns]
         positions = (first[:, None] + mx.arange(tokens)) + mx.zeros((streams, 1))
@@ -269,7 +269,7 @@ def fault_of_add_norm(plan: AddNormPlan) -> str | None:
         weight = mx.random.uniform(0.5, 2, (n,), key=keys[2]).astype(dtype)
         mx.eval(x, y, weight)
     with running():
-        total, normed = launcher.call(replace(plan, rows=ROWS))(x, y, weight)
+        total, normed = graph.call(replace(plan, rows=ROWS))(x, y, weight)
     evaluate(total, normed)
     with mx.stream(mx.cpu):
         values, name = wide(x) + wide(y), plan.dtype

@@ -43,7 +43,7 @@ BYTE = 256
 class Operands:
     """A weight, or a batch of weights, with its exact values."""
 
-    # Codes, scales and biases as arguments of `launcher.product`
+    # Codes, scales and biases as arguments of `graph.product`
     stored: tuple[mx.array, mx.array, mx.array]
     exact: mx.array  # Weights [..., n, k] in float64
     # Sum of the magnitudes of the terms of each weight, [..., n, k] in float64;

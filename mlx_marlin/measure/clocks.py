@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from mlx_marlin.backends import planner, selection
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.measure import operands, timing
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.rows import Timing

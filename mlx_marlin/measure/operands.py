@@ -6,7 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_marlin.backends import selection
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem

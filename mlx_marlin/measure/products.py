@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner, registry
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends import graph, planner, registry
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.measure import operands
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
@@ -107,7 +107,7 @@ def _ours(problem: Problem, device: PlanningDevice) -> Arm:
     """Returns what our package runs for a product if stock MLX does not serve it."""
     served = serving.serve_problem(problem, serving.here())
     if isinstance(served, DequantizePlan):
-        product = _reading(problem.layout, launcher.dequantized_product(served))
+        product = _reading(problem.layout, graph.dequantized_product(served))
         return Arm(name=OURS, problem=problem, product=product)
     if isinstance(served, Plan):
         return _of_plan(OURS, served, None)
@@ -138,7 +138,7 @@ def _of_plan(name: str, plan: Plan, handover: str | None = None) -> Arm:
     return Arm(
         name=name,
         problem=plan.problem,
-        product=_reading(plan.problem.layout, launcher.product(plan)),
+        product=_reading(plan.problem.layout, graph.product(plan)),
         plan=plan,
         handover=handover,
     )

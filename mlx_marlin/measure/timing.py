@@ -14,14 +14,14 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.graph import Product
 
 Key = TypeVar("Key")
 Sample = Callable[[], float]
 """Measures one sample: seconds of one product."""
 Now = Callable[[], float]
 Weight = tuple[mx.array, ...]
-"""Codes, scales and biases, as `launcher.product` expects them."""
+"""Codes, scales and biases, as `graph.product` expects them."""
 
 ROUNDS = 7
 """Least number of samples. The quartiles of seven samples tolerate two outliers."""

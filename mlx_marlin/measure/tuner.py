@@ -6,8 +6,8 @@ from datetime import date
 from typing import Any
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner, registry, selection
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends import graph, planner, registry, selection
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.measure import operands, rows, timing
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
@@ -172,7 +172,7 @@ def name(arm: AnyPlan | None) -> str:
 
 def product_of_arm(arm: Arm, problem: Problem) -> Product:
     """Returns what computes a problem by a plan or by stock MLX."""
-    return operands.stock_product(problem) if arm is None else launcher.product(arm)
+    return operands.stock_product(problem) if arm is None else graph.product(arm)
 
 
 def steps(problem: Problem, device: PlanningDevice, clock: Clock) -> int:

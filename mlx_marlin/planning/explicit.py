@@ -8,7 +8,7 @@ from mlx_marlin.planning.work.decompositions import TileGrid, WideWork
 from mlx_marlin.planning.work.tiles import Kernel, Reduction
 from mlx_marlin.planning.work.work import STRATEGIES, Partition, Strategy, Work
 
-Operand = Literal["offset", "exact", "least_offset", "bfloat", "half_by_float"]
+CodeForm = Literal["offset", "exact", "least_offset", "bfloat", "half_by_float"]
 """Forms of a code that Metal kernels multiply (docs/design.md)."""
 
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
@@ -52,7 +52,7 @@ class PlanOverrides(TypedDict, total=False):
     minimum: int
     groups: int
     reduction: Reduction
-    operand: Operand
+    operand: CodeForm
     buffers: int
     loaders: int
 

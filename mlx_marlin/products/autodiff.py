@@ -11,7 +11,7 @@ from typing import NoReturn, cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.weights.dtypes import dtype_name
 
 Results = mx.array | tuple[mx.array, ...]

@@ -8,8 +8,8 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher
-from mlx_marlin.backends.shared_launches import IN_CONSTANT
+from mlx_marlin.backends import graph
+from mlx_marlin.backends.build import IN_CONSTANT
 from mlx_marlin.planning.block_plans import MOST_NORMED, AddNormPlan, HeadsPlan
 from mlx_marlin.planning.epilogue import Heads
 from mlx_marlin.products.autodiff import differentiable
@@ -45,7 +45,7 @@ def rotated(
     if guard.remembered_fault(plan):
         return None
     stock = partial(_heads_by_mlx, heads)
-    call = differentiable(launcher.call(plan), stock)  # type: ignore[arg-type]
+    call = differentiable(graph.call(plan), stock)  # type: ignore[arg-type]
     q, k = call(qkv, positions.reshape(-1), freqs, *norms)
     return q, k
 
@@ -112,7 +112,7 @@ def added_and_normed(
     if guard.remembered_fault(plan):
         return None
     stock = partial(_sum_by_mlx, epsilon=epsilon)
-    call = differentiable(launcher.call(plan), stock)  # type: ignore[arg-type]
+    call = differentiable(graph.call(plan), stock)  # type: ignore[arg-type]
     total, normed = call(x, y, weight)
     return total, normed
 

@@ -11,8 +11,8 @@ from typing import NoReturn
 import mlx.core as mx
 
 from mlx_marlin import decision_log, guard, state
-from mlx_marlin.backends import launcher, selection
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends import graph, selection
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import AnyPlan, GatherPlan
@@ -208,14 +208,14 @@ def traced_call(run: Run) -> PreparedCall:
 
 def _planned(plan: Plan) -> Product:
     problem = plan.problem
-    product = launcher.product(plan)
+    product = graph.product(plan)
     if problem.epilogue == PLAIN and problem.norm is None:
         return product
     return with_placeholders(product, problem.epilogue)
 
 
 def _decoded(plan: DequantizePlan) -> Product:
-    product = launcher.dequantized_product(plan)
+    product = graph.dequantized_product(plan)
     epilogue = plan.problem.epilogue
     return product if epilogue == PLAIN else with_epilogue(product, epilogue)
 
@@ -229,7 +229,7 @@ def _backward(problem: Problem) -> Product | None:
     if problem.epilogue != PLAIN or problem.norm is not None:
         return None
     plan = dequantize_plan(problem, transposed=False)
-    return None if guard.why_not(plan) else launcher.dequantized_product(plan)
+    return None if guard.why_not(plan) else graph.dequantized_product(plan)
 
 
 def _zeros(request: Request) -> Run:

@@ -6,8 +6,8 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends import graph
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.products.autodiff import differentiable
@@ -136,7 +136,7 @@ def experts_call(request: Request, plan: GatherPlan) -> Run:
     assert request.experts is not None
     pairs = request.experts.pairs
     stock = stock_product(request, plan.pairs_per_row)
-    product = differentiable(launcher.gather_product(plan), stock)
+    product = differentiable(graph.gather_product(plan), stock)
 
     def consecutive(x: mx.array, _: None, rhs: mx.array, *weight: mx.array) -> mx.array:
         experts = mx.broadcast_to(rhs, pairs).astype(mx.uint32)

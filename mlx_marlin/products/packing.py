@@ -11,7 +11,7 @@ from mlx_marlin.argument_types import (
     check_format,
     check_optional_arrays,
 )
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.planning.block_plans import RepackPlan
 from mlx_marlin.weights import (
     codebooks,
@@ -256,7 +256,7 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
     form = {"bits": bits, "group_size": group_size}
     plan = RepackPlan(to="marlin", batch=w.shape[:-2], n=n, k=k, **form)
     if _by_kernel(plan):
-        tiles: mx.array = launcher.call(plan)(w)
+        tiles: mx.array = graph.call(plan)(w)
         if _is_same(w, tiles, n, k, **form):
             return tiles
         guard.condemn(plan, f"wrong codes for {k}→{n}")
@@ -291,7 +291,7 @@ def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> m
     form = {"bits": bits, "group_size": group_size}
     plan = RepackPlan(to="mlx", batch=words.shape[:-3], n=n, k=k, **form)
     if _by_kernel(plan):
-        rows: mx.array = launcher.call(plan)(words)
+        rows: mx.array = graph.call(plan)(words)
         return rows
     return tile_conversion.rows_of_tiles(words, n, k, **form)
 
@@ -327,7 +327,7 @@ def _is_same(
     at_once = max(_at_once() // (k * layout.TILE_N), 1)  # tiles along n
     try:
         if _by_kernel(plan):  # hundreds of times as fast as piece by piece
-            return bool(mx.array_equal(w, launcher.call(plan)(tiles)).item())
+            return bool(mx.array_equal(w, graph.call(plan)(tiles)).item())
         for own, packed in zip(rows, stored, strict=True):
             for first in range(0, len(packed), at_once):
                 part = own[first * layout.TILE_N : (first + at_once) * layout.TILE_N]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import guard
-from mlx_marlin.backends import devices, launcher, planner, selection
+from mlx_marlin.backends import devices, graph, planner, selection
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.dequantize import dequantize_seconds
 from mlx_marlin.backends.metal.device import DEFAULT
@@ -50,7 +50,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> clocks.Clock:
     monkeypatch.setattr(operands, "MOST_WEIGHTS", 4)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(
-        launcher, "product", lambda plan: operands.stock_product(plan.problem)
+        graph, "product", lambda plan: operands.stock_product(plan.problem)
     )
     return clocks.clock_of(M3_MAX, seconds=0.001)
 
@@ -119,7 +119,7 @@ def test_on_a_gpu_every_arm_is_measured_on_all_weights(
     used = Counter[int]()
     stock = operands.stock_product
 
-    def counted(problem: Problem) -> launcher.Product:
+    def counted(problem: Problem) -> graph.Product:
         def product(x: mx.array, w: mx.array, *rest: mx.array) -> mx.array:
             used[id(w)] += 1
             return stock(problem)(x, w, *rest)
@@ -141,9 +141,9 @@ def test_on_a_gpu_every_arm_is_measured_on_all_weights(
 def test_a_wrong_product_is_left_out_with_a_note(
     measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = launcher.product
+    right = graph.product
     monkeypatch.setattr(
-        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+        graph, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )
 
     measured = measure()

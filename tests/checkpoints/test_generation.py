@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from support import float64_llama
@@ -157,7 +157,7 @@ def test_other_back_ends_write_it_too(
     check_tokens(generated(load_model(open_source(path)), 3), exact)
     # Layers in a format of MLX's are MLX's own until they are optimized.
     is_of_mlx = name in ("Q4_1", "Q5_1")
-    assert bool(launcher.plans_built()) is (served != "stock" and not is_of_mlx)
+    assert bool(graph.plans_built()) is (served != "stock" and not is_of_mlx)
 
 
 def test_another_weight_writes_something_else(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import cache
-from mlx_marlin.backends import devices, launcher, planner, tuned_results
+from mlx_marlin.backends import devices, graph, planner, tuned_results
 from mlx_marlin.cli.main import main
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
@@ -86,7 +86,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
 @pytest.fixture
 def wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every product of our kernels wrong."""
-    right = launcher.product
+    right = graph.product
     monkeypatch.setattr(
-        launcher, "product", lambda plan: lambda *given: right(plan)(*given) + 1
+        graph, "product", lambda plan: lambda *given: right(plan)(*given) + 1
     )

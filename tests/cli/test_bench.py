@@ -15,7 +15,7 @@ import pytest
 from tqdm import tqdm
 
 from cli.conftest import Run
-from mlx_marlin.backends import devices, launcher, selection
+from mlx_marlin.backends import devices, graph, selection
 from mlx_marlin.cli import bench
 from mlx_marlin.cli.main import main
 from mlx_marlin.lm import generation
@@ -46,7 +46,7 @@ def on_metal(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operands, "MOST_WEIGHTS", 4)
     monkeypatch.setattr(timing, "LONGEST", 4)
     monkeypatch.setattr(
-        launcher, "product", lambda plan: operands.stock_product(plan.problem)
+        graph, "product", lambda plan: operands.stock_product(plan.problem)
     )
 
 

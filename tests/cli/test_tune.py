@@ -14,7 +14,7 @@ from cli.conftest import Run
 from mlx_marlin import guard
 from mlx_marlin.backends import (
     devices,
-    launcher,
+    graph,
     planner,
     result_files,
     selection,
@@ -72,7 +72,7 @@ def test_a_shape_is_tuned_kept_and_used(
     assert result.clock == "cost model"
     # The command has forgotten the plans of this process.
     after = mlx_marlin.quantized_matmul(x, *native, mode=mode)
-    assert launcher.plans_built() == [result.plan]
+    assert graph.plans_built() == [result.plan]
     assert mx.allclose(before, after, rtol=1e-2, atol=1e-1).item()
 
 
@@ -83,10 +83,10 @@ def test_another_process_uses_what_was_kept(kept: Path, longest_first: None) -> 
 from pathlib import Path
 import mlx.core as mx
 from mlx_marlin import cache, quantized_matmul
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 cache.folder = lambda name: {{"tuned": Path({str(kept)!r})}}[name]
 zeros = lambda x, *_: mx.zeros((4, 64))
-launcher.product = lambda plan: print(plan.explain()) or zeros
+graph.product = lambda plan: print(plan.explain()) or zeros
 w = mx.quantize(mx.zeros((64, 256), mx.float16), group_size=64, bits=4)
 quantized_matmul(mx.zeros((4, 256), mx.float16), *w)
 """
@@ -161,13 +161,13 @@ def test_a_wrong_plan_is_told_and_not_kept(
     printed: Run,
     tmp_path: Path,
 ) -> None:
-    right = launcher.product
+    right = graph.product
 
-    def product(plan: Any) -> launcher.Product:
+    def product(plan: Any) -> graph.Product:
         run = right(plan)
         return (lambda *given: run(*given) * 2) if plan.is_split else run
 
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
 
     path = tmp_path / "run.json"
     said = printed("tune 4x64x256 --json", path, status=1)
@@ -197,14 +197,14 @@ def test_plans_that_were_wrong_are_not_served_either(
     kept: Path, monkeypatch: pytest.MonkeyPatch, printed: Run
 ) -> None:
     monkeypatch.setenv(guard.ENVIRONMENT, "1")
-    right = launcher.product
+    right = graph.product
 
-    def product(plan: Any, *, listed: bool = True) -> launcher.Product:
+    def product(plan: Any, *, listed: bool = True) -> graph.Product:
         run = right(plan, listed=listed)
         # The guard's check lists no plan: its answers stay right.
         return (lambda *given: run(*given) + 1) if listed else run
 
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
 
     with pytest.warns(RuntimeWarning, match="wrong in tuning"):
         assert "stock MLX serves them" in printed("tune 4x64x256", status=1)
@@ -251,7 +251,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     monkeypatch.setattr(operands, "MOST_WEIGHTS", 4)
     # All arms are stock MLX, on the CPU: whoever wins, wins by luck or stays.
     monkeypatch.setattr(
-        launcher, "product", lambda plan: operands.stock_product(plan.problem)
+        graph, "product", lambda plan: operands.stock_product(plan.problem)
     )
 
     monkeypatch.setattr(timing, "NOISE", 1e9)  # this machine is no quiet GPU

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import devices, launcher, selection
+from mlx_marlin.backends import devices, graph, selection
 from mlx_marlin.backends.cuda import cost, handover
 from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.lm.layer_conversion import default_layout
@@ -29,7 +29,7 @@ def test_our_kernels_serve_few_rows_in_both_layouts(recorder: Recorder) -> None:
         y = mlx_marlin.quantized_matmul(x, *given)
         assert (y.shape, y.dtype) == ((3, N), mx.float16)
 
-    plans = launcher.plans_built()
+    plans = graph.plans_built()
     assert [plan.problem.layout for plan in plans] == ["mlx", "marlin"]
     assert {plan.kernel for plan in plans} == {"mma"}
     assert len(recorder.called) == sum(plan.dispatches for plan in plans)
@@ -42,7 +42,7 @@ def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
     y = mlx_marlin.quantized_matmul(x, *native)
 
     assert y.shape == (2, 3, N)
-    assert launcher.plans_built()[0].problem.batch == 2
+    assert graph.plans_built()[0].problem.batch == 2
     assert ("BATCHED", True) in recorder.called[0]["template"]
 
 
@@ -145,7 +145,7 @@ def test_what_a_layer_remembers_ends_with_what_decided_it(
     assert is_ours()
     layer.invariant = True
     layer(x)
-    assert launcher.plans_built()[-1].problem.invariant
+    assert graph.plans_built()[-1].problem.invariant
     monkeypatch.setenv(selection.ENVIRONMENT, "stock")
     layer.invariant = False
     assert is_ours()
@@ -199,7 +199,7 @@ def test_invariance_is_refused_where_stock_would_serve(recorder: Recorder) -> No
 
     half = activations(3, K, dtype=mx.float16), *weight(N, K, dtype=mx.float16)
     mlx_marlin.linear(*half, invariant=True)
-    assert launcher.plans_built()[-1].problem.invariant
+    assert graph.plans_built()[-1].problem.invariant
 
 
 def test_gradients_are_mlxs_or_from_a_decoded_weight(recorder: Recorder) -> None:

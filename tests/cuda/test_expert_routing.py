@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.lm.tracing import routing
 from mlx_marlin.lm.tracing.routing import (
     Routing,
@@ -123,6 +123,6 @@ def test_where_nobody_differentiates_scores_are_the_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     results = mx.array([1]), mx.array([0.5])
-    monkeypatch.setattr(launcher, "call", lambda _: lambda _: results)
+    monkeypatch.setattr(graph, "call", lambda _: lambda _: results)
     with autodiff.without_vjp():
         assert choose_experts(mx.zeros((1, 2)), Routing(1)) == results

@@ -12,7 +12,7 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 import mlx_marlin
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.lm.tracing.gated_experts import GatedExperts
@@ -247,13 +247,13 @@ def assert_near(y: mx.array, own: SwitchGLU, x: mx.array, chosen: mx.array) -> N
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[CudaGatherPlan]:
     """Lists the plans of experts' products."""
     plans: list[CudaGatherPlan] = []
-    own = launcher.gather_product
+    own = graph.gather_product
 
     def listed(plan: CudaGatherPlan) -> Any:
         plans.append(plan)
         return own(plan)
 
-    monkeypatch.setattr(launcher, "gather_product", listed)
+    monkeypatch.setattr(graph, "gather_product", listed)
     return plans
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import launcher, planner, result_files, tuned_results
+from mlx_marlin.backends import graph, planner, result_files, tuned_results
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.plan import Plan
@@ -77,7 +77,7 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     expected = epilogues.finished(product, (), GATED)
     assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    gated = [plan.problem.epilogue.gated for plan in launcher.plans_built()]
+    gated = [plan.problem.epilogue.gated for plan in graph.plans_built()]
     assert any(gated) == (layout == "marlin" and 0 not in rows)
 
 
@@ -98,7 +98,7 @@ def test_without_a_gate_a_layer_multiplies_what_its_halves_give(
     half = layer.output_dims // 2
     gate, up = layer.parts(x, (half, half))
     assert mx.array_equal(y, nn.silu(gate) * up)
-    assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
+    assert not any(plan.problem.epilogue.gated for plan in graph.plans_built())
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -120,7 +120,7 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
 
     layer.gated(x)
 
-    assert launcher.plans_built()[-1].problem.epilogue.gated
+    assert graph.plans_built()[-1].problem.epilogue.gated
 
 
 @pytest.mark.usefixtures("stock")

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import cache, state
-from mlx_marlin.backends import devices, launcher, planner
+from mlx_marlin.backends import devices, graph, planner
 from mlx_marlin.backends.cuda.compiling import kernel_text, mlx_folder, toolchain
 from mlx_marlin.backends.launch import Launch, Operand, Output
 from mlx_marlin.backends.source import Source
@@ -97,7 +97,7 @@ def test_products_have_the_bits_of_mlxs_machine_code(
         monkeypatch.setattr(toolchain, "here", chain)
         state.reset()
         plan = planner.make(problem, device=devices.current())
-        product = launcher.product(plan, listed=False)
+        product = graph.product(plan, listed=False)
         results.append(product(x, words, scales, scales))
         mx.eval(results[-1])
     monkeypatch.undo()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import devices, launcher
+from mlx_marlin.backends import devices, graph
 from mlx_marlin.backends.cuda import pipelined
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.epilogue import Epilogue
@@ -182,7 +182,7 @@ def test_integers_are_exact(
     weight, x, expected = integers(dtype, m, way, n, gated=gated)
     case: Case = (*AFFINE, "marlin", dtype, m, way)
     plan = cuda_cases.plan_of(case, epilogue=Epilogue(gated=gated), n=n)
-    run = launcher.product(possible(plan))
+    run = graph.product(possible(plan))
     arrays = arguments(weight, "marlin")
     y = same_bits(lambda: run(x, *arrays))
     assert np.array_equal(exact(y), expected)

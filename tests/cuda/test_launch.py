@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, launcher
+from mlx_marlin.backends import arguments, graph
 from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products import packing
@@ -30,7 +30,7 @@ def test_a_product_is_one_launch_of_whole_blocks(
 ) -> None:
     plan = plan_of(**way)
 
-    y = launcher.product(plan)(*blanks(plan))
+    y = graph.product(plan)(*blanks(plan))
 
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     (built,), (call,) = recorder.built, recorder.called
@@ -56,7 +56,7 @@ def test_each_part_is_an_array_of_its_own(
     parts = 40, 6, N - 46
     plan = plan_of(**way, epilogue=Epilogue(parts=parts))
 
-    results = launcher.product(plan)(*blanks(plan))
+    results = graph.product(plan)(*blanks(plan))
 
     assert isinstance(results, tuple)
     assert [each.shape for each in results] == [(9, columns) for columns in parts]
@@ -80,7 +80,7 @@ def test_layers_that_share_x_are_a_kernels_outputs(recorder: Recorder) -> None:
 def test_a_split_product_is_summed_by_a_second_launch(recorder: Recorder) -> None:
     plan = plan_of(**SPLIT, epilogue=FUSED)
 
-    y = launcher.product(plan)(*blanks(plan, arrays=7))
+    y = graph.product(plan)(*blanks(plan, arrays=7))
 
     assert (y.shape, y.dtype) == ((9, N), mx.float16)
     product, reduce = recorder.called
@@ -104,7 +104,7 @@ def test_another_block_is_another_kernel_and_the_same_is_built_once(
     plans = [plan_of(**WHOLE | {"simdgroups_k": warps_k}) for warps_k in (2, 5, 2)]
 
     for plan in plans:
-        launcher.product(plan)(*blanks(plan))
+        graph.product(plan)(*blanks(plan))
 
     shared = [each["shared_memory"] for each in recorder.built]
     assert shared == [plan.threadgroup_bytes for plan in plans[:2]]
@@ -115,7 +115,7 @@ def test_without_cuda_a_kernel_is_an_error_when_it_runs(backend: Choose) -> None
         pytest.skip("there is a CUDA device here")
     backend("cuda")
     plan = plan_of(**WHOLE)
-    multiply = launcher.product(plan)
+    multiply = graph.product(plan)
 
     with pytest.raises(
         ValueError,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import metal_emulator
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
@@ -103,7 +103,7 @@ def test_a_layer_takes_its_norm(
     expected = epilogues.finished(expected, (), GATED) if gated else expected
     assert (y.shape, y.dtype) == (expected.shape, mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    fused = any(plan.problem.norm for plan in launcher.plans_built())
+    fused = any(plan.problem.norm for plan in graph.plans_built())
     few = 0 < x.size // 128 <= 8 and len(rows) > 0
     assert fused == (few and not (bias and gated))
 
@@ -124,7 +124,7 @@ def test_gradients_are_those_of_norm_and_product() -> None:
         return (y * y).sum()
 
     both = mx.grad(inside, argnums=(0, 1))(x, weight)
-    assert any(plan.problem.norm for plan in launcher.plans_built())
+    assert any(plan.problem.norm for plan in graph.plans_built())
     for ours, own in zip(both, mx.grad(apart, argnums=(0, 1))(x, weight), strict=True):
         assert oracles.error(ours, exact(own)) < 1e-3
 
@@ -166,7 +166,7 @@ def test_where_kernels_have_no_norm_it_comes_first(
     x = mx.random.normal((2, 128)).astype(mx.float16)
 
     assert mx.array_equal(layer.normed(x, norm), layer(norm(x)))
-    assert not any(plan.problem.norm for plan in launcher.plans_built())
+    assert not any(plan.problem.norm for plan in graph.plans_built())
 
 
 class Shifted(nn.RMSNorm):

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from support import cuda_cases, cuda_on_cpu, epilogues, oracles
@@ -154,7 +154,7 @@ def test_a_layer_rotates_its_heads(
     expected = epilogues.rotated(total, rotation, positions, freqs, *norms)
     assert y.dtype == mx.float16
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    built = [plan.problem for plan in launcher.plans_built()]
+    built = [plan.problem for plan in graph.plans_built()]
     assert built[-1].epilogue.rotation == rotation
     assert (built[-1].norm is not None) == (streams <= 8)
 
@@ -206,7 +206,7 @@ def test_gradients_are_those_of_mlxs_operations(
 
     given = x, layer["bias"], *norms
     ours = mx.grad(inside, argnums=[*range(len(given))])(*given)
-    assert launcher.plans_built()[-1].problem.epilogue.rotation == rotation
+    assert graph.plans_built()[-1].problem.epilogue.rotation == rotation
     expected = mx.grad(apart, argnums=[*range(len(given))])(*given)
     wide = mx.grad(apart, argnums=[*range(len(given))])(
         *(each.astype(mx.float32) for each in given)
@@ -245,4 +245,4 @@ def test_where_kernels_have_no_rotation_there_is_none(
     arrays = *arrays_of(2, rotation), cuda_cases.norms_of(rotation, dtype)
 
     assert layer.rotated(x, norm_module(), rotation, (), *arrays) is None
-    assert not any(plan.problem.epilogue.rotation for plan in launcher.plans_built())
+    assert not any(plan.problem.epilogue.rotation for plan in graph.plans_built())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuda_sanitized
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from support import cuda_cases
@@ -84,12 +84,12 @@ def test_one_of_each_kind_is_right(
 def test_what_is_wrong_is_told(
     raises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def product(_: Any) -> launcher.Product:
+    def product(_: Any) -> graph.Product:
         if raises:
             raise RuntimeError("no such kernel")
         return lambda x, *_: mx.zeros((x.shape[0], cuda_cases.N), x.dtype)
 
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
     some = dict([*cuda_sanitized.runs().items()][:2])
     monkeypatch.setattr(cuda_sanitized, "runs", lambda: some)
 

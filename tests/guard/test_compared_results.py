@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_marlin.backends import kernels, launcher, planner
+from mlx_marlin.backends import graph, kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.guard import experts, known_answers, operands, reference
 from mlx_marlin.guard.miniatures import miniatures
@@ -101,7 +101,7 @@ def served(
 
         return serve
 
-    monkeypatch.setattr(launcher, "call", call)
+    monkeypatch.setattr(graph, "call", call)
     return plans
 
 
@@ -309,7 +309,7 @@ def test_decoded_weights_are_known_whole_and_transposed(
 
         return decode
 
-    monkeypatch.setattr(launcher, "decoded_blocks", decoded_blocks)
+    monkeypatch.setattr(graph, "decoded_blocks", decoded_blocks)
     assert known_answers.fault_of(dequantize_plan(problem)) is None
     assert shapes == [*[(32, 192), (19, 192)], *[(51, 64)] * 3]
     weight = operands.draw(problem_of(1, 51, 192, layout="marlin"))
@@ -447,7 +447,7 @@ def test_every_small_product_is_compared_and_the_first_with_a_nan(
         assert y.shape == result(x).shape
         return "it spreads" if wrong == 1 else None
 
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
     monkeypatch.setattr(reference, "difference", difference)
     monkeypatch.setattr(known_answers, "_fault_of_nan", fault_of_nan)
     every: list[Any] = [(each, False) for each in plans]
@@ -502,7 +502,7 @@ def test_products_of_experts_are_those_of_the_weights_that_are_given(
         assert_among(arrays, evaluated)
         return mx.zeros((small.m, 1, small.n))
 
-    monkeypatch.setattr(launcher, "gather_product", lambda _: product)
+    monkeypatch.setattr(graph, "gather_product", lambda _: product)
     assert experts.fault_of(plan) is None
     x, *rest = given
     weights = [rest[:3], [*rest[3:5], rest[4]]] if gate else [rest[:3]]

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.planning.block_plans import RepackPlan
 from mlx_marlin.products import packing
 from mlx_marlin.weights import tile_conversion
@@ -28,7 +28,7 @@ def test_pack_reads_back_what_it_wrote(
 ) -> None:
     """A fault that the small known answer does not show loses no weight either."""
     monkeypatch.setattr(packing, "_on_gpu", lambda: True)
-    right = launcher.call
+    right = graph.call
     large: list[int] = []
 
     def call(plan: RepackPlan) -> Callable[[mx.array], mx.array]:
@@ -38,7 +38,7 @@ def test_pack_reads_back_what_it_wrote(
         large.append(plan.n)
         return lambda w: move(w) ^ 1
 
-    monkeypatch.setattr(launcher, "call", call)
+    monkeypatch.setattr(graph, "call", call)
     _, w = operands()
     packed, messages = collected(lambda: mlx_marlin.pack(*w))
 

@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.guard import known_answers
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.gather_plan import AnyPlan, GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import this_machine
@@ -35,11 +35,11 @@ from support.profiles import sampled
 
 pytestmark = needs_emulator
 M1, M4_PRO = named("Apple M1 Max"), named("Apple M4 Pro")
-FORMS: tuple[Operand, ...] = ("bfloat", "half_by_float")
+FORMS: tuple[CodeForm, ...] = ("bfloat", "half_by_float")
 BITS = {"bfloat": 4, "half_by_float": 8}
 forms = pytest.mark.parametrize("operand", FORMS)
 
-FAULTS: dict[str, tuple[tuple[str, str], Sequence[Operand]]] = {
+FAULTS: dict[str, tuple[tuple[str, str], Sequence[CodeForm]]] = {
     "bfloats are truncated": (("bits);", "ushort(bits & 0xFFFEu));"), ["bfloat"]),
     "bfloats pass through halves": (
         (
@@ -93,7 +93,7 @@ def planted(fault: str, patch: pytest.MonkeyPatch) -> None:
     change_header(patch, "operand_probe", old, new)
 
 
-def plan_of(operand: Operand, m: int = 16, device: Device = M4_PRO) -> MetalPlan:
+def plan_of(operand: CodeForm, m: int = 16, device: Device = M4_PRO) -> MetalPlan:
     problem = problem_of(m, 4096, 4096, bits=BITS[operand], dtype="bfloat16")
     plan = planner.make(problem, device=device, kernel="gemm_register")
     assert isinstance(plan, MetalPlan)
@@ -101,7 +101,7 @@ def plan_of(operand: Operand, m: int = 16, device: Device = M4_PRO) -> MetalPlan
 
 
 @forms
-def test_the_products_of_a_form_are_known(operand: Operand) -> None:
+def test_the_products_of_a_form_are_known(operand: CodeForm) -> None:
     assert known_answers.fault_of_probe(operand_probe.probe(operand)) is None
 
 
@@ -109,7 +109,7 @@ def test_the_products_of_a_form_are_known(operand: Operand) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 @sampled(4)
 def test_a_gpu_that_computes_otherwise_is_noticed(
-    fault: str, operand: Operand, monkeypatch: pytest.MonkeyPatch
+    fault: str, operand: CodeForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted(fault, monkeypatch)
 
@@ -118,12 +118,12 @@ def test_a_gpu_that_computes_otherwise_is_noticed(
 
 
 @forms
-def test_the_probe_passes_the_static_check(operand: Operand) -> None:
+def test_the_probe_passes_the_static_check(operand: CodeForm) -> None:
     check_statically(operand_probe.probe(operand))
 
 
 @forms
-def test_every_product_is_compared(operand: Operand) -> None:
+def test_every_product_is_compared(operand: CodeForm) -> None:
     values = [*operand_probe.products(operand)]
     assert len({*values}) == len(values) == 512
 
@@ -141,7 +141,7 @@ def test_plans_have_the_forms_that_a_chip_computes() -> None:
 
 
 @forms
-def test_only_plans_of_a_form_are_probed(operand: Operand) -> None:
+def test_only_plans_of_a_form_are_probed(operand: CodeForm) -> None:
     plan = plan_of(operand)
     backend = registry.named(plan.backend)
     exact = backend.alternative(plan, M4_PRO)
@@ -154,7 +154,7 @@ def test_only_plans_of_a_form_are_probed(operand: Operand) -> None:
 
 
 @forms
-def test_experts_have_the_exact_form_instead(operand: Operand) -> None:
+def test_experts_have_the_exact_form_instead(operand: CodeForm) -> None:
     problem = Problem(
         m=64,
         n=128,
@@ -193,7 +193,7 @@ def _m4(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("works", [True, False])
 @forms
 def test_the_exact_form_serves_where_the_probe_fails(
-    operand: Operand, works: bool, monkeypatch: pytest.MonkeyPatch
+    operand: CodeForm, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not works:
         planted("products are rounded to half", monkeypatch)

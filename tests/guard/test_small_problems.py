@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.backends import launcher, planner, registry
+from mlx_marlin.backends import graph, planner, registry
 from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
@@ -275,7 +275,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
         raise NoKernelError
 
     for name in ("product", "gather_product", "decoded_blocks", "call"):
-        monkeypatch.setattr(launcher, name, none)
+        monkeypatch.setattr(graph, name, none)
     return NoKernelError
 
 

@@ -9,7 +9,7 @@ import pytest
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import problem_of
@@ -93,7 +93,7 @@ def test_a_plan_of_tuning_is_checked_too(
     plan = dequantize_plan(problem_of(300, N, K, layout="marlin"))
     with pytest.warns(RuntimeWarning, match="marlin_dequantize failed"):
         assert guard.why_not(plan) is not None
-    assert launcher.plans_built() == []
+    assert graph.plans_built() == []
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="no Metal device here")

@@ -11,7 +11,7 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwiGLU
 
 from mlx_marlin import state
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing import fusion
 from mlx_marlin.lm.tracing.routing import Routing, stock_sum
@@ -56,7 +56,7 @@ def cuda(
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
         return plain(PackedWeight(words=w, scales=scales, **sizes), mx.float32)
 
-    def dequantized_product(plan: DequantizePlan) -> launcher.Product:
+    def dequantized_product(plan: DequantizePlan) -> graph.Product:
         def run(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
             y = x.astype(mx.float32) @ decoded(plan.problem, w, scales)
             return y.astype(x.dtype)
@@ -64,7 +64,7 @@ def cuda(
         assert not plan.transposed
         return run
 
-    def product(plan: Plan) -> launcher.Product:
+    def product(plan: Plan) -> graph.Product:
         problem, epilogue = plan.problem, plan.problem.epilogue
 
         def wide(x: mx.array, w: mx.array, scales: mx.array, _: mx.array) -> mx.array:
@@ -84,7 +84,7 @@ def cuda(
 
         return run
 
-    def of_experts(plan: CudaGatherPlan) -> launcher.Product:
+    def of_experts(plan: CudaGatherPlan) -> graph.Product:
         gathered.append(plan)
         problem = plan.problem
         sizes = {"n": problem.n, "k": problem.k, "group_size": problem.group_size}
@@ -130,10 +130,10 @@ def cuda(
         return route
 
     backend("cuda")
-    monkeypatch.setattr(launcher, "gather_product", of_experts)
-    monkeypatch.setattr(launcher, "call", call)
-    monkeypatch.setattr(launcher, "product", product)
-    monkeypatch.setattr(launcher, "dequantized_product", dequantized_product)
+    monkeypatch.setattr(graph, "gather_product", of_experts)
+    monkeypatch.setattr(graph, "call", call)
+    monkeypatch.setattr(graph, "product", product)
+    monkeypatch.setattr(graph, "dequantized_product", dequantized_product)
     return plans
 
 

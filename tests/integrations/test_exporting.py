@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import devices, launcher, planner, selection
+from mlx_marlin.backends import devices, graph, planner, selection
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import exporting as streams
@@ -44,7 +44,7 @@ def written(file: Path, function: Any, *arrays: mx.array, chip: str = CHIP) -> P
     """Exports a function, and returns the last plan that its graph was made of."""
     with mlx_marlin.exporting(chip):
         mx.export_function(str(file), function, *arrays)
-        return launcher.plans_built()[-1]
+        return graph.plans_built()[-1]
 
 
 @needs_emulator

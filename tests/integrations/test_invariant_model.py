@@ -7,7 +7,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from support.decoder_models import tiny
 from support.models import Layers, assert_converted, tiny_llama
@@ -62,7 +62,7 @@ def test_speculative_and_plain_greedy_tokens_are_equal_up_to_ties(
 
     assert len(tokens) == COUNT
     assert 0 < guessed < COUNT  # verified in batches, and not only those
-    problems = [plan.problem for plan in launcher.plans_built()]
+    problems = [plan.problem for plan in graph.plans_built()]
     rows = {problem.m for problem in problems if problem.invariant}
     assert {1, 1 + drafted} <= rows
     heads = {problem.batch for problem in problems if problem.invariant}

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import pytest
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.planning.block_plans import (
@@ -46,13 +46,13 @@ NAMES = {
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The kernels that were launched."""
     found: set[str] = set()
-    own = launcher.call
+    own = graph.call
 
     def listed(plan: Any) -> Callable[..., Any]:
         found.add(NAMES[type(plan)])
         return own(plan)
 
-    monkeypatch.setattr(launcher, "call", listed)
+    monkeypatch.setattr(graph, "call", listed)
     return found
 
 
@@ -89,13 +89,13 @@ def test_packed_experts_gate_in_one_launch(
     family: str, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[GatherPlan] = []
-    own = launcher.gather_product
+    own = graph.gather_product
 
     def listed(plan: GatherPlan) -> Callable[..., mx.array]:
         plans.append(plan)
         return own(plan)
 
-    monkeypatch.setattr(launcher, "gather_product", listed)
+    monkeypatch.setattr(graph, "gather_product", listed)
     expected = decoded(tiny(family), one_stream, prompt=3)
 
     model = traced(tiny(family), layout="marlin", join=True, fuse=("experts",))

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 import mlx_marlin
 from mlx_marlin import guard
-from mlx_marlin.backends import kernels, launcher
+from mlx_marlin.backends import graph, kernels
 from mlx_marlin.guard import known_answers, verdicts
 from mlx_marlin.lm import warm_up
 from support.choose import Choose
@@ -43,7 +43,7 @@ def test_no_kernel_is_checked_after_the_warm_up(checked: list[Any]) -> None:
     model = mlx_marlin.optimize(tiny_llama(tied=False), warm_up=(1, 3))
     known = len(checked)
     assert known > 0
-    assert {plan.problem.m for plan in launcher.plans_built()} == {1, 3}
+    assert {plan.problem.m for plan in graph.plans_built()} == {1, 3}
 
     for shape in ((1, 1), (3, 1), (1, 3)):
         tokens = mx.zeros(shape, mx.int32)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.layers.embedding import MarlinEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.products.packing import quantize
@@ -213,10 +213,10 @@ def test_an_embedding_is_looked_up_by_mlx_and_multiplied_by_us(
 
     tokens = mx.array([[0, 5], [N - 1, 5]])
     assert mx.array_equal(ours(tokens), stock(tokens))
-    assert launcher.plans_built() == []
+    assert graph.plans_built() == []
     x = X.astype(stock(tokens).dtype)
     assert_close(ours.as_linear(x), stock.as_linear(x), rtol=1e-2)
-    assert [plan.problem.n for plan in launcher.plans_built()] == [N]
+    assert [plan.problem.n for plan in graph.plans_built()] == [N]
     assert isinstance(ours, nn.QuantizedEmbedding)
     assert all(ours[name] is array for name, array in arrays(stock).items())
     assert_same_model(Layers(ours.to_stock()), Layers(stock))

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 from mlx_marlin import dequantize, optimize, quantize, restore
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.layers.joined import can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm.checkpoints.conversion import convert
@@ -65,9 +65,9 @@ def test_a_product_has_the_global_scale(
     served: str, m: int, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[bool] = []
-    product = launcher.product
+    product = graph.product
     monkeypatch.setattr(
-        launcher,
+        graph,
         "product",
         lambda plan: launched.append(plan.problem.global_scale) or product(plan),
     )

@@ -9,7 +9,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.layers.joined import Joined, MarlinPart, can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import optimize as integration
@@ -38,7 +38,7 @@ def test_a_model_has_the_same_answer_with_fewer_products(layout: str) -> None:
 
     assert joined is model
     assert mx.allclose(y, expected, atol=1e-5)
-    shapes = {(plan.problem.k, plan.problem.n) for plan in launcher.plans_built()}
+    shapes = {(plan.problem.k, plan.problem.n) for plan in graph.plans_built()}
     # Of seven products of a block four are left: q k v, o, gate up, down; and the head.
     assert shapes == {(64, 128), (64, 64), (64, 320), (160, 64), (64, 100)}
     parts = [path for path, m in model.named_modules() if isinstance(m, MarlinPart)]

@@ -9,7 +9,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.lm.known_layers import marlin_heads
 from mlx_marlin.planning.plan import Plan
 from support.models import TOKENS, arrays, types
@@ -98,7 +98,7 @@ def test_a_model_with_latent_attention_answers_the_same(layout: str) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         assert mx.allclose(ours, theirs, rtol=1e-3, atol=1e-3)
     # A token of each of two prompts: two rows of every head.
-    batches = {plan.problem.batch for plan in launcher.plans_built()}
+    batches = {plan.problem.batch for plan in graph.plans_built()}
     assert batches == {1, HEADS}
     mlx_marlin.restore(model)
     assert types(model) == names
@@ -189,7 +189,7 @@ def test_a_row_of_invariant_heads_has_the_same_bits_in_any_batch(
     state.reset()
     whole = layer(x)
 
-    assert [plan.problem.invariant for plan in launcher.plans_built()] == [True]
+    assert [plan.problem.invariant for plan in graph.plans_built()] == [True]
 
     assert mx.allclose(whole, stock(x.astype(mx.float32)), rtol=1e-2, atol=1e-2)
     for rows in (1, 2, 5, 15):

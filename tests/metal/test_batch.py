@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_emulator import trace
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
@@ -71,7 +71,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
     finish = drawn_arrays.finish_arrays(problem, seed=4)
     of_rows = () if not together.problem.epilogue.explain() else finish
 
-    y = launcher.product(together)(
+    y = graph.product(together)(
         x, *drawn_arrays.stored(problem, tuple(native)), *of_rows
     )
 
@@ -84,7 +84,7 @@ def test_a_product_has_the_bits_that_it_has_alone(both: tuple[Plan, Plan]) -> No
         )
         own = [each if each.ndim == 1 else each[i] for each in of_rows]
         arguments = format_cases.arguments(one, problem.layout)
-        expected = launcher.product(alone)(x[i], *arguments, *own)
+        expected = graph.product(alone)(x[i], *arguments, *own)
         assert mx.array_equal(y[i], expected, equal_nan=True)
 
 
@@ -98,7 +98,7 @@ def test_each_weight_is_read_once(m: int, layout: str) -> None:
     x, native = drawn_arrays.arrays(problem, seed=0)
     arguments = drawn_arrays.stored(problem, native)
 
-    counters = trace(launcher.product(plan), x, *arguments)
+    counters = trace(graph.product(plan), x, *arguments)
 
     read = counters[0].of("w")
     assert read.read_bytes == problem.code_bytes == 3 * 64 * 256 // 2

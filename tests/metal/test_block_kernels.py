@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from mlx_marlin import state
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
+from mlx_marlin.backends.build import IN_CONSTANT
 from mlx_marlin.backends.launch import Launch
-from mlx_marlin.backends.shared_launches import IN_CONSTANT
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.block_plans import (
     MOST_NORMED,
@@ -201,7 +201,7 @@ PLANS = (
 def test_the_guard_finds_a_wrong_kernel(
     plan: Any, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = launcher.call
+    own = graph.call
 
     def changed(plan: Any) -> Callable[..., Any]:
         run = own(plan)
@@ -216,7 +216,7 @@ def test_the_guard_finds_a_wrong_kernel(
 
         return call
 
-    monkeypatch.setattr(launcher, "call", changed)
+    monkeypatch.setattr(graph, "call", changed)
     fault = known_answers.fault_of(plan)
     assert ("results are wrong" in str(fault)) if wrong else fault is None
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 from metal_emulator import Counters, emulated, trace
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
@@ -28,7 +28,7 @@ def counters(plan: Plan) -> Counters:
     x = format_cases.activations(problem.m, problem.k, dtype=problem.dtype, seed=1)
     weight = drawn_arrays.weight_of(problem, seed=0)
     arguments = format_cases.arguments(weight, problem.layout)
-    product = launcher.product(plan)
+    product = graph.product(plan)
     return trace(lambda: mx.eval(product(x, *arguments)))[0]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, devices, launcher, planner
+from mlx_marlin.backends import arguments, devices, graph, planner
 from mlx_marlin.backends.metal import dequantize
 from mlx_marlin.backends.metal.dequantize import LEAST_ROWS, dequantize_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -73,7 +73,7 @@ def test_a_weight_is_decoded_once_and_its_product_is_right(
     x, weight = operands(plan, seed=seed)
     arguments = format_cases.arguments(weight, plan.problem.layout)
 
-    y = launcher.dequantized_product(plan)(x, *arguments)
+    y = graph.dequantized_product(plan)(x, *arguments)
     decoded = oracles.exact(launches.dequantized(plan)(*arguments))
 
     assert y.dtype == x.dtype
@@ -104,7 +104,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DequantizePlan) -> None:
         if record.get("name") == "CustomKernel":
             calls.append(record)
 
-    mx.export_function(collect, launcher.dequantized_product(plan), *blanks(plan))
+    mx.export_function(collect, graph.dequantized_product(plan), *blanks(plan))
 
     problem = plan.problem
     shapes = [call["outputs"][0][1] for call in calls]
@@ -127,13 +127,13 @@ def test_the_memory_for_decoded_weights_is_bounded(
     most = 48 * 64 * 2
     monkeypatch.setitem(dequantize_plan.__globals__, "MOST_TEMPORARY", most)
     made: list[DequantizePlan] = []
-    original = launcher.dequantized_product
+    original = graph.dequantized_product
 
-    def recording(plan: DequantizePlan) -> launcher.Product:
+    def recording(plan: DequantizePlan) -> graph.Product:
         made.append(plan)
         return original(plan)
 
-    monkeypatch.setattr(launcher, "dequantized_product", recording)
+    monkeypatch.setattr(graph, "dequantized_product", recording)
     weight = format_cases.any_weight("affine", 3, 64, 48, 192, dtype="float16", seed=1)
     x = format_cases.activations(5, 48, dtype="float16", seed=2)
     packed = mlx_marlin.pack(*weight.native, **weight.options)
@@ -229,11 +229,11 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[DequantizePlan]:
     """Lists the plans that are built for decoded weights."""
     plans: list[DequantizePlan] = []
 
-    def product(plan: DequantizePlan) -> launcher.Product:
+    def product(plan: DequantizePlan) -> graph.Product:
         plans.append(plan)
         return lambda x, *_: mx.zeros((x.shape[0], plan.columns), x.dtype)
 
-    monkeypatch.setattr(launcher, "dequantized_product", product)
+    monkeypatch.setattr(graph, "dequantized_product", product)
     return plans
 
 
@@ -270,7 +270,7 @@ def test_on_a_mac_many_rows_are_multiplied_by_decoded_weights(
     is_decoded = rows == 2048 and name is None
     assert [each.problem.m for each in decoded] == [2048] * is_decoded
     assert all(each.transposed for each in decoded)
-    assert [each.problem.m for each in launcher.plans_built()] == (
+    assert [each.problem.m for each in graph.plans_built()] == (
         [] if is_decoded else [rows]
     )
 
@@ -289,7 +289,7 @@ def test_a_packed_weight_goes_both_ways_without_stock(
     if transpose:  # it is the gradient of x
         mx.grad(lambda x: mlx_marlin.quantized_matmul(x, packed).sum())(x)
     assert [each.transposed for each in decoded] == [False]
-    assert [each.problem.layout for each in launcher.plans_built()] == (
+    assert [each.problem.layout for each in graph.plans_built()] == (
         ["marlin"] * transpose
     )
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metal_emulator
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.metal.cost.rates import memory_seconds
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
@@ -254,9 +254,7 @@ def test_a_weight_is_read_once_for_the_rows_that_chose_it_few_by_dot_products(
     # Three experts, that one row chose, two rows and three, and one of nobody's.
     pairs = mx.array([1, 2, 0, 2, 1, 2], mx.uint32), mx.arange(6, dtype=mx.uint32)
 
-    (found, *_) = metal_emulator.trace(
-        launcher.gather_product(plan), x, *weight, *pairs
-    )
+    (found, *_) = metal_emulator.trace(graph.gather_product(plan), x, *weight, *pairs)
 
     assert found.of("w").read_bytes == 3 * 64 * K // 2
     assert found.of("w").repeated_read_bytes == 0
@@ -275,7 +273,7 @@ def test_a_packed_call_is_one_dispatch_on_metal(backend: Choose) -> None:
             names.append(record["name"])
 
     problem = Problem(m=64, n=40, k=K, layout="marlin")
-    product = launcher.gather_product(planner.choose_gather(of_experts(problem, 4), M1))
+    product = graph.gather_product(planner.choose_gather(of_experts(problem, 4), M1))
     pairs = mx.zeros(64, mx.uint32)
     x = mx.zeros((64, K), mx.float16)
     scales = packed.scales.astype(mx.float16)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
-from mlx_marlin.backends import devices, launcher, planner, selection
+from mlx_marlin.backends import devices, graph, planner, selection
 from mlx_marlin.backends.metal.cost.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
@@ -44,7 +44,7 @@ def assert_gated(plan: Plan, seed: int) -> None:
     weight = drawn_arrays.weight_of(problem, seed=seed)
     arrays = format_cases.arguments(weight, problem.layout)
 
-    y = launcher.product(plan)(x, *arrays)
+    y = graph.product(plan)(x, *arrays)
 
     total = exact(x) @ weight.decoded.T
     expected = epilogues.finished(total, (), problem.epilogue)
@@ -123,7 +123,7 @@ def test_a_launch_reads_each_weight_once(m: int) -> None:
     x = format_cases.activations(m, 512, dtype="float16", seed=1)
     arrays = format_cases.arguments(weight, "marlin")
 
-    found = trace(lambda: mx.eval(launcher.product(plan)(x, *arrays)))
+    found = trace(lambda: mx.eval(graph.product(plan)(x, *arrays)))
 
     assert len(found) == 1
     words = found[0].of("w")
@@ -266,7 +266,7 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     expected = epilogues.finished(oracles.product(x, *native, group_size=64), (), SILU)
     assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    gated = [plan.problem.epilogue.gated for plan in launcher.plans_built()]
+    gated = [plan.problem.epilogue.gated for plan in graph.plans_built()]
     assert any(gated) == (0 not in rows)
 
 
@@ -284,7 +284,7 @@ def test_where_kernels_have_no_gate_a_layer_multiplies_its_halves(how: str) -> N
     half = layer.output_dims // 2
     gate, up = layer.parts(x, (half, half))
     assert mx.array_equal(y, nn.silu(gate) * up)
-    assert not any(plan.problem.epilogue.gated for plan in launcher.plans_built())
+    assert not any(plan.problem.epilogue.gated for plan in graph.plans_built())
 
 
 @pytest.mark.usefixtures("stock")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
@@ -42,7 +42,7 @@ def test_every_plan_computes_the_product(
         operands = (x, *drawn_arrays.stored(plan.problem, native))
         views = map(drawn_arrays.shifted, operands, offsets)
         with drawn_arrays.another_schedule(seed):
-            again = launcher.product(plan)(*views)
+            again = graph.product(plan)(*views)
             assert mx.array_equal(y, again)
 
 

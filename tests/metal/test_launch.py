@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import arguments, kernels, launcher, planner, selection
+from mlx_marlin.backends import arguments, graph, kernels, planner, selection
 from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -58,7 +58,7 @@ def kernel_calls(plan: Plan) -> list[Node]:
                 )
             )
 
-    mx.export_function(collect, launcher.product(plan), *blanks(plan.problem))
+    mx.export_function(collect, graph.product(plan), *blanks(plan.problem))
     return nodes
 
 
@@ -214,7 +214,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     whole = planner.make(problem, strategy="data_parallel")
 
     for plan in (split, whole, split):
-        y = launcher.product(plan)(*blanks(problem))
+        y = graph.product(plan)(*blanks(problem))
         assert (y.shape, y.dtype) == ((9, 40), mx.float16)
 
     names = [each["name"] for each in recorder.built]
@@ -224,7 +224,7 @@ def test_metals_factory_is_looked_up_when_a_kernel_is_first_built(
     for each in recorder.built:  # exp(-inf) is 0 in this mode only
         assert each["compile_options"] == {"math_mode": "safe"}
     state.reset()
-    launcher.product(whole)
+    graph.product(whole)
     assert len(recorder.built) == 3
 
 
@@ -235,7 +235,7 @@ def test_only_atomic_sums_begin_with_zeros(recorder: Recorder) -> None:
         plan = planner.make(
             problem, strategy="split_k", k_parallel=2, reduction=reduction
         )
-        launcher.product(plan)(*blanks(problem))
+        graph.product(plan)(*blanks(problem))
 
     # Each product and its reduce; a kernel is built once.
     assert [each["atomic_outputs"] for each in recorder.built] == [False, False, True]
@@ -255,7 +255,7 @@ def test_a_call_of_the_face_adds_the_plans_kernel_calls_and_no_other(
     y = mlx_marlin.quantized_matmul(x.reshape(3, 3, 4096), *weights)
 
     assert y.shape == (3, 3, 64)
-    (plan,) = launcher.plans_built()
+    (plan,) = graph.plans_built()
     assert plan.problem.layout == layout
     assert len(recorder.called) == plan.dispatches
 
@@ -269,7 +269,7 @@ def test_the_emulators_factory_takes_the_same_calls(
     monkeypatch.setattr(mx.fast, "metal_kernel", None)
     problem = Problem(m=1, n=40, k=512)
 
-    launcher.product(planner.make(problem))(*blanks(problem))
+    graph.product(planner.make(problem))(*blanks(problem))
 
     assert [each["name"] for each in recorder.built] == ["marlin_gemv"]
 
@@ -281,7 +281,7 @@ def test_weights_of_fewer_than_eight_values_are_handed_over_as_eight(
     form = {"group_size": 32, "bits": 8, "mode": "mxfp8", "scale_dtype": "uint8"}
     for problem in (affine, Problem(m=1, n=3, k=64, **form)):
         x, w, scales, biases = blanks(problem)
-        launcher.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
+        graph.product(planner.make(problem))(x, w + 3, scales + 2, biases + 1)
 
     of_affine, of_bytes = (each["inputs"] for each in recorder.called)
     _, w, scales, biases, shape, schedule = of_affine
@@ -303,7 +303,7 @@ def test_small_arrays_of_an_epilogue_are_handed_over_as_eight(
     problem = Problem(m=3, n=2, k=64, epilogue=Epilogue(bias=True, residual=True))
     *operands, bias, _, residual = blanks(problem)
 
-    launcher.product(planner.make(problem))(
+    graph.product(planner.make(problem))(
         *operands, bias + 1, mx.array(0.0), residual + 2
     )
 
@@ -318,9 +318,9 @@ def test_plans_built_are_listed_once_in_order(backend: Choose) -> None:
     plans = [planner.make(Problem(m=m, n=40, k=512)) for m in (9, 1, 9)]
 
     for plan in plans:
-        launcher.product(plan)
+        graph.product(plan)
 
-    assert launcher.plans_built() == plans[:2]
+    assert graph.plans_built() == plans[:2]
 
 
 @pytest.mark.parametrize("name", ["metal", "cuda", "emulator", "stock"])

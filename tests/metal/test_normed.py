@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
-from mlx_marlin.backends import devices, launcher, planner, selection
+from mlx_marlin.backends import devices, graph, planner, selection
 from mlx_marlin.backends.metal.cost.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
@@ -98,7 +98,7 @@ def test_rows_of_ones_are_exact(dtype: str, layout: str) -> None:
     )
     stored = drawn_arrays.stored(plan.problem, (native[0], *others))
 
-    y = launcher.product(plan)(x, *stored, x, x, x, norm)
+    y = graph.product(plan)(x, *stored, x, x, x, norm)
 
     codes = (np.array(native[0])[..., None] >> np.arange(0, 32, 4)) & 15
     weight = codes.reshape(192, K).astype(np.float64) - 8
@@ -255,7 +255,7 @@ def test_a_layer_takes_its_norm(
     y = layer.normed(x, norm, gated=gated)
 
     assert mx.allclose(y, apart(layer, norm, x, gated), rtol=4e-3, atol=4e-3)
-    fused = any(plan.problem.norm for plan in launcher.plans_built())
+    fused = any(plan.problem.norm for plan in graph.plans_built())
     assert fused == (rows in ((1,), (2, 1)))
 
 

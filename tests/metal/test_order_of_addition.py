@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends import graph, planner, selection
 from mlx_marlin.backends.devices import current, named
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.epilogue import Epilogue
@@ -88,7 +88,7 @@ def test_products_of_experts_are_added_in_ascending_k(dot_rows: int) -> None:
     weight = [mx.stack([each, each]) for each in orders.ones(problem)]
     chosen = mx.array([1, 0, 1, 1, 1], mx.uint32)
 
-    y = launcher.gather_product(plan)(orders.one_in_each_trip(problem), *weight, chosen)
+    y = graph.gather_product(plan)(orders.one_in_each_trip(problem), *weight, chosen)
 
     alone = planner.make(problem, strategy="data_parallel", simdgroups_k=4)
     orders.assert_promised(y.squeeze(1), alone)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from metal_emulator import trace
-from mlx_marlin.backends import devices, launcher, planner
+from mlx_marlin.backends import devices, graph, planner
 from mlx_marlin.backends.metal import device
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.plan import Plan
@@ -283,9 +283,7 @@ def test_weights_are_decoded_in_chunks_of_all(chunk: int) -> None:
     )
     plan = DequantizePlan(problem=problem, transposed=False, chunk=chunk)
 
-    y = launcher.dequantized_product(plan)(
-        x, packed.words, packed.scales, packed.scales
-    )
+    y = graph.dequantized_product(plan)(x, packed.words, packed.scales, packed.scales)
 
     assert len(plan.chunks) == -(-192 // chunk)
     # 24 rows of padding of each weight are decoded with it.
@@ -300,9 +298,9 @@ def test_rows_that_all_weights_share_are_not_repeated(
 ) -> None:
     packed, decoded = packed_weights(FOUR_BITS, 2, 3, n=N, k=K)
     x = activations(4, 1, 1, 5, N)
-    original, multiplied = launcher.dequantized_product, []
+    original, multiplied = graph.dequantized_product, []
 
-    def watched(plan: DequantizePlan) -> launcher.Product:
+    def watched(plan: DequantizePlan) -> graph.Product:
         product = original(plan)
 
         def run(x: mx.array, *weight: mx.array) -> mx.array:
@@ -311,7 +309,7 @@ def test_rows_that_all_weights_share_are_not_repeated(
 
         return run
 
-    monkeypatch.setattr(launcher, "dequantized_product", watched)
+    monkeypatch.setattr(graph, "dequantized_product", watched)
     y = mlx_marlin.quantized_matmul(x, packed, transpose=False)
 
     assert [each.shape for each in multiplied] == [x.shape]

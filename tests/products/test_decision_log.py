@@ -9,7 +9,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
 from mlx_marlin import decision_log, state
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.planning.plan import Plan
 from support.choose import Choose
 
@@ -148,7 +148,7 @@ def test_a_warm_call_does_not_ask(
 ) -> None:
     w, x = native(), mx.zeros((3, K))
     mlx_marlin.quantized_matmul(x, *w)
-    for module, name in ((decision_log, "is_on"), (launcher, "product")):
+    for module, name in ((decision_log, "is_on"), (graph, "product")):
         monkeypatch.setattr(module, name, None)
 
     mlx_marlin.quantized_matmul(x, *w)

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import devices, launcher, planner, selection, tuned_results
+from mlx_marlin.backends import devices, graph, planner, selection, tuned_results
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
@@ -46,7 +46,7 @@ def test_a_kind_of_call_is_decided_once(
 ) -> None:
     x, native = activations(3, K), weight()
     mlx_marlin.quantized_matmul(x, *native)
-    monkeypatch.setattr(launcher, "product", None)
+    monkeypatch.setattr(graph, "product", None)
 
     mlx_marlin.quantized_matmul(x + 1, *native)
 
@@ -87,7 +87,7 @@ def test_every_scheme_of_mlx_is_ours(
 
     assert mlx_marlin.why_not(activations(3, K), *arrays, **options) is None
 
-    (plan,) = launcher.plans_built()
+    (plan,) = graph.plans_built()
     asked = plan.problem
     assert (asked.mode, asked.bits, asked.group_size) == (mode, bits, group_size)
     assert asked.layout == layout
@@ -260,9 +260,9 @@ def test_after_a_reset_the_back_end_is_chosen_again(backend: Choose) -> None:
     backend("metal")
 
     assert mlx_marlin.why_not(X, W, SCALES, BIASES) is None
-    assert [plan.problem.m for plan in launcher.plans_built()] == [3]
+    assert [plan.problem.m for plan in graph.plans_built()] == [3]
     state.reset()
-    assert launcher.plans_built() == []
+    assert graph.plans_built() == []
 
 
 def test_a_layer_that_begins_to_remember_does_not_disturb_a_reset(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import launcher, planner, selection
+from mlx_marlin.backends import graph, planner, selection
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
@@ -73,7 +73,7 @@ def test_an_expert_of_several_tiles_lists_its_rows_without_a_race(
 
     for seed in range(3):
         with metal_emulator.emulated(seed=seed, trace=True):
-            mx.eval(launcher.gather_product(plan)(x, *native, *pairs))
+            mx.eval(graph.gather_product(plan)(x, *native, *pairs))
 
 
 @pytest.mark.usefixtures("kernels")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from metal_emulator import emulated
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.planning.epilogue import MOST_PARTS, Epilogue
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Reduction
@@ -82,7 +82,7 @@ def test_every_strategy_stores_every_part(
 
     for plan in strategies.one_of_each(asked, reduction=reduction):
         with emulated(trace=True):
-            y = epilogues.whole(launcher.product(plan)(x, *weight, *finish))
+            y = epilogues.whole(graph.product(plan)(x, *weight, *finish))
             mx.eval(y)
         off = np.abs(oracles.exact(y) - expected)
         assert np.all(off <= epilogues.allowed(plan, x, native, finish))

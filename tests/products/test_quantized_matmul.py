@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products.packing import pack
 from support import oracles
@@ -226,14 +226,14 @@ def test_the_product_runs_on_the_callers_stream(
     backend("emulator")
     streams = []
 
-    def product(plan: Plan) -> launcher.Product:
+    def product(plan: Plan) -> graph.Product:
         def run(x: mx.array, *_: mx.array) -> mx.array:
             streams.append(mx.default_stream(mx.cpu))
             return mx.zeros((plan.problem.m, plan.problem.n), x.dtype)
 
         return run
 
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
     own, usual = mx.new_stream(mx.cpu), mx.default_stream(mx.cpu)
 
     mlx_marlin.quantized_matmul(X, *arguments, stream=own)

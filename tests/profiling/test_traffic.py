@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import metal_emulator
-from mlx_marlin.backends import devices, launcher, planner
+from mlx_marlin.backends import devices, graph, planner
 from mlx_marlin.measure import operands
 from mlx_marlin.measure.profiling.traffic import OperandBytes, Traffic
 from mlx_marlin.planning.epilogue import Epilogue
@@ -87,7 +87,7 @@ def test_plans_request_what_the_emulator_counts(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", metal_emulator.EmulatorWarning)
         launches = metal_emulator.trace(
-            launcher.product(plan), inputs.x, *inputs.weights[0]
+            graph.product(plan), inputs.x, *inputs.weights[0]
         )
 
     found, first = Traffic.of(plan), launches[0]

@@ -7,7 +7,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing import routing
 from mlx_marlin.lm.tracing.routing import Routing
@@ -124,7 +124,7 @@ class Call:
         experts = mx.array(self.chosen, mx.uint32)
         rows = [] if self.each else [mx.array(self.sources, mx.uint32)]
         given = [place(self.x), *arrays, *map(place, (*self.biases, experts, *rows))]
-        product = launcher.gather_product(self.plan)
+        product = graph.gather_product(self.plan)
         return lambda: product(*given).squeeze(1)
 
     def stored(self, weight: Weight) -> tuple[mx.array, mx.array, mx.array]:

@@ -20,7 +20,7 @@ import pytest
 
 from metal_emulator import metal_kernel
 from mlx_marlin import cache
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan
@@ -148,7 +148,7 @@ def _smaller(way: dict[str, Any]) -> Iterator[dict[str, int]]:
 
 def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
     arrays = format_cases.arguments(weight, plan.problem.layout)
-    return launcher.product(plan)(x, *arrays, *finish)
+    return graph.product(plan)(x, *arrays, *finish)
 
 
 def check(case: Case, *, names: Collection[str] = (), **more: Any) -> Plan:
@@ -174,7 +174,7 @@ def check_order(case: Case) -> None:
     plan = plan_of(case)
     problem = plan.problem
     arrays = drawn_arrays.stored(problem, orders.ones(problem))
-    y = launcher.product(plan)(orders.one_in_each_trip(problem), *arrays)
+    y = graph.product(plan)(orders.one_in_each_trip(problem), *arrays)
     orders.assert_promised(y, plan)
 
 
@@ -198,5 +198,5 @@ def check_decoded(case: Case, transposed: bool) -> None:
     assert len(plan.chunks) > 1
     matrix = weight.decoded if transposed else weight.decoded.T
     x = x if transposed else mx.random.normal((3, cuda_cases.N)).astype(x.dtype)
-    y = launcher.dequantized_product(plan)(x, *format_cases.arguments(weight, case[3]))
+    y = graph.dequantized_product(plan)(x, *format_cases.arguments(weight, case[3]))
     cuda_cases.assert_right(y, x, matrix, case[4])

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.source import EPILOGUE_OPERANDS, HEAD_NORMS, OPERANDS
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -108,7 +108,7 @@ class Product:
             place(array) if names is None or name in names else array
             for name, array in self.arrays.items()
         ]
-        product = launcher.product(plan)
+        product = graph.product(plan)
 
         def call() -> mx.array:
             y = product(*given)

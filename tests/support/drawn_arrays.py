@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -146,7 +146,7 @@ def run(
         *finish: Operands of an epilogue; ignored if the plan has none.
     """
     operands = finish if plan.problem.epilogue != PLAIN else ()
-    y = launcher.product(plan)(x, *stored(plan.problem, native), *operands)
+    y = graph.product(plan)(x, *stored(plan.problem, native), *operands)
     mx.eval(y)
     return y
 

@@ -6,7 +6,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.products.packing import pack
 from support import drawn_arrays, format_cases, oracles
@@ -127,7 +127,7 @@ class ExpertProducts:
 
     def run(self, *arrays: mx.array) -> mx.array:
         """The results [pairs, n]."""
-        y = launcher.gather_product(self.plan)(*arrays).squeeze(1)
+        y = graph.gather_product(self.plan)(*arrays).squeeze(1)
         mx.eval(y)
         return y
 

@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.operands import OPERANDS, operand_reason
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
@@ -221,7 +221,7 @@ class Weight:
         return scale * value + bias
 
 
-def offset_of(format: Format, operand: Operand = "offset") -> int:
+def offset_of(format: Format, operand: CodeForm = "offset") -> int:
     """Returns what kernels add to every code and take off the sum again.
 
     The first power of two that no code reaches, or 64 for 4 bits where that is cheaper;
@@ -235,7 +235,7 @@ def offset_of(format: Format, operand: Operand = "offset") -> int:
     return first + (2 ** (format.bits - 1) if is_symmetric else 0)
 
 
-def operands_of(problem: Problem, kernel: Kernel) -> list[Operand]:
+def operands_of(problem: Problem, kernel: Kernel) -> list[CodeForm]:
     """Returns the forms of codes that a kernel can multiply.
 
     Small floats and codebooks have no offset, so that all forms are alike.
@@ -330,7 +330,7 @@ class Variant:
     dtype: str
     scale_dtype: str
     fragments: int
-    operand: Operand
+    operand: CodeForm
     split: bool
 
     def __str__(self) -> str:
@@ -466,7 +466,7 @@ VARIANTS = covering(every_variant(), lambda each: {*each.facts})
 
 def run(plan: Plan, x: mx.array, weight: Weight) -> mx.array:
     """Runs a plan on a weight, packed first if the plan wants it so."""
-    y = launcher.product(plan)(x, *arguments(weight, plan.problem.layout))
+    y = graph.product(plan)(x, *arguments(weight, plan.problem.layout))
     mx.eval(y)
     return y
 

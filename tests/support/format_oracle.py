@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.products.packing import pack
 from mlx_marlin.products.reference.weight import stock_product
 from mlx_marlin.weights.formats import format_of
@@ -25,7 +25,7 @@ def sum_of_magnitudes(x: mx.array, weight: Weight, offset: int) -> oracles.Float
 
 
 def assert_close(
-    y: mx.array, x: mx.array, weight: Weight, *, operand: Operand, dtype: str
+    y: mx.array, x: mx.array, weight: Weight, *, operand: CodeForm, dtype: str
 ) -> None:
     """Checks a product as `oracles.assert_close` does, for any format.
 

@@ -6,7 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,
@@ -27,7 +27,7 @@ def route(
     *rows, experts = logits.shape
     dtype = dtype_name(logits.dtype)
     plan = RoutePlan(prod(rows), dtype, experts, choices, of_all, last)
-    chosen, scores = launcher.call(plan)(logits)
+    chosen, scores = graph.call(plan)(logits)
     return chosen, scores
 
 
@@ -35,7 +35,7 @@ def combine(results: mx.array, scores: mx.array, residual: mx.array) -> mx.array
     """Returns a residual plus the results of experts times their scores."""
     *_, choices, _, n = results.shape
     plan = CombinePlan(residual.size // n, dtype_name(results.dtype), n, choices)
-    total: mx.array = launcher.call(plan)(results, scores, residual)
+    total: mx.array = graph.call(plan)(results, scores, residual)
     return total
 
 
@@ -50,7 +50,7 @@ def rotate_heads(
     streams, tokens, _ = qkv.shape
     per_stream = positions.size > 1
     plan = HeadsPlan(heads, dtype_name(qkv.dtype), streams, tokens, per_stream)
-    q, k = launcher.call(plan)(qkv, positions.reshape(-1), freqs, *norms)
+    q, k = graph.call(plan)(qkv, positions.reshape(-1), freqs, *norms)
     return q, k
 
 
@@ -60,7 +60,7 @@ def add_norm(
     """Returns the sum of two arrays and its norm."""
     n = x.shape[-1]
     plan = AddNormPlan(x.size // n, dtype_name(x.dtype), n, epsilon)
-    total, normed = launcher.call(plan)(x, y, weight)
+    total, normed = graph.call(plan)(x, y, weight)
     return total, normed
 
 
@@ -73,7 +73,7 @@ def repack(
 
     def move(w: mx.array) -> mx.array:
         plan = RepackPlan(to=to, batch=w.shape[: w.ndim - axes], **form)
-        moved: mx.array = launcher.call(plan)(w)
+        moved: mx.array = graph.call(plan)(w)
         return moved
 
     return move
@@ -84,7 +84,7 @@ def dequantized(plan: DequantizePlan) -> Callable[..., mx.array]:
     side = plan.problem.n if plan.transposed else plan.problem.k
     unit = plan.side
     whole = replace(plan, chunk=-(-side // unit) * unit)
-    return lambda *weight: launcher.decoded_blocks(whole)(*weight)[0]
+    return lambda *weight: graph.decoded_blocks(whole)(*weight)[0]
 
 
 def reduction(plan: Plan) -> Callable[..., mx.array]:
@@ -96,4 +96,4 @@ def reduction(plan: Plan) -> Callable[..., mx.array]:
         replace(each, shape=(*rows, *each.shape), leading=None)
         for each in reduce.outputs
     )
-    return launcher.run_alone(backend, replace(reduce, outputs=outputs))
+    return graph.run_alone(backend, replace(reduce, outputs=outputs))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.planning.plan import Plan
 from support import drawn_arrays, epilogues, format_cases, oracles
 from support.cuda_cases import norm_of, normalized
@@ -37,7 +37,7 @@ class Normed:
     def run(self, x: mx.array, norm: mx.array, *stored: mx.array) -> mx.array:
         """The result; those of parts are side by side."""
         finish = drawn_arrays.finish_arrays(self.plan.problem, seed=self.seed)
-        y = epilogues.whole(launcher.product(self.plan)(x, *stored, *finish, norm))
+        y = epilogues.whole(graph.product(self.plan)(x, *stored, *finish, norm))
         mx.eval(y)
         return y
 

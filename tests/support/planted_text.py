@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.backends import launcher, source
+from mlx_marlin.backends import graph, source
 from mlx_marlin.backends.metal import source as metal_source
 
 
@@ -17,4 +17,4 @@ def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_texts() -> None:
     """Drops the texts that were read, and calls of them, before and after planting."""
     metal_source.kernel_source.cache_clear()
-    launcher.call.cache_clear()  # type: ignore[attr-defined]
+    graph.call.cache_clear()  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.planning.work.decompositions import data_parallel
@@ -259,7 +259,7 @@ def plans(
     return draw(st.sampled_from([*stagings(plan)] or [plan]))
 
 
-def operands(problem: Problem, kernel: Kernel) -> st.SearchStrategy[Operand]:
+def operands(problem: Problem, kernel: Kernel) -> st.SearchStrategy[CodeForm]:
     """Draws a form of codes that a kernel can multiply."""
     return st.sampled_from(format_cases.operands_of(problem, kernel))
 

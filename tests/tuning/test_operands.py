@@ -6,7 +6,7 @@ from itertools import cycle
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import operands, timing
@@ -68,7 +68,7 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
 ) -> None:
     problem = problem_of(m, 40, 256, dtype=dtype, layout=layout)
     given = operands.operands(problem, 1)
-    product = launcher.product(planner.choose(problem, DEFAULT))
+    product = graph.product(planner.choose(problem, DEFAULT))
 
     assert operands.is_right(product, given)
 
@@ -96,7 +96,7 @@ def test_operands_of_every_scheme_are_right_and_a_wrong_product_is_told(
             8, 40, 256, mode=mode, bits=bits, group_size=group_size, layout=layout
         )
         given = operands.operands(problem, 1)
-        product = launcher.product(planner.choose(problem, target))
+        product = graph.product(planner.choose(problem, target))
 
         assert operands.is_right(product, given), layout
         assert not operands.is_right(

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import devices, launcher, planner, result_files, tuned_results
+from mlx_marlin.backends import devices, graph, planner, result_files, tuned_results
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
@@ -294,7 +294,7 @@ def test_who_forces_a_back_end_gets_our_best_plan(
     backend("metal")
 
     assert mlx_marlin.why_not(X, *NATIVE) is None
-    assert launcher.plans_built() == [result.plan]
+    assert graph.plans_built() == [result.plan]
 
 
 def test_importing_the_package_reads_nothing() -> None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.backends import launcher, planner
+from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.measure import rows, tuner
 from mlx_marlin.measure.clocks import Clock
@@ -67,10 +67,10 @@ def test_stock_is_no_choice_for_a_packed_weight_or_without_its_time() -> None:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
     """Makes a clock that knows every arm's time; products are exact and instant."""
 
-    def product(plan: Plan) -> launcher.Product:
+    def product(plan: Plan) -> graph.Product:
         return lambda *_: exact_product_of(plan.problem)
 
-    monkeypatch.setattr(launcher, "product", product)
+    monkeypatch.setattr(graph, "product", product)
 
     def clock(time: Callable[[Arm], float], noise: float = 0.1e-6) -> Clock:
         def measure(products: Mapping[Arm, object], _: object) -> dict[Arm, Spread]:
@@ -135,9 +135,9 @@ def test_a_clear_winner_serves_and_our_best_is_kept(
 def test_a_plan_whose_product_is_wrong_never_wins(
     fake: Callable[..., Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong, right = second_plan(LARGE), launcher.product
+    wrong, right = second_plan(LARGE), graph.product
     monkeypatch.setattr(
-        launcher,
+        graph,
         "product",
         lambda plan: (
             (lambda x, *_: mx.zeros((LARGE.m, LARGE.n), x.dtype))
@@ -158,7 +158,7 @@ def test_a_plan_whose_product_is_wrong_never_wins(
 def test_nothing_is_kept_if_no_product_is_right(
     fake: Callable[..., Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "product", lambda _: lambda x, *_: mx.zeros_like(x))
+    monkeypatch.setattr(graph, "product", lambda _: lambda x, *_: mx.zeros_like(x))
 
     outcome = tuner.tune(LARGE, M3_MAX, fake(lambda _: 1e-6))
 

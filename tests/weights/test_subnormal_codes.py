@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_marlin.backends import launcher, source
+from mlx_marlin.backends import graph, source
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -150,7 +150,7 @@ def experts() -> mx.array:
     words, scales = (each.reshape(2, N, -1) for each in weight.native)
     pairs = mx.array([0, 1, 1, 1, 1, 1], mx.uint32), mx.arange(6, dtype=mx.uint32)
     x = activations(6, of_one.dtype)
-    return launcher.gather_product(plan)(x, words, scales, scales, *pairs)
+    return graph.gather_product(plan)(x, words, scales, scales, *pairs)
 
 
 @pytest.mark.parametrize(

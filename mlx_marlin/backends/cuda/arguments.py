@@ -9,10 +9,10 @@ from mlx_marlin.backends.arguments import (
     shape,
     weight_template,
 )
+from mlx_marlin.backends.build import REDUCE_ROWS
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.backends.launch import TemplateValue
-from mlx_marlin.backends.shared_launches import REDUCE_ROWS
 from mlx_marlin.planning.problem import Problem
 
 

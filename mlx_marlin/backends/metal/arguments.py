@@ -7,11 +7,11 @@ from mlx_marlin.backends.arguments import (
     float_bits,
     weight_template,
 )
+from mlx_marlin.backends.build import REDUCE_ROWS
 from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
 from mlx_marlin.backends.metal.operands import OPERANDS
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.shared_launches import REDUCE_ROWS
 from mlx_marlin.planning.block_plans import NORM_SIDE, AddNormPlan, HeadsPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.weights.formats import TILE_K, TILE_N, planes_of

@@ -19,7 +19,7 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.operands import operand_of
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.work import decompositions
 from mlx_marlin.planning.work.decompositions import TileGrid, WideWork, data_parallel
@@ -100,7 +100,7 @@ def body_of(
     *,
     fragments_m: int | None = None,
     simdgroups_m: int | None = None,
-    operand: Operand | None = None,
+    operand: CodeForm | None = None,
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:
@@ -166,7 +166,7 @@ def _fragments_m(
     device: Device,
     kernel: Kernel,
     most: int,
-    operand: Operand | None,
+    operand: CodeForm | None,
 ) -> int:
     """Returns the number of 8-row fragments that a simdgroup holds."""
     if kernel == "gemv":

@@ -25,7 +25,7 @@ from mlx_marlin.backends.metal.limits import (
 )
 from mlx_marlin.backends.metal.operands import forms
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
-from mlx_marlin.planning.explicit import STAGED, Operand
+from mlx_marlin.planning.explicit import STAGED, CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import WIDTHS, data_parallel
 from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, Tile, k_tile
@@ -153,7 +153,7 @@ def _bodies(problem: Problem) -> Iterator[MetalPlan]:
         yield from _tensor_bodies(problem)
 
 
-def _is_large(problem: Problem, operand: Operand) -> bool:
+def _is_large(problem: Problem, operand: CodeForm) -> bool:
     """Returns whether some chips have no registers for two fragments."""
     return product_registers(problem, 2, operand) > FEWEST_REGISTERS
 
@@ -184,7 +184,7 @@ def _body(
     simdgroups_k: int,
     rows: int,
     *,
-    operand: Operand | None = None,
+    operand: CodeForm | None = None,
     buffers: int = 0,
     loaders: int = 0,
 ) -> MetalPlan:

@@ -4,7 +4,7 @@ from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import GEMV_ROWS
 from mlx_marlin.backends.metal.operands import operand_of
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Kernel
 
@@ -26,7 +26,7 @@ def has_registers(
     problem: Problem,
     device: Device,
     fragments_m: int,
-    operand: Operand | None = None,
+    operand: CodeForm | None = None,
     has_ranges: bool = False,
 ) -> bool:
     """Returns whether a thread has the registers of `product_registers`."""

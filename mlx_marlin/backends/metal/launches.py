@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mlx_marlin.backends import shared_launches
+from mlx_marlin.backends import build
 from mlx_marlin.backends.arguments import epilogue_schedule, parts, schedule
 from mlx_marlin.backends.launch import Launch, Output, inputs_of
 from mlx_marlin.backends.metal import arguments, source
@@ -23,10 +23,10 @@ from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 
 def launches(plan: Any) -> tuple[Launch, ...]:
     """Returns the launches of a plan, in order."""
-    build = BY_TYPE.get(type(plan))
-    if build is None:
+    launches_of = BY_TYPE.get(type(plan))
+    if launches_of is None:
         raise ValueError(f"the back end 'metal' has no kernel for {plan!r}")
-    return build(plan)
+    return launches_of(plan)
 
 
 def _of_product(plan: MetalPlan) -> tuple[Launch, ...]:
@@ -36,17 +36,17 @@ def _of_product(plan: MetalPlan) -> tuple[Launch, ...]:
         "parts": parts(plan),
     }
     text, template = source.of_product(plan), arguments.product_template(plan)
-    first = shared_launches.product(plan, text, template, integers)
+    first = build.product(plan, text, template, integers)
     if not plan.needs_second_pass:
         return (first,)
     text, template = source.of_reduce(plan), arguments.reduce_template(plan)
     integers["schedule"] = epilogue_schedule(plan)
-    return first, shared_launches.reduce(plan, text, template, integers)
+    return first, build.reduce(plan, text, template, integers)
 
 
 def _of_experts(plan: MetalGatherPlan) -> tuple[Launch]:
     text = source.kernel_source("gather_fused" if plan.gather.is_fused else "gather")
-    return (shared_launches.gather(plan, text, arguments.gather_template(plan)),)
+    return (build.gather(plan, text, arguments.gather_template(plan)),)
 
 
 def _of_heads(plan: HeadsPlan) -> tuple[Launch]:
@@ -112,15 +112,11 @@ def _of_repack(plan: RepackPlan) -> tuple[Launch]:
 BY_TYPE: dict[type, Callable[[Any], tuple[Launch, ...]]] = {
     MetalPlan: _of_product,
     MetalGatherPlan: _of_experts,
-    DequantizePlan: lambda plan: shared_launches.dequantize(
+    DequantizePlan: lambda plan: build.dequantize(
         plan, source.kernel_source("dequantize")
     ),
-    RoutePlan: lambda plan: (
-        shared_launches.route(plan, source.kernel_source("route")),
-    ),
-    CombinePlan: lambda plan: (
-        shared_launches.combine(plan, source.kernel_source("combine")),
-    ),
+    RoutePlan: lambda plan: (build.route(plan, source.kernel_source("route")),),
+    CombinePlan: lambda plan: (build.combine(plan, source.kernel_source("combine")),),
     HeadsPlan: _of_heads,
     AddNormPlan: _of_add_norm,
     RepackPlan: _of_repack,

@@ -13,14 +13,14 @@ from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.launch import Launch, Output, inputs_of
 from mlx_marlin.backends.metal import source
 from mlx_marlin.backends.metal.operands import OPERANDS
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
 
 PAIRS = {"bfloat": "bfloat by bfloat", "half_by_float": "half by float"}
 """The types of operands of forms that are probed."""
 
 
-def probe(operand: Operand) -> Probe:
+def probe(operand: CodeForm) -> Probe:
     """Returns the probe of a form of codes, one of `operands.PROBED`."""
     text = source.kernel_source("operand_probe")
     launch = Launch(
@@ -34,7 +34,7 @@ def probe(operand: Operand) -> Probe:
     return Probe(launch=launch, fault=partial(_fault, operand))
 
 
-def _fault(operand: Operand, values: Sequence[float]) -> str | None:
+def _fault(operand: CodeForm, values: Sequence[float]) -> str | None:
     indices = product(range(FRAGMENT), repeat=3)
     for (k, n, m), expected, value in zip(
         indices, products(operand), values, strict=True
@@ -47,7 +47,7 @@ def _fault(operand: Operand, values: Sequence[float]) -> str | None:
     return None
 
 
-def products(operand: Operand) -> Iterator[float]:
+def products(operand: CodeForm) -> Iterator[float]:
     """Yields the known products, by k, row of w and row of x."""
     for k, n, m in product(range(FRAGMENT), repeat=3):
         odd = 2 * (FRAGMENT * n + k) + 1

@@ -8,11 +8,11 @@ from typing import get_args
 
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.limits import TENSOR_KERNEL
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Kernel
 
-OPERANDS: tuple[Operand, ...] = get_args(Operand)
+OPERANDS: tuple[CodeForm, ...] = get_args(CodeForm)
 """The forms of a code, as numbered in `lib/decode.metal`."""
 BFLOAT_BITS = 6
 """Most bits of codes that are multiplied as bfloats: of the 8 significant bits of one,
@@ -27,7 +27,7 @@ the GPU gives others."""
 
 def operand_of(
     problem: Problem, device: Device, fragments_m: int, kernel: Kernel | None = None
-) -> Operand:
+) -> CodeForm:
     """Returns the form of codes that plans for a device have."""
     first, *others = forms(problem, fragments_m, kernel)
     return first if first != "bfloat" or device.core.has_bfloats else others[0]
@@ -35,7 +35,7 @@ def operand_of(
 
 def forms(
     problem: Problem, fragments_m: int, kernel: Kernel | None = None
-) -> tuple[Operand, ...]:
+) -> tuple[CodeForm, ...]:
     """Returns the forms of codes that plans may have: the best, then what replaces it.
 
     It is the cheapest whose error is small. With one fragment of half, the cheapest
@@ -60,7 +60,7 @@ def forms(
     return ("half_by_float", "exact") if problem.bits == MIXED_BITS else ("exact",)
 
 
-def dots_of(operand: Operand) -> Operand:
+def dots_of(operand: CodeForm) -> CodeForm:
     """Returns the form in which the gather kernel's dot products have codes."""
     return "exact" if operand == "exact" else "offset"
 
@@ -75,7 +75,7 @@ def _is_exact(problem: Problem) -> bool:
     return problem.invariant or plain or problem.dtype == "float32"
 
 
-def operand_reason(problem: Problem, operand: Operand, kernel: Kernel) -> str | None:
+def operand_reason(problem: Problem, operand: CodeForm, kernel: Kernel) -> str | None:
     """Returns why a kernel cannot multiply codes of a form, or None."""
     if operand not in OPERANDS:
         return f"is not one of {OPERANDS}"

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.limits import (
     THREE_FRAGMENTS_M,
 )
 from mlx_marlin.backends.metal.operands import operand_reason
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k
@@ -50,7 +50,7 @@ class MetalPlan(Plan):
     backend: ClassVar[str] = "metal"
 
     simdgroups_m: int = 1  # Simdgroups side by side along the rows
-    operand: Operand = "offset"  # The form of codes that lanes multiply
+    operand: CodeForm = "offset"  # The form of codes that lanes multiply
 
     @property
     def has_tensor_operations(self) -> bool:

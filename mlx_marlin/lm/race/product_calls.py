@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends import graph
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.lm.race.model_products import ModelProduct, stock_parts
 from mlx_marlin.measure import operands
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
@@ -79,9 +79,9 @@ def call(product: ModelProduct, m: int, entry: Entry) -> Product:
         assert problem is not None
         return _in_parts(problem, stock_parts(product))
     if isinstance(entry.plan, DequantizePlan):
-        return launcher.dequantized_product(entry.plan)
+        return graph.dequantized_product(entry.plan)
     assert not isinstance(entry.plan, GatherPlan)
-    return launcher.product(entry.plan, listed=False)
+    return graph.product(entry.plan, listed=False)
 
 
 def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.lm.race import product_calls
 from mlx_marlin.lm.race.budget import Budget
 from mlx_marlin.lm.race.model_products import ModelProduct

@@ -6,7 +6,7 @@ from math import prod
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import launcher, selection
+from mlx_marlin.backends import graph, selection
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.products.autodiff import are_without_vjp, differentiable
 from mlx_marlin.weights.dtypes import dtype_name
@@ -41,7 +41,7 @@ def choose_experts(logits: mx.array, routing: Routing) -> tuple[mx.array, mx.arr
 
     `logits`: router logits [..., experts] that `has_kernel` accepts.
     """
-    run = launcher.call(_plan(logits, routing))
+    run = graph.call(_plan(logits, routing))
     if are_without_vjp():
         experts, scores = run(logits)
         return experts, scores
@@ -74,7 +74,7 @@ def weighted_sum(results: mx.array, scores: mx.array, residual: mx.array) -> mx.
     plan = CombinePlan(rows, dtype_name(results.dtype), n, choices)
     if guard.remembered_fault(plan):
         return stock_sum(results, scores, residual)
-    call = differentiable(launcher.call(plan), stock_sum)
+    call = differentiable(graph.call(plan), stock_sum)
     return call(results, scores, residual)
 
 

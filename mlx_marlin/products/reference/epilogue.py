@@ -8,7 +8,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_marlin.argument_types import check_arrays
-from mlx_marlin.backends.launcher import Product
+from mlx_marlin.backends.graph import Product
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 
 

@@ -15,7 +15,7 @@ from mlx_marlin.products.request import Request, Shape
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 Product = Callable[..., mx.array]
-"""Takes and returns the arrays of `launcher.gather_product`."""
+"""Takes and returns the arrays of `graph.gather_product`."""
 
 
 def flat_indices(

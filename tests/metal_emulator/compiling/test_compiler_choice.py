@@ -273,7 +273,7 @@ COMPUTE = """
 import mlx.core as mx
 import metal_emulator
 from mlx_marlin import quantized_matmul
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from metal_emulator.compiling import compiler
 x = mx.random.normal((4, 256))
 native = mx.quantize(mx.random.normal((64, 256)))
@@ -285,7 +285,7 @@ metal_emulator.check(
     calls=[dict(inputs=[x], output_shapes=[x.shape], output_dtypes=[x.dtype],
                 grid=(1024, 1, 1), threadgroup=(32, 1, 1))],
 )
-print(len(launcher.plans_built()), compiler.find().clang[0])
+print(len(graph.plans_built()), compiler.find().clang[0])
 """
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_marlin.backends import launcher
+from mlx_marlin.backends import graph
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan
@@ -73,10 +73,10 @@ class Case:
         mx.eval(y)
         return y
 
-    def _product(self) -> launcher.Product:
+    def _product(self) -> graph.Product:
         if isinstance(self.plan, DequantizePlan):
-            return launcher.dequantized_product(self.plan)
-        return launcher.product(self.plan)
+            return graph.dequantized_product(self.plan)
+        return graph.product(self.plan)
 
 
 def cases_of(plans: Mapping[str, Plan | DequantizePlan | Case]) -> dict[str, Case]:

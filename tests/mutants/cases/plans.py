@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
@@ -49,7 +49,7 @@ def whole_tiles(
     fragments_m: int = 0,
     simdgroups_m: int = 1,
     simdgroups_k: int = 2,
-    operand: Operand = "exact",
+    operand: CodeForm = "exact",
     kernel: Kernel | None = None,
     **more: Any,
 ) -> Plan:
@@ -84,7 +84,7 @@ def in_ranges(
     division: tuple[int, int, int, int, int],
     *shape: Any,
     partition: Partition = "balanced",
-    operand: Operand = "offset",
+    operand: CodeForm = "offset",
     reduction: Reduction = "workspace",
     **more: Any,
 ) -> Plan:

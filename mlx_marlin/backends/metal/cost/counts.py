@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.weights.formats import format_of
 
 LARGEST_GROUP = 64
@@ -38,7 +38,7 @@ class LoopCost:
     # Counts of the dot products for 1 row and more, in the same way
     rows: Mapping[str, Counts]
 
-    def of_fragments(self, fragments_m: int, operand: Operand, dtype: str) -> Count:
+    def of_fragments(self, fragments_m: int, operand: CodeForm, dtype: str) -> Count:
         """Returns the counts of the matrix products.
 
         A form that was not counted costs as much as the exact one, and a third fragment
@@ -46,7 +46,7 @@ class LoopCost:
         """
         return _nth(_of_form(self.fragments, operand, dtype), fragments_m)
 
-    def of_rows(self, m: int, operand: Operand, dtype: str) -> Count:
+    def of_rows(self, m: int, operand: CodeForm, dtype: str) -> Count:
         """Returns the counts of the dot products; further rows cost as the last
         does."""
         return _nth(_of_form(self.rows, operand, dtype), m)
@@ -61,7 +61,7 @@ def _nth(counts: Counts, nth: int) -> Count:
     return Count(*(b + more * (b - a) for a, b in zip(before, last, strict=True)))
 
 
-def form_key(operand: Operand, dtype: str) -> str:
+def form_key(operand: CodeForm, dtype: str) -> str:
     """Returns the name of a form of codes and a dtype in the data file."""
     return f"{operand} {dtype}"
 
@@ -82,9 +82,9 @@ def loop_cost(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
     return LoopCost(found["fragments"], found["rows"])
 
 
-def _of_form(counts: Mapping[str, Counts], operand: Operand, dtype: str) -> Counts:
+def _of_form(counts: Mapping[str, Counts], operand: CodeForm, dtype: str) -> Counts:
     # Except for 4 bits, the cheapest offset is the least one.
-    second: Operand = "offset" if operand == "least_offset" else "exact"
+    second: CodeForm = "offset" if operand == "least_offset" else "exact"
     found = counts.get(form_key(operand, dtype)) or counts.get(form_key(second, dtype))
     for other in ("exact", "offset"):
         found = found or counts.get(form_key(other, dtype))

@@ -8,7 +8,7 @@ from mlx_marlin.backends.metal.cost.rates import (
     rates_of,
 )
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_K, TILE_N
@@ -35,7 +35,7 @@ class MainLoop:
 
 @lru_cache(maxsize=1024)
 def loop_of(
-    problem: Problem, fragments_m: int, operand: Operand, device: Device
+    problem: Problem, fragments_m: int, operand: CodeForm, device: Device
 ) -> MainLoop:
     """Returns the cost of the main loop; cached for all plans of a product."""
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
@@ -55,7 +55,7 @@ def loop_of(
 
 
 def loop_slots(
-    problem: Problem, fragments_m: int, operand: Operand, m: int, device: Device
+    problem: Problem, fragments_m: int, operand: CodeForm, m: int, device: Device
 ) -> float:
     """Returns the issue slots of the main loop per weight, for m rows."""
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
@@ -81,7 +81,7 @@ def readers(m: int, fragments_m: int) -> dict[int, int]:
 def _per_iteration(
     counts: LoopCost,
     fragments_m: int,
-    operand: Operand,
+    operand: CodeForm,
     m: int,
     dtype: str,
     matrix_slots: float,

@@ -12,7 +12,7 @@ from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
 from mlx_marlin.backends.metal.limits import NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.device import Residency
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
@@ -65,7 +65,7 @@ def fits(plan: MetalPlan | MetalGatherPlan, device: Device) -> bool:
 
 
 def product_registers(
-    problem: Problem, fragments_m: int, operand: Operand, has_ranges: bool = False
+    problem: Problem, fragments_m: int, operand: CodeForm, has_ranges: bool = False
 ) -> int:
     """Returns the 32-bit registers of a thread of `gemv` or `gemm_register`."""
     rows = 1 if fragments_m else problem.m
@@ -77,7 +77,7 @@ def product_registers(
     return -(-(halves + PAIR_HALVES * pairs) // 2)
 
 
-def _halves_of_loop(problem: Problem, fragments_m: int, operand: Operand) -> int:
+def _halves_of_loop(problem: Problem, fragments_m: int, operand: CodeForm) -> int:
     counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     dtype = problem.dtype
     if fragments_m:

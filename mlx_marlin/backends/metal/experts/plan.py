@@ -18,7 +18,7 @@ from mlx_marlin.backends.metal.limits import (
     THREADGROUP_LIMIT,
 )
 from mlx_marlin.backends.metal.operands import operand_reason
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
@@ -41,7 +41,7 @@ class MetalGatherPlan(GatherPlan):
     dot_rows: int
     # The form of codes that lanes multiply with matrices. With a gate, `simdgroups_k`
     # counts those of both weights of an expert
-    operand: Operand
+    operand: CodeForm
 
     def check(self) -> None:
         """Checks the fields, one by one and against each other."""

@@ -20,7 +20,7 @@ from mlx_marlin.backends.metal.operands import dots_of, operand_of
 from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction, tensor_slots
 from mlx_marlin.backends.metal.stock.slots import stock_slots, vector_slots
-from mlx_marlin.planning.explicit import Operand
+from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
@@ -52,7 +52,7 @@ mean."""
 
 @lru_cache(maxsize=4096)
 def choose_gather(
-    gather: GatherProblem, device: Device, operand: Operand | None = None
+    gather: GatherProblem, device: Device, operand: CodeForm | None = None
 ) -> MetalGatherPlan:
     """Returns the plan for experts' products; cached.
 
@@ -84,7 +84,7 @@ def _plan(
     fragments: int,
     fragments_m: int,
     dot_rows: int,
-    operand: Operand,
+    operand: CodeForm,
 ) -> MetalGatherPlan:
     """Returns a plan for experts' products."""
     problem = gather.problem
