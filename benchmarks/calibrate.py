@@ -29,7 +29,7 @@ from benchmarks.rates_fit import (
 )
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.measure import result_file, shapes
+from mlx_marlin.measure import result_file, rows
 from mlx_marlin.measure.rows import ProductRow
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.tables import aligned
@@ -109,7 +109,7 @@ def changed_plans(problems: Sequence[Problem], device: Device, found: Fit) -> li
 
 def judged() -> list[Problem]:
     """Returns the products whose plans are compared: those of `mlx-marlin bench`."""
-    return [problem_of(m, n, k) for (k, n), m in product(shapes.SHAPES, shapes.ROWS)]
+    return [problem_of(m, n, k) for (k, n), m in product(rows.SHAPES, rows.ROWS)]
 
 
 def main(given: Sequence[str] | None = None) -> int:

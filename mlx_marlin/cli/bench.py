@@ -16,12 +16,9 @@ from mlx_marlin.cli import arguments, models, output
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.render import documents
 from mlx_marlin.lm import measured_models
-from mlx_marlin.measure import machine, products, result_file, shapes
+from mlx_marlin.measure import machine, products, result_file, rows
 from mlx_marlin.measure.result_file import PROBLEM, ResultFile, timing
-from mlx_marlin.measure.rows import (
-    MachineFacts,
-    Timing,
-)
+from mlx_marlin.measure.rows import MachineFacts, Timing
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import this_machine
 from mlx_marlin.weights.formats import LAYOUTS
@@ -71,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_products(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("products")
-    quick = f", in the emulator {arguments.listed(shapes.QUICK_ROWS)}"
-    arguments.add_rows(group, shapes.ROWS, quick)
+    quick = f", in the emulator {arguments.listed(rows.QUICK_ROWS)}"
+    arguments.add_rows(group, rows.ROWS, quick)
     arguments.add_format(group, MODES)
     arguments.add_dtype(group)
     arguments.add_layout(group, BOTH)
@@ -95,18 +92,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="NAME", help="name or folder of a quantized mlx-lm model"
     )
-    arguments.add_streams(group, shapes.STREAMS)
+    arguments.add_streams(group, rows.STREAMS)
     group.add_argument(
         "--prompt",
         type=int,
-        default=shapes.PROMPT,
-        help=f"default: {shapes.PROMPT} tokens",
+        default=rows.PROMPT,
+        help=f"default: {rows.PROMPT} tokens",
     )
     group.add_argument(
         "--new",
         type=int,
-        default=shapes.NEW,
-        help=f"tokens to generate; default: {shapes.NEW}",
+        default=rows.NEW,
+        help=f"tokens to generate; default: {rows.NEW}",
     )
 
 
@@ -147,19 +144,19 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _streams(args: argparse.Namespace) -> Sequence[int]:
     given = args.streams
-    return arguments.numbers(given, "--streams") if given else shapes.STREAMS
+    return arguments.numbers(given, "--streams") if given else rows.STREAMS
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
     """Returns the products that the arguments specify, without duplicates."""
     is_on_gpu = selection.backend() in selection.ON_GPU
     given = arguments.numbers(args.rows) if args.rows else None
-    usual = shapes.ROWS if is_on_gpu else shapes.QUICK_ROWS
+    usual = rows.ROWS if is_on_gpu else rows.QUICK_ROWS
     found: list[Problem] = []
     for m, n, k in _shapes(args, is_on_gpu):
         problem = arguments.problem(args, 1, n, k, "mlx")
-        rows = given or (usual if m is None else [m])
-        found += [replace(problem, m=m) for m in rows]
+        counts = given or (usual if m is None else [m])
+        found += [replace(problem, m=count) for count in counts]
     return [*dict.fromkeys(found)]
 
 
@@ -174,7 +171,7 @@ def _shapes(
             )
         yield shape
     if not args.targets and not args.model:
-        usual = shapes.SHAPES if is_on_gpu else shapes.QUICK_SHAPES
+        usual = rows.SHAPES if is_on_gpu else rows.QUICK_SHAPES
         yield from ((None, n, k) for k, n in usual)
 
 

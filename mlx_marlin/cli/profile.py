@@ -15,9 +15,7 @@ from mlx_marlin.backends import registry
 from mlx_marlin.cli import arguments, output, profiled
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.render import documents
-from mlx_marlin.measure.profiling.document import document
-from mlx_marlin.measure.profiling.profile import Profile
-from mlx_marlin.measure.profiling.roofline import Roofline
+from mlx_marlin.measure.profiling import Profile, Roofline, document
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import this_machine
 from mlx_marlin.tables import Value

@@ -11,9 +11,14 @@ from mlx_marlin import guard, progress
 from mlx_marlin.backends import graph, planner, registry, selection, tuned_results
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.measure import clocks, operands, tuner
-from mlx_marlin.measure.profiling.document import Skipped
-from mlx_marlin.measure.profiling.profile import Origin, Profile, of_plan, of_stock
-from mlx_marlin.measure.profiling.traffic import Counts
+from mlx_marlin.measure.profiling import (
+    Counts,
+    Origin,
+    Profile,
+    Skipped,
+    of_plan,
+    of_stock,
+)
 from mlx_marlin.measure.tuner import Arm
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides

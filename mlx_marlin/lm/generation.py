@@ -16,13 +16,14 @@ from mlx_marlin.lm.decoding import PREPARED, Decoded, Prompts
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.measure import timing
 from mlx_marlin.measure.rows import (
+    NEW,
     OURS,
+    PROMPT,
     STOCK_MODEL,
     FirstTokenRow,
     GenerationRow,
     Timing,
 )
-from mlx_marlin.measure.shapes import NEW, PROMPT
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 

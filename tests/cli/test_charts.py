@@ -23,7 +23,7 @@ from mlx_marlin.cli import profiled
 from mlx_marlin.cli.pictures import charts, figures, plan_picture
 from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark, Sample
 from mlx_marlin.cli.pictures.text import schedule
-from mlx_marlin.measure.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling import Point, Roofline
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from support.pictures import chosen, svg_texts

@@ -25,8 +25,7 @@ from mlx_marlin.cli.render import command, documents, page
 from mlx_marlin.cli.render.page import element
 from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
-from mlx_marlin.measure.profiling.document import Skipped, document
-from mlx_marlin.measure.profiling.profile import of_plan, of_stock
+from mlx_marlin.measure.profiling import Skipped, document, of_plan, of_stock
 from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning.problem import Problem
 from support.pictures import svg_texts

@@ -7,10 +7,16 @@ import pytest
 
 from mlx_marlin.backends import devices, planner, registry
 from mlx_marlin.backends.metal.device import DEFAULT, Device
-from mlx_marlin.measure.profiling.document import Skipped, document
-from mlx_marlin.measure.profiling.profile import Profile, of_plan, of_stock
-from mlx_marlin.measure.profiling.roofline import Point, Roofline
-from mlx_marlin.measure.profiling.traffic import Counts
+from mlx_marlin.measure.profiling import (
+    Counts,
+    Point,
+    Profile,
+    Roofline,
+    Skipped,
+    document,
+    of_plan,
+    of_stock,
+)
 from mlx_marlin.planning.device import PlanningDevice, Residency
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import devices
-from mlx_marlin.measure.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling import Point, Roofline
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import metal_emulator
 from mlx_marlin.backends import devices, graph, planner
 from mlx_marlin.measure import operands
-from mlx_marlin.measure.profiling.traffic import OperandBytes, Traffic
+from mlx_marlin.measure.profiling import OperandBytes, Traffic
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import CHANNEL

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Unpack
 
 from mlx_marlin.backends import planner
 from mlx_marlin.cli.pictures.text import fullest, schedule
-from mlx_marlin.measure.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling import Point, Roofline
 from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides

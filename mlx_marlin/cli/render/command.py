@@ -12,9 +12,8 @@ from mlx_marlin.cli import output
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.cli.render import documents
 from mlx_marlin.cli.render.page import Page, html
-from mlx_marlin.measure import result_file
+from mlx_marlin.measure import profiling, result_file
 from mlx_marlin.measure.privacy import redacted
-from mlx_marlin.measure.profiling import document as profile
 
 DESCRIPTION = """
 Render a result of `mlx-marlin profile --json`, `mlx-marlin bench --json` or
@@ -28,7 +27,7 @@ examples:
 """
 PAGE = ".html"
 DOCUMENTS: dict[str, Callable[[Any, str], Page]] = {
-    profile.SCHEMA: documents.profile_page,
+    profiling.SCHEMA: documents.profile_page,
     result_file.SCHEMA: documents.result_page,
 }
 """Schema -> what makes the page of a document, with the charts."""
@@ -78,13 +77,13 @@ def read(path: Path) -> tuple[str, Any]:
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema == result_file.SCHEMA:
             return schema, result_file.decoded(data)
-        if schema != profile.SCHEMA:
+        if schema != profiling.SCHEMA:
             known = ", ".join(map(repr, DOCUMENTS))
             shown = regular_files.quoted(schema, 60)
             raise ValueError(f"its schema is {shown}, expected one of {known}")
-        if data.get("version") != profile.VERSION:
+        if data.get("version") != profiling.VERSION:
             version = regular_files.quoted(data.get("version"), 60)
-            raise ValueError(f"its version is {version}, expected {profile.VERSION}")
+            raise ValueError(f"its version is {version}, expected {profiling.VERSION}")
         return schema, data
 
 

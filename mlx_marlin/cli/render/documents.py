@@ -7,7 +7,7 @@ from typing import Any
 from mlx_marlin.cli.pictures import charts
 from mlx_marlin.cli.pictures.charts import Chart, can_draw
 from mlx_marlin.cli.render.page import Page
-from mlx_marlin.measure.profiling.roofline import Point, Roofline
+from mlx_marlin.measure.profiling import Point, Roofline
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import (
     CANDIDATE,

@@ -19,8 +19,6 @@ from mlx_marlin.products.operands import experts_call
 from mlx_marlin.products.request import Request
 
 ARRAYS = 3
-
-
 """Arrays of a weight in one layout."""
 
 

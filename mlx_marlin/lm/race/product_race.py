@@ -23,46 +23,24 @@ from mlx_marlin.planning.gather_plan import AnyPlan, AnyProblem, GatherProblem
 from mlx_marlin.planning.measurement import PROMPTS, Result, product_of
 
 ROWS = (2, 4, 5, 8, 16, 32, 64)
-
-
 """Numbers of rows that are timed."""
-
-
 MOST_FLOPS = 10**12
-
-
 """Most operations of a product that is timed, a second on the smallest GPU. What was
 measured at the most rows holds for more."""
-
-
 BETWEEN = {
     **{3: (2, 4), 6: (5, 8), 12: (8, 16), 24: (16, 32), 48: (32, 64)},
     **{128: (64, 256), 384: (256, 512)},
 }
-
-
 """Numbers of rows that are timed if stock MLX serves one neighbour and we the other."""
-
-
 CLOSE = 1.1
-
-
 """A second kernel is timed if its predicted time is at most this times the best one."""
-
-
 ROUNDS = 3
 
 
 AGAIN = 2
-
-
 """How often a product is timed again whose times are noise; then they count as
 equal."""
-
-
 SECONDS = 0.03
-
-
 """Time of a product's samples together, without compilation."""
 
 
