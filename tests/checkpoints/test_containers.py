@@ -12,13 +12,13 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import gpt_oss
 
-from mlx_marlin.checkpoints.folder import new_model
 from mlx_marlin.checkpoints.reading import tensors
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model, needs_import
 from support import foreign_checkpoints as foreign
 from support import one_layer, oracles
+from support.configurations import EXPERTS, W1_TO_W3, new_model, settings_of
 from support.foreign_models import CONFIG
 from support.format_cases import E2M1, E4M3, E8M0
 from support.one_layer import LAYER, modelopt, mxfp4, nvfp4
@@ -130,22 +130,7 @@ def test_scales_that_do_not_fit_are_refused(
         read(path)
 
 
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "num_hidden_layers": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 64,
-    "rms_norm_eps": 1e-5,
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "sliding_window": 16,
-    "rope_theta": 10000,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+GPT_OSS = settings_of("gpt-oss-20b")
 
 
 def test_gpt_oss_as_it_was_published(tmp_path: Path) -> None:
@@ -348,19 +333,7 @@ def test_originals_of_fp8_that_contradict_their_config_are_refused(
         read(path)
 
 
-MINIMAX = CONFIG | {
-    "model_type": "minimax",
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "shared_intermediate_size": 0,
-    "scoring_func": "sigmoid",
-    "head_dim": 32,
-    "rotary_dim": 16,
-    "max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-    "attn_type_list": [1, 1],
-    "use_qk_norm": True,
-}
+MINIMAX = settings_of("MiniMax-M2")
 
 
 @pytest.mark.parametrize("config", [MINIMAX, CONFIG], ids=["minimax", "llama"])
@@ -371,9 +344,10 @@ def test_models_of_fp8_are_those_of_mlx_lm(tmp_path: Path, config: dict) -> None
     for name, array in tree_flatten(model.parameters()):
         names = [name]
         if ".switch_mlp." in name:
-            part = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
             start, _, own = name.removesuffix(".weight").partition("switch_mlp.")
-            names = [f"{start}experts.{e}.{part[own]}.weight" for e in range(2)]
+            names = [
+                f"{start}experts.{e}.{W1_TO_W3[own]}.weight" for e in range(EXPERTS)
+            ]
         if name.endswith("_proj.weight"):
             shape = array.shape[-2:]
             blocks = (-(-size // 128) for size in shape)

@@ -30,7 +30,7 @@ from support.one_layer import (
 from support.profiles import profile
 
 FILE = "model.safetensors"
-SEEDS = 20 if profile() == "quick" else 50
+SEEDS = 20 if profile() == "quick" else 40
 
 
 CHECKPOINTS = [gptq, awq, compressed, stock, auto_round, modelopt, mxfp4]

@@ -1,4 +1,4 @@
-"""The demo's model, stored in each format, writes what its weights say in float64."""
+"""Models in each format compute and write what their weights say in float64."""
 
 import json
 from collections.abc import Callable
@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quants
 from mlx_lm.models.cache import make_prompt_cache
 
+import mlx_marlin
 from mlx_marlin.backends import graph
+from mlx_marlin.checkpoints import gguf
+from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
-from support import float64_llama
+from support import float64_llama, foreign_models, oracles
 from support import foreign_checkpoints as foreign
+from support.gguf_blocks import draw_blocks
 from support.gguf_models import write_llama
 from support.profiles import sampled
 
@@ -94,30 +99,6 @@ def written(path: Path, name: str) -> dict[str, np.ndarray]:
     return exact
 
 
-GGUF_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-"""Those whose blocks of 32 fit 320 columns, of those that the package can write."""
-
-
-def written_gguf(path: Path, type_name: str) -> dict[str, np.ndarray]:
-    """Writes the demo's model with the `gguf` package; returns its weights."""
-    weights = {}
-    for name, w in plain_weights().items():
-        numbers = w.astype(np.float32)
-        if "_proj" in name:
-            blocks = quants.quantize(numbers, GGMLQuantizationType[type_name])
-            weights[name] = type_name, blocks
-        else:
-            weights[name] = "F32", numbers
-    return write_llama(path, CONFIG, weights)
-
-
-def write(folder: Path, name: str) -> tuple[Path, dict[str, np.ndarray]]:
-    """Writes the demo's model; returns where it is, and its weights."""
-    if name in GGUF_TYPES:
-        return folder / "model.gguf", written_gguf(folder / "model.gguf", name)
-    return folder, written(folder, name)
-
-
 def generated(model: Any, count: int = COUNT) -> list[int]:
     cache = make_prompt_cache(model)
     tokens, given = [], mx.array(PROMPT)[None]
@@ -139,25 +120,16 @@ def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
     assert len(ties) <= 1, ties
 
 
-@sampled(2)
-@pytest.mark.parametrize("name", [*FORMATS, *GGUF_TYPES])
-def test_a_model_writes_what_its_weights_say(tmp_path: Path, name: str) -> None:
-    path, exact = write(tmp_path, name)
-    check_tokens(generated(load_model(open_source(path))), exact)
-
-
 @sampled(3, 10)
-@pytest.mark.parametrize("served", ["stock", "on_cpu"])
-@pytest.mark.parametrize("name", [*FORMATS, *GGUF_TYPES])
-def test_other_back_ends_write_it_too(
+@pytest.mark.parametrize("served", ["kernels", "stock", "on_cpu"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_model_writes_what_its_weights_say(
     tmp_path: Path, request: pytest.FixtureRequest, served: str, name: str
 ) -> None:
     request.getfixturevalue(served)
-    path, exact = write(tmp_path, name)
-    check_tokens(generated(load_model(open_source(path)), 3), exact)
-    # Layers in a format of MLX's are MLX's own until they are optimized.
-    is_of_mlx = name in ("Q4_1", "Q5_1")
-    assert bool(graph.plans_built()) is (served != "stock" and not is_of_mlx)
+    exact = written(tmp_path, name)
+    check_tokens(generated(load_model(open_source(tmp_path))), exact)
+    assert bool(graph.plans_built()) is (served != "stock")
 
 
 def test_another_weight_writes_something_else(tmp_path: Path) -> None:
@@ -166,3 +138,83 @@ def test_another_weight_writes_something_else(tmp_path: Path) -> None:
     exact["model.layers.2.mlp.down_proj.weight"] *= -1
     with pytest.raises(AssertionError):
         check_tokens(tokens, exact)
+
+
+SMALL: dict[str, Any] = foreign_models.CONFIG | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+DEVIATIONS = {"Q3_K": 19 * 2.3, "Q6_K": 19 * 74, "IQ4_NL": 70, "IQ4_XS": 19 * 70}
+DEVIATIONS |= {"Q4_0": 4.6, "Q5_0": 9.2, "Q8_0": 74}
+"""Of random weights divided by d, where they have no minimum."""
+KINDS = [*DEVIATIONS, "Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"]
+TOKENS = np.array([3, 60, 17, 4, 55])
+
+
+def scales(kind: str) -> tuple[float, ...]:
+    """Returns d, or d and dmin, of weights with a standard deviation of about 0.05."""
+    if kind in DEVIATIONS:
+        return (0.05 / DEVIATIONS[kind],)
+    bits = int(kind[1])
+    if kind.endswith("_1"):  # with a summand
+        return 0.17 / 2**bits, -0.085
+    d = 0.1 / (8 if kind == "Q2_K" else 32) / 2**bits
+    return d, d * 2 ** (bits - 1)
+
+
+def written_gguf(path: Path, kind: str) -> dict[str, np.ndarray]:
+    """Writes a model with an embedding of Q6_K; returns its weights by name."""
+    random = np.random.default_rng(1)
+    weights = {}
+    for name, shape in foreign_models.shapes(SMALL).items():
+        own = "Q6_K" if name == "model.embed_tokens" else kind
+        if len(shape) == 1:
+            weights[f"{name}.weight"] = "F32", np.ones(shape, np.float32)
+        else:
+            octets = draw_blocks(own, shape, random, scales(own))
+            weights[f"{name}.weight"] = own, octets
+    return write_llama(path, SMALL, weights)
+
+
+def assert_same(model: nn.Module, exact: dict[str, np.ndarray]) -> None:
+    """The logits are those of a float64 evaluation."""
+    logits = model(mx.array(TOKENS)[None])[0]
+    assert isinstance(model.model.embed_tokens, PackedEmbedding)
+    assert logits.dtype == mx.float16
+    expected = float64_llama.logits(SMALL, exact, TOKENS)
+    assert oracles.error(logits, expected) < 5e-3
+
+
+@sampled(2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimized", [False, True])
+def test_logits_are_those_of_a_float64_evaluation(
+    kind: str, optimized: bool, tmp_path: Path
+) -> None:
+    exact = written_gguf(tmp_path / "model.gguf", kind)
+    model = load_model(open_source(tmp_path / "model.gguf"))
+    if optimized:
+        mlx_marlin.optimize(model)
+
+    assert_same(model, exact)
+
+
+@sampled(1)
+@pytest.mark.parametrize("kind", ["Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_a_converted_model_is_verified_with_its_embedding_and_head(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "tokenizer_files", lambda _: {})
+    exact = written_gguf(tmp_path / "model.gguf", kind)
+    [*convert(open_source(tmp_path / "model.gguf"), tmp_path / "folder")]
+
+    model = load_model(open_source(tmp_path / "folder"))
+    report = mlx_marlin.verify(model, rows=(2,))
+
+    assert_same(model, exact)
+    assert report.passed, str(report)
+    operations = {layer.operation for layer in report.layers}
+    assert {"linear", "lookup", "head"} <= operations

@@ -3,7 +3,7 @@
 The oracle is mlx-lm: its `sanitize` and its model, with the decoded weights in float32.
 """
 
-import importlib
+import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -30,273 +31,86 @@ from mlx_marlin.lm.checkpoints.moved_rows import Rows, gathered, moved
 from mlx_marlin.lm.checkpoints.renaming import Source
 from support import foreign_checkpoints as foreign
 from support import oracles
-from support.format_cases import E2M1, E4M3
+from support.configurations import COMMON, new_model, settings_of
+from support.containers import CONTAINERS, TOKENS, Weight, integers, write_model
 from support.models import Tokenizer
 from support.profiles import sampled
 
 Stored = dict[str, np.ndarray]
-TOKENS = mx.array([[1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]])
-EXPERTS = 4
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-LATENT = COMMON | {
-    "moe_intermediate_size": 64,
-    "kv_lora_rank": 128,
-    "q_lora_rank": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": EXPERTS,  # float16 would choose others among near ones
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "attention_bias": False,
-}
-INDEXER = {"index_head_dim": 64, "index_n_heads": 2, "index_topk": 64}
-ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-MODELS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": LATENT,
-    "glm4_moe_lite": LATENT,
-    "glm_moe_dsa": LATENT | INDEXER | {"rope_parameters": ROPE},
-    "mistral4": LATENT
-    | {
-        "rope_parameters": ROPE
-        | {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
-    },
-    "longcat_flash": LATENT
-    | {
-        "num_layers": 1,
-        "attention_method": "MLA",
-        "zero_expert_type": "identity",
-        "zero_expert_num": 0,
-        "ffn_hidden_size": 128,
-        "expert_ffn_hidden_size": 64,
-        "moe_topk": EXPERTS,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-    },
-    "kimi_k25": {"text_config": LATENT},
-    "bailing_moe": COMMON
-    | {
-        "norm_head": True,
-        "moe_intermediate_size": 64,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": EXPERTS,
-        "num_shared_experts": 1,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-    },
-    "granitemoehybrid": COMMON
-    | {
-        "attention_bias": False,
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "layer_types": ["attention", "attention"],
-        "position_embedding_type": "rope",
-    },
-    "falcon_h1": COMMON
-    | {
-        "head_dim": 32,
-        "mamba_d_ssm": 64,
-        "mamba_d_head": 32,
-        "mamba_n_heads": 2,
-        "mamba_d_state": 64,
-        "num_hidden_layers": 1,
-    },
-    "llama4": {
-        "text_config": COMMON
-        | {
-            "model_type": "llama4_text",
-            "attention_bias": False,
-            "attention_chunk_size": 64,
-            "head_dim": 32,
-            "interleave_moe_layer_step": 1,
-            "intermediate_size_mlp": 128,
-            "num_experts_per_tok": 1,
-            "num_local_experts": EXPERTS,
-            "rope_scaling": None,
-            "use_qk_norm": False,
-            "num_hidden_layers": 4,
-        },
-    },
-}
-"""Settings of small models, by the module of mlx-lm."""
-SETTINGS = MODELS | {
-    "baichuan_m1": COMMON
-    | {"sliding_window": 64, "sliding_window_layers": [], "conv_window": 2}
-}
+MODELS = [
+    *("DeepSeek-V3", "GLM-4.7-Flash", "GLM-5", "Mistral-Small-4", "LongCat-Flash"),
+    *("Kimi-K2.5", "Ling-mini-2.0", "Granite-4.0-Micro", "Falcon-H1-1.5B"),
+    "Llama-4-Scout",
+]
+"""Configurations whose weights mlx-lm renames, divides, turns or scales."""
 PLAIN = re.compile(r"embed|norm|mlp\.gate\.|router|indexer|conv|classifier")
 
 
-def new_model(name: str) -> Any:
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    return module.Model(module.ModelArgs.from_dict(config_of(name)))
+WIDE = {"kv_lora_rank": 128, "v_head_dim": 64, "qk_nope_head_dim": 64}
+"""Sizes of latent attention that are whole groups."""
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return {**SETTINGS[name], "model_type": name}
+    config = settings_of(name) | WIDE
+    return config | {k: v | WIDE for k, v in config.items() if k == "text_config"}
 
 
-def on_the_hub(name: str, exact: Stored) -> Stored:
-    """Weights under the names, and in the layout, of the original model."""
-    hub: Stored = {}
-    for key, value in exact.items():
-        layer, _, projection = key.removesuffix(".weight").rpartition(".")
-        if projection == "embed_q":
-            both = value.swapaxes(1, 2), exact[f"{layer}.unembed_out.weight"]
-            rows = np.concatenate(both, axis=1)
-            hub[f"{layer}.kv_b_proj.weight"] = rows.reshape(-1, rows.shape[-1])
-        elif value.ndim == 3 and "conv" in key:
-            hub[key] = value.swapaxes(1, 2)
-        elif value.ndim == 3 and projection != "unembed_out":
-            base = layer.removesuffix(".switch_mlp").removesuffix(".experts")
-            for expert, own in enumerate(value):
-                hub[f"{base}.experts.{expert}.{projection}.weight"] = own
-        elif name == "granitemoehybrid" and layer.endswith(".mlp"):
-            shared = layer.replace(".mlp", ".shared_mlp")
-            if projection == "gate_proj":
-                value = np.concatenate([value, exact[f"{layer}.up_proj.weight"]])
-                hub[f"{shared}.input_linear.weight"] = value
-            elif projection == "down_proj":
-                hub[f"{shared}.output_linear.weight"] = value
-        elif projection != "unembed_out":
-            hub[key.replace("mlp.gate.gate_proj", "mlp.gate")] = value
-    return hub
-
-
-def gptq(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
-    bias = np.zeros(len(weight.codes), np.float16)  # as GPTQ's tools write it
-    return {
-        **foreign.gptq_arrays(layer, weight, 2),
-        f"{layer}.bias": bias,
-    }, weight.values
-
-
-def packed(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
-    return foreign.compressed_arrays(layer, weight, symmetric=True), weight.values
+def is_linear(name: str, array: np.ndarray) -> bool:
+    return name.endswith(".weight") and array.ndim == 2 and not PLAIN.search(name)
 
 
 def of_mlx(
-    layer: str, weight: foreign.IntegerWeight, **format: Any
-) -> tuple[Stored, np.ndarray]:
-    parts = mx.quantize(mx.array(weight.values.astype(np.float16)), **format)
-    exact = mx.dequantize(
-        *(
-            parts[:1]
-            + [p.astype(mx.float32) if p.dtype != mx.uint8 else p for p in parts[1:]]
-        ),
-        **format,
-        dtype=mx.float32,
-    )
-    names = ("weight", "scales", "biases")
-    arrays = {
-        f"{layer}.{part}": np.array(array)
-        for part, array in zip(names, parts, strict=False)
-    }
-    return arrays, np.array(exact)
+    rng: np.random.Generator, layer: str, shape: tuple[int, int], **format: Any
+) -> Weight:
+    values = mx.array(rng.normal(size=shape) * 0.2).astype(mx.float16)
+    codes, *others = mx.quantize(values, **format)
+    wide = [p if p.dtype == mx.uint8 else p.astype(mx.float32) for p in others]
+    exact = mx.dequantize(codes, *wide, **format, dtype=mx.float32)
+    parts = zip(("weight", "scales", "biases"), (codes, *others), strict=False)
+    return {f"{layer}.{part}": np.array(array) for part, array in parts}, exact
 
 
-def nvfp4(layer: str, weight: foreign.IntegerWeight) -> tuple[Stored, np.ndarray]:
-    """ModelOpt's arrays, with a factor of each layer's own."""
-    n, k = weight.codes.shape
-    low, high = weight.codes[:, ::2], weight.codes[:, 1::2]
-    scales = np.repeat(weight.zeros + 0x28, 4, axis=1).astype(np.uint8)
-    factor = np.float32(2.0 ** -(4 + weight.codes.sum() % 3))
-    arrays = {
-        f"{layer}.weight": (low | high << 4).astype(np.uint8),
-        f"{layer}.weight_scale": scales,
-        f"{layer}.weight_scale_2": factor.reshape(1),
-    }
-    assert scales.shape == (n, k // 16)
-    return arrays, E2M1[weight.codes] * np.repeat(E4M3[scales], 16, axis=1) * factor
+def gptq(layer: str, weight: foreign.IntegerWeight) -> Stored:
+    zeros = np.zeros(len(weight.codes), np.float16)  # as GPTQ's tools write them
+    return foreign.gptq_arrays(layer, weight, 2) | {f"{layer}.bias": zeros}
 
 
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
-FORMATS: dict[str, tuple[Callable[..., Any], dict, dict]] = {
-    "gptq": (gptq, foreign.gptq_config(4, 2), {}),
-    "act-order": (gptq, foreign.gptq_config(4, 2), {"act_order": True}),
-    "compressed": (
-        packed,
-        foreign.compressed_config(4, symmetric=True),
-        {"symmetric": True},
+EIGHT = {"group_size": 32, "bits": 8}
+MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+FORMATS: dict[str, tuple[Callable[..., Weight], dict[str, Any]]] = {
+    "gptq": (partial(integers, arrays=gptq), foreign.gptq_config(4, 2)),
+    "act-order": (
+        partial(integers, arrays=gptq, act_order=True),
+        foreign.gptq_config(4, 2),
     ),
-    "nvfp4": (nvfp4, {"quantization_config": MODELOPT}, {}),
-    "mlx": (
-        partial(of_mlx, group_size=32, bits=8),
-        {"quantization": {"group_size": 32, "bits": 8}},
-        {},
-    ),
-    "mxfp4": (
-        partial(of_mlx, group_size=32, bits=4, mode="mxfp4"),
-        {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
-        {},
-    ),
+    "compressed": CONTAINERS["compressed-tensors"][::-1],
+    "mlx": (partial(of_mlx, **EIGHT), {"quantization": EIGHT}),
+    "mxfp4": (partial(of_mlx, **MXFP4), {"quantization": MXFP4}),
 }
+"""What stands for a matrix, and what the config says."""
 
 
-def write(path: Path, name: str, format: str, *, plain: re.Pattern[str] = PLAIN) -> Any:
+def write(path: Path, name: str, format: str, dtype: type = np.float32) -> Any:
     """Writes a model; returns mlx-lm's model of the same numbers in float32."""
-    arrays, settings, options = FORMATS[format]
-    rng = np.random.default_rng(0)
-    model = new_model(name)
-    parameters = {
-        key: rng.normal(size=array.shape) * 0.1 + (array.ndim == 1)
-        for key, array in tree_flatten(model.parameters())
-    }
-    stored: Stored = {}
-    exact: dict[str, mx.array] = {}
-    for key, value in on_the_hub(name, parameters).items():
-        # MLX computes experts of float16, or with factors of their own, on GPUs alone.
-        is_gpus = format == "nvfp4" and ".experts." in key
-        if value.ndim == 2 and plain.search(key) is None and not is_gpus:
-            draws = np.random.default_rng(7) if "act_order" in options else rng
-            weight = foreign.drawn_weight(draws, *value.shape, 64, 4, **options)
-            weight.scales = (weight.scales / 16).astype(np.float16)
-            own, value = arrays(key.removesuffix(".weight"), weight)
-            stored |= own
-        else:
-            value = value.astype(np.float32 if is_gpus else np.float16)
-            stored[key] = value
-        exact[key] = mx.array(value.astype(np.float32))
-    foreign.Folder(settings | config_of(name), stored).write(path)
-    (path / "tokenizer_config.json").write_text("{}")
-    if name == "llama4":  # of which mlx-lm knows fused experts alone
-        for layer in {key.split(".experts.")[0] for key in exact if ".experts." in key}:
-            for part in ("gate_proj", "up_proj", "down_proj"):
-                names = [f"{layer}.experts.{e}.{part}.weight" for e in range(EXPERTS)]
-                own = [exact.pop(each) for each in names]
-                exact[f"{layer}.experts.{part}.weight"] = mx.stack(own)
-    model.load_weights([*model.sanitize(exact).items()])
-    model.eval()
-    return model
+    weight, said = FORMATS[format]
+    own = partial(weight, np.random.default_rng(0))
+    options: dict[str, Any] = {"quantizes": is_linear, "dtype": dtype}
+    return write_model(path, config_of(name), own, said, **options)
 
 
-def assert_same(model: Any, exact: Any, most: float = 1e-2) -> None:
+def write_plain(path: Path, name: str) -> Any:
+    """Writes a model without quantized layers, as `write` does."""
+    said = foreign.gptq_config(4, 2)
+    return write_model(path, config_of(name), lambda *_: None, said, dtype=np.float16)
+
+
+def assert_same(model: Any, exact: Any, most: float = 1e-3) -> None:
     expected = np.array(exact(TOKENS), np.float64)
     assert oracles.error(model(TOKENS).astype(mx.float32), expected) < most
 
 
-@sampled(10)
-@pytest.mark.parametrize("format", FORMATS)
+@sampled(6, 12)
+@pytest.mark.parametrize("format", ["act-order", "mlx", "mxfp4"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("unfused")
 def test_a_model_computes_with_the_decoded_weights(
@@ -315,14 +129,14 @@ def test_a_model_computes_with_the_decoded_weights(
 def test_what_is_computed_has_the_dtype_of_the_model(
     tmp_path: Path, format: str, parts: list[str]
 ) -> None:
-    write(tmp_path, "deepseek_v3", format)
+    write(tmp_path, "DeepSeek-V3", format, np.float16)
     source = open_source(tmp_path)
     model: Any = load_model(source)
     attention = model.model.layers[0].self_attn
     assert attention.embed_q.weight.dtype == model(TOKENS).dtype == mx.float16
     names = [
         f"model.layers.{layer}.self_attn.{part}.weight"
-        for layer in range(LATENT["num_hidden_layers"])
+        for layer in range(2)
         for part in parts
     ]
     assert [*source.computed] == names
@@ -335,7 +149,7 @@ def test_what_is_computed_has_the_dtype_of_the_model(
 @sampled(2)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("format", ["gptq", "compressed", "mlx"])
-@pytest.mark.parametrize("name", ["deepseek_v3", "longcat_flash", "kimi_k25"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "LongCat-Flash", "Kimi-K2.5"])
 @pytest.mark.usefixtures("unfused")
 def test_models_with_layers_of_heads_are_saved_and_loaded(
     tmp_path: Path, name: str, format: str, layout: str
@@ -350,12 +164,12 @@ def test_models_with_layers_of_heads_are_saved_and_loaded(
 
 @sampled(2)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "mistral4"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.7-Flash", "Mistral-Small-4"])
 @pytest.mark.usefixtures("unfused")
 def test_layers_of_heads_are_quantized_on_the_way(
     tmp_path: Path, name: str, layout: str
 ) -> None:
-    exact = write(tmp_path / "source", name, "gptq", plain=re.compile(""))
+    exact = write_plain(tmp_path / "source", name)
     how = Quantization(bits=8, group_size=64)
     options: dict[str, Any] = {"layout": layout, "quantization": how}
     rows = [*convert(open_source(tmp_path / "source"), tmp_path / "result", **options)]
@@ -365,7 +179,7 @@ def test_layers_of_heads_are_quantized_on_the_way(
 
 
 def test_a_layer_that_mlx_lm_would_read_wrongly_is_not_written(tmp_path: Path) -> None:
-    write(tmp_path / "source", "bailing_moe", "gptq", plain=re.compile(""))
+    write_plain(tmp_path / "source", "Ling-mini-2.0")
     options: dict[str, Any] = {"quantization": Quantization(), "layout": "mlx"}
     said = r"result: what was written cannot be loaded: tensors \['lm_head.weight'\]"
     with pytest.raises(ValueError, match=said):
@@ -378,7 +192,7 @@ def test_a_layer_that_mlx_lm_would_read_wrongly_is_not_written(tmp_path: Path) -
 def test_a_folder_that_cannot_be_loaded_is_not_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, written_by: str
 ) -> None:
-    write(tmp_path / "source", "granitemoehybrid", "gptq")
+    write(tmp_path / "source", "Granite-4.0-Micro", "gptq")
     source = open_source(tmp_path / "source")
     model = load_model(open_source(tmp_path / "source"))
     add = Shards.add
@@ -408,7 +222,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("part", DRAFTS)
-@pytest.mark.parametrize("name", ["deepseek_v3", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Granite-4.0-Micro"])
 def test_layers_that_draft_tokens_are_left_out_at_any_depth(
     tmp_path: Path, name: str, part: str
 ) -> None:
@@ -424,7 +238,7 @@ def test_layers_that_draft_tokens_are_left_out_at_any_depth(
     config = folder.config | DRAFTS[part]
     foreign.Folder(config, arrays).write(tmp_path)
     assert [each for each, _ in open_source(tmp_path).parameters()] == before
-    if name == "granitemoehybrid":  # mlx-lm's DeepSeek takes layer 20 for layer 2
+    if name == "Granite-4.0-Micro":  # mlx-lm's DeepSeek takes layer 20 for layer 2
         arrays["model.layers.20.enorm.weight"] = np.ones(128, np.float16)
         foreign.Folder(config, arrays).write(tmp_path)
         with pytest.raises(ValueError, match=r"layers\.20\.enorm.*no such tensor"):
@@ -650,7 +464,7 @@ def test_experts_are_stacked_in_the_order_of_their_numbers(module: str) -> None:
 
 
 def test_a_bias_of_rows_that_are_turned_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "deepseek_v3", "gptq")
+    write(tmp_path, "DeepSeek-V3", "gptq")
     folder = Folder(tmp_path)
     arrays = {key: np.array(folder.read(key)) for key in folder.arrays}
     name = "model.layers.1.self_attn.kv_b_proj.bias"
@@ -702,7 +516,13 @@ def test_values_that_a_model_casts_are_decoded_ones() -> None:
 def test_a_head_that_was_normed_before_it_was_quantized_keeps_its_codes(
     tmp_path: Path,
 ) -> None:
-    write(tmp_path, "baichuan_m1", "mlx", plain=re.compile("embed|norm|conv"))
+    config = {**COMMON, "model_type": "baichuan_m1", "conv_window": 2}
+    config |= {"sliding_window_layers": [], "quantization": EIGHT}
+    model = new_model(config)
+    nn.quantize(model, **EIGHT, class_predicate=lambda name, _: name == "lm_head")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arrays = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
     source = open_source(tmp_path)
     head = dict(source.parameters())["lm_head.weight"]
     assert isinstance(head, StoredWeight)

@@ -45,15 +45,24 @@ class Container(NamedTuple):
     weight: Callable[[np.random.Generator, str, tuple[int, int]], Weight]
 
 
-def _integers(
+def integers(
     rng: np.random.Generator,
     layer: str,
     shape: tuple[int, int],
     arrays: Callable[..., Arrays],
+    *,
+    bits: int = 4,
+    group_size: int = 64,
+    act_order: bool = False,
     **options: Any,
 ) -> Weight:
-    weight = foreign.drawn_weight(rng, *shape, 64, 4, **options)
-    weight.scales = (weight.scales * 2 / shape[1] ** 0.5).astype(np.float16)
+    """Draws a matrix of integers; those of as many columns share one act-order."""
+    weight = foreign.drawn_weight(rng, *shape, group_size, bits, **options)
+    scales = weight.scales * 2.0 ** (5 - bits) / shape[1] ** 0.5
+    weight.scales = scales.astype(np.float16)
+    if act_order:
+        order = np.random.default_rng(shape[1]).permutation(shape[1])
+        weight.groups_of_columns = order // group_size
     return arrays(layer, weight), weight.values
 
 
@@ -88,22 +97,22 @@ _MODELOPT = {
 CONTAINERS = {
     "GPTQ": Container(
         foreign.gptq_config(4, 1, desc_act=False),
-        partial(_integers, arrays=_GPTQ_1, least_zero=1),
+        partial(integers, arrays=_GPTQ_1, least_zero=1),
     ),
     "AWQ": Container(
-        foreign.awq_config(), partial(_integers, arrays=foreign.awq_arrays)
+        foreign.awq_config(), partial(integers, arrays=foreign.awq_arrays)
     ),
     "compressed-tensors": Container(
         foreign.compressed_config(4, symmetric=True),
         partial(
-            _integers,
+            integers,
             arrays=partial(foreign.compressed_arrays, symmetric=True),
             symmetric=True,
         ),
     ),
     "AutoRound": Container(
         {"quantization_config": _AUTO_ROUND},
-        partial(_integers, arrays=_GPTQ_1, symmetric=True),
+        partial(integers, arrays=_GPTQ_1, symmetric=True),
     ),
     "ModelOpt": Container({"quantization_config": _MODELOPT}, _nvfp4),
 }
@@ -172,36 +181,60 @@ def write(name: str, container: str, path: Path) -> np.ndarray:
 
 
 def _write_foreign(name: str, container: Container, path: Path) -> np.ndarray:
-    config, rng = settings_of(name), np.random.default_rng(1)
+    rng = np.random.default_rng(1)
+    weight = partial(container.weight, rng)
+    return _logits(write_model(path, settings_of(name), weight, container.settings))
+
+
+def write_model(
+    path: Path,
+    config: dict[str, Any],
+    weight: Callable[[str, tuple[int, int]], Weight | None],
+    said: dict[str, Any],
+    *,
+    quantizes: Callable[[str, np.ndarray], bool] = is_quantized,
+    dtype: type = np.float32,
+) -> nn.Module:
+    """Writes a model of random weights; returns mlx-lm's of the same in float32.
+
+    Args:
+        path: The folder to make.
+        config: That of the model.
+        weight: Draws what stands for a matrix by its layer and shape; None for one that
+            stays plain.
+        said: What the config says of the format.
+        quantizes: Tells the arrays, by their names, that are such matrices.
+        dtype: Dtype of plain arrays.
+    """
     stored: Arrays = {}
 
     def stored_as(key: str, array: np.ndarray) -> np.ndarray:
-        if not is_quantized(key, array):
-            stored[key] = array
-            return array
-        layer = key.removesuffix(".weight")
-        parts, values = container.weight(rng, layer, array.shape)
-        stored.update(parts)
-        return values.astype(np.float32)
+        own = None
+        if quantizes(key, array):
+            own = weight(key.removesuffix(".weight"), array.shape)
+        if own is None:
+            array = array.astype(dtype)
+            own = {key: array}, array
+        stored.update(own[0])
+        return own[1]
 
-    model = _drawn_model(name, stored_as)
-    said = {"quantization_config": container.settings["quantization_config"]}
-    foreign.Folder(config | said, stored).write(path)
+    model = _drawn_model(config, stored_as)
+    foreign.Folder(said | config, stored).write(path)
     (path / "tokenizer_config.json").write_text("{}")
-    return _logits(model)
+    return model
 
 
 def _drawn_model(
-    name: str, stored_as: Callable[[str, np.ndarray], np.ndarray]
+    config: dict[str, Any], stored_as: Callable[[str, np.ndarray], np.ndarray]
 ) -> nn.Module:
     """Returns mlx-lm's model of a checkpoint with random weights.
 
     Args:
-        name: The configuration.
+        config: That of the model.
         stored_as: Returns the values that the checkpoint has for an array, from its
             name in the checkpoint and random ones.
     """
-    module, model = CONFIGURATIONS[name][0], new_model(settings_of(name))
+    module, model = config["model_type"], new_model(config)
     exact: Arrays = {}
     for key, array in published(module, drawn_parameters(model)).items():
         names = experts_of(module, key, array)
@@ -212,10 +245,11 @@ def _drawn_model(
         matrices = {each: stored_as(each, matrix) for each, matrix in pairs}
         stacked = {key: np.stack([*matrices.values()])}
         exact |= stacked if module in READ_STACKED else matrices
-    weights = {key: mx.array(array) for key, array in exact.items()}
+    weights = {key: mx.array(array.astype(np.float32)) for key, array in exact.items()}
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     model.load_weights([*weights.items()])
+    model.eval()
     return model
 
 
@@ -224,7 +258,8 @@ READ_STACKED = ("gpt_oss", "llama4", "gemma4_text", "qwen3_5_moe", "qwen3_vl_moe
 
 
 def _write_mlx(name: str, path: Path) -> np.ndarray:
-    config, model = settings_of(name), _drawn_model(name, lambda _, array: array)
+    config = settings_of(name)
+    model, plain = (_drawn_model(config, lambda _, array: array) for _ in range(2))
     own = getattr(model, "quant_predicate", None) or (lambda *_: True)
     said: dict[str, Any] = dict(MIXED[0])  # type: ignore[arg-type]
 
@@ -241,7 +276,6 @@ def _write_mlx(name: str, path: Path) -> np.ndarray:
     mx.save_safetensors(str(path / "model.safetensors"), arrays)
     (path / "config.json").write_text(json.dumps(config | {"quantization": said}))
     (path / "tokenizer_config.json").write_text("{}")
-    plain = _drawn_model(name, lambda _, array: array)
     plain.load_weights([*_decoded(model).items()])
     return _logits(plain)
 

@@ -12,8 +12,17 @@ import numpy as np
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from mlx.utils import tree_flatten
 
+from mlx_marlin.checkpoints.gguf import Container
 from support.gguf_blocks import SIZES, decoded
-from support.gguf_cases import HEADS, KEY_DIM, KV_HEADS, VALUE_HEADS, Case, arguments
+from support.gguf_cases import (
+    CASES,
+    HEADS,
+    KEY_DIM,
+    KV_HEADS,
+    VALUE_HEADS,
+    Case,
+    arguments,
+)
 from support.gguf_files import Written, plain_bytes, write_gguf
 
 _PERMUTED = ("llama", "mistral3")
@@ -62,6 +71,18 @@ def written_model(case: Case, model: nn.Module) -> list[Written]:
         values = _converted(case, name, np.array(array.astype(mx.float32)))
         tensors.append(Written(stored, "F32", values.shape, plain_bytes("F32", values)))
     return tensors
+
+
+def opened(
+    folder: Path, name: str, changes: dict[str, Any], *more: Written, without: str = ""
+) -> Container:
+    """Writes one of `CASES` to t.gguf with other metadata; None takes a value away."""
+    case = CASES[name]
+    changed = (case.metadata | changes).items()
+    metadata = {key: value for key, value in changed if value is not None}
+    tensors = written_model(case, random_model(case))
+    kept = [tensor for tensor in tensors if tensor.name != without]
+    return Container(write_gguf(folder / "t.gguf", metadata, [*kept, *more]))
 
 
 def _names_of(architecture: str, layers: int) -> TensorNameMap:

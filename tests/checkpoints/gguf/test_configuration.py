@@ -10,25 +10,19 @@ import pytest
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from mlx_marlin.checkpoints.gguf import Container, config_of, read
+from support import gguf_models
 from support.gguf_cases import CASES
 from support.gguf_files import Written, random_tensor, write_gguf
-from support.gguf_models import llama3_factors, random_model, written_model
+from support.gguf_models import llama3_factors
 
 
 def opened(
     folder: Path, name: str, keys: dict[str, Any], *more: Written, without: str = ""
 ) -> Container:
-    """Returns a file with other values; without those that are None."""
-    case = CASES[name]
-    prefixed = {f"{case.architecture}.{key}": value for key, value in keys.items()}
-    metadata = {
-        key: value
-        for key, value in (case.metadata | prefixed).items()
-        if value is not None
-    }
-    tensors = written_model(case, random_model(case))
-    kept = [tensor for tensor in tensors if tensor.name != without]
-    return Container(write_gguf(folder / "t.gguf", metadata, [*kept, *more]))
+    """Returns a file with other values of an architecture's keys."""
+    prefix = CASES[name].architecture
+    changes = {f"{prefix}.{key}": value for key, value in keys.items()}
+    return gguf_models.opened(folder, name, changes, *more, without=without)
 
 
 RANDOM = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from support.gguf_mutations import mutate, mutated_keys, nested_vocabulary, seed
 from support.limits import limited
 from support.profiles import profile
 
-FILES, KEYS = (400, 70) if profile() == "quick" else (1000, 600)
+FILES, KEYS = (400, 70) if profile() == "quick" else (1000, 300)
 VOCABULARIES = 60
 TOKENIZER_EVERY = 5
 MEMORY = 200 << 20

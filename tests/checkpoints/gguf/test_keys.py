@@ -10,8 +10,7 @@ from gguf.constants import Keys
 
 from mlx_marlin.checkpoints.gguf import Container, config_of
 from support.gguf_cases import CASES
-from support.gguf_files import write_gguf
-from support.gguf_models import random_model, written_model
+from support.gguf_models import opened
 
 OLDER_OR_NEWER = (
     "rope.scale_linear",
@@ -101,12 +100,6 @@ def listed(keys: type = Keys) -> Iterator[str]:
             yield value.removeprefix("{arch}.").replace("{dense}", "dense_2")
 
 
-def opened(name: str, folder: Path) -> Container:
-    case = CASES[name]
-    tensors = written_model(case, random_model(case))
-    return Container(write_gguf(folder / "t.gguf", case.metadata, tensors))
-
-
 def config_with(container: Container, key: str, value: Any) -> dict[str, Any]:
     """Returns the configuration of a file with another value of a key."""
     name = f"{container.text('general.architecture')}.{key}"
@@ -126,7 +119,7 @@ def pairs(table: dict[str, dict[str, list[Any]]], name: str) -> list[tuple[str, 
 
 @cases
 def test_every_key_is_used_refused_or_without_effect(name: str, tmp_path: Path) -> None:
-    container = opened(name, tmp_path)
+    container = opened(tmp_path, name, {})
     base = config_of(container)
     unchanged = set()
     for key in (*listed(), *OLDER_OR_NEWER):
@@ -154,7 +147,7 @@ def test_every_key_is_used_refused_or_without_effect(name: str, tmp_path: Path) 
 def test_values_that_change_nothing_are_accepted_and_others_refused(
     name: str, tmp_path: Path
 ) -> None:
-    container = opened(name, tmp_path)
+    container = opened(tmp_path, name, {})
     base = config_of(container)
 
     for key, value in pairs(UNCHANGED, name):
@@ -179,7 +172,7 @@ SIZES = (
 def test_sizes_are_those_of_tensors_before_work_grows_with_them(
     name: str, tmp_path: Path
 ) -> None:
-    container = opened(name, tmp_path)
+    container = opened(tmp_path, name, {})
     case = CASES[name]
     mixture = "expert_count" in case.keys
     sizes = (*SIZES, "expert_count", "expert_used_count") if mixture else SIZES

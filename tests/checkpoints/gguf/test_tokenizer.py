@@ -10,11 +10,9 @@ from unittest import mock
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
-from mlx_marlin.checkpoints.gguf import Container, config_of, tokenizer, tokenizer_files
+from mlx_marlin.checkpoints.gguf import config_of, tokenizer, tokenizer_files
 from mlx_marlin.checkpoints.gguf.splits import SPLITS
-from support.gguf_cases import CASES
-from support.gguf_files import write_gguf
-from support.gguf_models import random_model, written_model
+from support.gguf_models import opened
 from support.gguf_vocabularies import (
     TEMPLATE,
     byte_pairs,
@@ -34,12 +32,6 @@ def loaded(folder: Path, name: str, vocabulary: dict[str, Any]) -> TokenizerWrap
     (folder / "config.json").write_text(json.dumps(config))
     ends = config["eos_token_id"]
     return load(folder, eos_token_ids=ends)
-
-
-def opened(folder: Path, name: str, vocabulary: dict[str, Any]) -> Container:
-    case = CASES[name]
-    tensors = written_model(case, random_model(case))
-    return Container(write_gguf(folder / "t.gguf", case.metadata | vocabulary, tensors))
 
 
 def ids_of(vocabulary: dict[str, Any], *tokens: str) -> list[int]:
@@ -110,7 +102,7 @@ def with_tokens(*added: str, **keys: str | None) -> dict[str, Any]:
         f"{PREFIX}{key}_token_id": None if text is None else tokens.index(text)
         for key, text in keys.items()
     }
-    return {key: value for key, value in vocabulary.items() if value is not None}
+    return vocabulary
 
 
 @pytest.mark.parametrize("text", ENDS)
@@ -294,8 +286,7 @@ def test_vocabularies_that_are_not_read_are_refused(
     tmp_path: Path,
 ) -> None:
     architecture, vocabulary = usual
-    changed = vocabulary() | {PREFIX + name: each for name, each in changes.items()}
-    whole = {name: value for name, value in changed.items() if value is not None}
+    whole = vocabulary() | {PREFIX + name: each for name, each in changes.items()}
 
     with pytest.raises(ValueError, match=rf"t\.gguf.*{PREFIX}{key}"):
         tokenizer_files(opened(tmp_path, architecture, whole))
