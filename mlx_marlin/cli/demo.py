@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_marlin import progress, state, tables
 from mlx_marlin.backends import graph, selection
 from mlx_marlin.cli import arguments, models
-from mlx_marlin.lm.verification.perplexity import passes, perplexity, read
+from mlx_marlin.lm.verification.texts import passes, perplexity, read
 from mlx_marlin.tables import Table
 from mlx_marlin.weights.dtypes import dtype_name
 

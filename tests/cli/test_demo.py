@@ -20,7 +20,7 @@ from mlx_marlin.backends import selection
 from mlx_marlin.cli import demo
 from mlx_marlin.cli.demo import Generation, generate
 from mlx_marlin.cli.main import main
-from mlx_marlin.lm.verification.perplexity import ROWS, passes, perplexity, read
+from mlx_marlin.lm.verification.texts import ROWS, passes, perplexity, read
 from support.choose import Choose
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.cli import demo
-from mlx_marlin.lm.verification.perplexity import perplexity
+from mlx_marlin.lm.verification.texts import perplexity
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_llama"
 # The shipped model has 8.4 to 9.3, depending on the running Python's modules.

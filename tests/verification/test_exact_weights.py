@@ -10,8 +10,8 @@ from gguf.quants import dequantize
 
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
-from mlx_marlin.lm.verification import exact_weights
-from mlx_marlin.lm.verification.exact_weights import ExactWeight
+from mlx_marlin.lm.verification import layers
+from mlx_marlin.lm.verification.layers import ExactWeight
 from support import format_cases
 from support.format_cases import Weight, any_weight
 from support.gguf_cases import CASES
@@ -45,7 +45,7 @@ def whole(weight: ExactWeight) -> tuple[np.ndarray, np.ndarray]:
 def test_every_format_is_decoded_exactly(
     monkeypatch: pytest.MonkeyPatch, mode: str, bits: int, group_size: int, packed: bool
 ) -> None:
-    monkeypatch.setattr(exact_weights, "MOST_WEIGHTS", 3000)  # 7 rows or so at a time
+    monkeypatch.setattr(layers, "MOST_WEIGHTS", 3000)  # 7 rows or so at a time
     k = 2 * format_cases.step_of(mode, bits, group_size)
     weight = any_weight(mode, bits, group_size, 37, k, dtype="bfloat16", seed=bits)
     order = np.random.default_rng(0).permutation(k)

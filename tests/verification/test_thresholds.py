@@ -6,9 +6,9 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_marlin.lm.verification.thresholds import (
+    FEW,
     ROUNDING,
     Sizes,
-    feature_limit,
     product_limit,
     quantization_limit,
 )
@@ -82,7 +82,7 @@ class Product:
             terms=np.sqrt(self.terms.sum(0)),
             count=len(self.x),
         )
-        return np.asarray(feature_limit(sizes, self.dtype, self.k))
+        return FEW * np.asarray(product_limit(sizes, self.dtype, self.k))
 
 
 @drawn(

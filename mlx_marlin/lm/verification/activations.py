@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_marlin.lm.verification.checked_layers import CheckedLayer
-from mlx_marlin.lm.verification.exact_weights import ExactWeight
+from mlx_marlin.lm.verification.layers import CheckedLayer, ExactWeight
 
 METHODS = {"head": "as_linear"}
 """Method that computes an operation; `__call__` for others."""

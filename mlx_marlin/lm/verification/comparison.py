@@ -1,20 +1,103 @@
 """Compares one layer with float64 products and with its source."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_marlin.lm.verification.activations import Activations
-from mlx_marlin.lm.verification.checked_layers import CheckedLayer
-from mlx_marlin.lm.verification.errors import Errors, Floats
-from mlx_marlin.lm.verification.exact_weights import ExactWeight, Rows, as_float64
-from mlx_marlin.lm.verification.report import LayerReport, ProductReport
-from mlx_marlin.lm.verification.thresholds import Sizes, feature_limit, product_limit
-from mlx_marlin.lm.verification.weight_comparison import WeightComparison
+from mlx_marlin.lm.verification.layers import (
+    CheckedLayer,
+    ExactWeight,
+    Rows,
+    as_float64,
+)
+from mlx_marlin.lm.verification.report import (
+    Errors,
+    Floats,
+    LayerReport,
+    ProductReport,
+    WeightReport,
+)
+from mlx_marlin.lm.verification.thresholds import (
+    FEW,
+    Sizes,
+    product_limit,
+    quantization_limit,
+)
 from mlx_marlin.weights.dtypes import dtype_name
+
+ROW_FACTOR = 2.0
+"""Limit of a row's quantization error, in that of the whole weight."""
+
+
+class WeightComparison:
+    """The differences of all rows of a weight, which are added one chunk at a time.
+
+    If both have the same bits and group size, or only the source is quantized, numbers
+    may differ by rounding them once, such as biases in MLX's layout. Otherwise weights
+    were quantized, and rows are compared with the limit of the format.
+    """
+
+    def __init__(self, own: ExactWeight, source: ExactWeight) -> None:
+        self._source = source.description
+        self.rounding = max(own.rounding, source.rounding)
+        self.limit = 0.0 if _has_codes_of(own, source) else _limit(own)
+        self._changed = self._total = 0.0
+        self._count = self._wrong = 0
+        self._first: tuple[int, ...] | None = None
+
+    @property
+    def rms_limit(self) -> float:
+        """Limit of the rms difference of quantized weights that were added."""
+        return self.limit * math.sqrt(self._total / max(self._count, 1))
+
+    def add(self, own: Rows, source: Rows) -> None:
+        """Compares some rows with the same rows of the source."""
+        change = np.abs(own.values - source.values)
+        self._changed += float((change**2).sum())
+        self._total += float((source.values**2).sum())
+        self._count += change.size
+        if self.limit:
+            norms = np.sqrt((source.values**2).sum(1))
+            changed = np.sqrt((change**2).sum(1))
+            wrong = ~(changed <= ROW_FACTOR * self.limit * norms)
+        else:
+            terms = np.sqrt(np.maximum(own.terms, source.terms))
+            wrong = ~(change <= self.rounding * terms)
+        count = int(np.count_nonzero(wrong))
+        if count and self._first is None:
+            row, *column = (int(i) for i in np.argwhere(wrong)[0])
+            self._first = (own.matrix, own.rows.start + row, *column)
+        self._wrong += count
+
+    def report(self) -> WeightReport:
+        """Returns the differences of all rows that were added."""
+        size = math.sqrt(self._total)
+        changed = math.sqrt(self._changed)
+        return WeightReport(
+            source=self._source,
+            relative=changed / size if size else math.inf if changed else 0.0,
+            limit=self.limit,
+            wrong=self._wrong,
+            first_wrong=self._first,
+        )
+
+
+def _has_codes_of(own: ExactWeight, source: ExactWeight) -> bool:
+    """Returns whether a weight was imported, not quantized."""
+    if own.format is None or source.format is None:
+        return own.format is None
+    return own.format[1:] == source.format[1:]
+
+
+def _limit(own: ExactWeight) -> float:
+    assert own.format is not None
+    mode, bits, _ = own.format
+    return quantization_limit(mode, bits)
 
 
 def compare(
@@ -25,30 +108,25 @@ def compare(
     source: ExactWeight | None = None,
 ) -> LayerReport:
     """Compares what a layer computes with float64, and its weight with the source's."""
-    own = [Reference.empty(each, weight) for each in inputs]
-    theirs = [Reference.empty(each, weight) for each in inputs if source is not None]
+    weights = [weight] if source is None else [weight, source]
+    own, *theirs = ([Reference.empty(each, weight) for each in inputs] for _ in weights)
     comparison = None if source is None else WeightComparison(weight, source)
     used = {int(i) for each in own for i in np.unique(each.matrices)}
-    chunks = weight.chunks(used if source is None else None)
-    source_chunks = iter(()) if source is None else source.chunks()
-    for chunk in chunks:
-        for reference in own:
-            reference.add(chunk)
-        if comparison is None:
-            continue
-        other = next(source_chunks)
-        comparison.add(chunk, other)
-        for reference in theirs:
-            reference.add(other)
+    wanted = used if source is None else None
+    for chunks in zip(*(each.chunks(wanted) for each in weights), strict=True):
+        for references, chunk in zip((own, *theirs), chunks, strict=True):
+            for reference in references:
+                reference.add(chunk)
+        if comparison is not None:
+            comparison.add(*chunks)
     products = [
         product
         for index, each in enumerate(inputs)
         for count in _counts(each, rows)
         for product in _products(
             layer,
-            own[index].first(count, each),
-            theirs[index].first(count, each) if theirs else None,
-            comparison,
+            *(references[index].first(count) for references in (own, *theirs)),
+            weights=comparison,
         )
     ]
     return LayerReport(
@@ -119,18 +197,12 @@ class Reference:
         squares = n * (self.x**2).sum() if self.x.ndim == 2 else self.result.size
         return float(np.sqrt(squares))
 
-    def first(self, rows: int, inputs: Activations) -> "Reference":
+    def first(self, rows: int) -> "Reference":
         """Returns the reference of the first rows of the activations."""
-        count = rows * inputs.step
-        return Reference(
-            inputs=inputs.first(rows),
-            x=self.x[:count],
-            matrices=self.matrices[:count],
-            k=self.k,
-            result=self.result[:count],
-            terms=self.terms[:count],
-            biases=self.biases[:count],
-        )
+        arrays = ("x", "matrices", "result", "terms", "biases")
+        count = rows * self.inputs.step
+        first: dict[str, Any] = {name: getattr(self, name)[:count] for name in arrays}
+        return replace(self, inputs=self.inputs.first(rows), **first)
 
 
 def _counts(inputs: Activations, rows: Sequence[int]) -> list[int]:
@@ -141,7 +213,8 @@ def _counts(inputs: Activations, rows: Sequence[int]) -> list[int]:
 def _products(
     layer: CheckedLayer,
     own: Reference,
-    source: Reference | None,
+    source: Reference | None = None,
+    *,
     weights: WeightComparison | None,
 ) -> Iterator[ProductReport]:
     """Computes a product with a layer, and yields its errors."""
@@ -151,10 +224,12 @@ def _products(
     sums = layer.sums or dtype
     bias = _bias(layer, own)
     results = own.result**2 + bias**2
-    limit = product_limit(_sizes(results, own.terms, None), dtype, own.k, sums)
-    limits = feature_limit(_sizes(results, own.terms, 0), dtype, own.k, sums)
+    limit, limits = (
+        product_limit(_sizes(results, own.terms, axis), dtype, own.k, sums)
+        for axis in (None, 0)
+    )
     error = np.sqrt(((actual - own.result - bias) ** 2).sum(0))
-    wrong = np.flatnonzero(~(error <= limits))  # NaN is wrong
+    wrong = np.flatnonzero(~(error <= FEW * limits))  # NaN is wrong
 
     def report(name: str, exact: Floats, limit: float) -> ProductReport:
         size = np.linalg.norm(exact)

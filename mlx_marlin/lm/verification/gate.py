@@ -18,17 +18,16 @@ from mlx_marlin.lm.checkpoints.loading import load, load_model
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
 from mlx_marlin.lm.stock_layers import keep_on_stock, record_stock_layers
 from mlx_marlin.lm.verification.activations import Capture, random_activations
-from mlx_marlin.lm.verification.checked_layers import (
+from mlx_marlin.lm.verification.comparison import compare
+from mlx_marlin.lm.verification.layers import (
     CheckedLayer,
+    ExactWeight,
     checked_layers,
     dtype_of_activations,
     with_our_layers,
 )
-from mlx_marlin.lm.verification.comparison import compare
-from mlx_marlin.lm.verification.exact_weights import ExactWeight
-from mlx_marlin.lm.verification.perplexity import passes, perplexity
 from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
-from mlx_marlin.lm.verification.texts import on_stock, windows
+from mlx_marlin.lm.verification.texts import on_stock, passes, perplexity, windows
 from mlx_marlin.progress import bar
 
 MOST_ROWS = 4096

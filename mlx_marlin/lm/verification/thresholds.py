@@ -66,14 +66,6 @@ def product_limit(sizes: Sizes, dtype: str, k: int, sums: str = "float32") -> Nu
     return (squares + sizes.count * SMALLEST[dtype] ** 2) ** 0.5
 
 
-def feature_limit(sizes: Sizes, dtype: str, k: int, sums: str = "float32") -> Number:
-    """Returns the limit for the elements of a single output feature.
-
-    The arguments are those of `product_limit`.
-    """
-    return FEW * product_limit(sizes, dtype, k, sums)
-
-
 def quantization_limit(mode: str, bits: int) -> float:
     """Returns the limit of the relative error of weights that were quantized.
 
