@@ -19,11 +19,10 @@ import gguf_model
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
-from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS
-from mlx_marlin.checkpoints.gguf.requantizing import DECODED
+from mlx_marlin.checkpoints.gguf.blocks import BLOCK_TYPES, LAYOUTS
+from mlx_marlin.checkpoints.gguf.reading import DECODED
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.checkpoints.shards import Shards
+from mlx_marlin.checkpoints.writing import Shards
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 
@@ -176,8 +175,7 @@ def write_folder(
         "tie_word_embeddings": True,
     }
     (path / "config.json").write_text(json.dumps(config | settings))
-    names = [f"{'x' * 60}{i}" for i in range(layers * 30)]
-    with Shards(path, names, {}) as shards:
+    with Shards(path, {}) as shards:
         for layer in range(layers):
             start = f"model.layers.{layer}"
             for linear, (n, k) in LINEAR.items():

@@ -7,7 +7,7 @@ import sys
 import time
 
 from benchmarks.bounds import Bound, measure
-from mlx_marlin.checkpoints.safetensors_header import parse_json
+from mlx_marlin.checkpoints.folder import parse_json
 
 KEYS = 40_000
 """Keys of an object; a comparison of each with each takes 20 s."""

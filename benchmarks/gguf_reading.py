@@ -11,8 +11,12 @@ import time
 import mlx.core as mx
 import numpy as np
 
-from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES, BlockType
-from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS, read_blocks
+from mlx_marlin.checkpoints.gguf.blocks import (
+    BLOCK_TYPES,
+    LAYOUTS,
+    BlockType,
+    read_blocks,
+)
 
 COLUMNS = 4096
 RUNS = 5

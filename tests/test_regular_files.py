@@ -12,7 +12,7 @@ from metal_emulator.compiling import build
 from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import result_files
 from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
-from mlx_marlin.checkpoints import folder, gguf, safetensors_header
+from mlx_marlin.checkpoints import folder, gguf
 from mlx_marlin.cli.render import command as render
 from mlx_marlin.guard import verdicts
 from mlx_marlin.measure import result_file
@@ -35,7 +35,7 @@ def make_large(path: Path) -> None:
 
 ENDLESS = [os.mkfifo, make_device]
 REFUSED: dict[str, Callable[[Path], Any]] = {
-    "safetensors": safetensors_header.read_header,
+    "safetensors": folder.read_header,
     "config": folder.read_json,
     "gguf": gguf.Container,
     "result": result_file.read,

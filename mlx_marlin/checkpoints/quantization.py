@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
@@ -185,3 +186,22 @@ def rows_at_a_time(k: int) -> int:
 
 def _number(value: mx.array) -> float:
     return float(cast(float, value.item()))
+
+
+def quantization_of(bits: int | None) -> Quantization | None:
+    """Returns how `requantize=bits` quantizes: affine codes in groups of 64."""
+    if bits is None:
+        return None
+    known = [width for mode, width in FORMATS if mode == "affine"]
+    if isinstance(bits, bool) or bits not in known:
+        raise ValueError(f"requantize={bits!r}, expected one of {known}")
+    return Quantization(bits=bits)
+
+
+def check_nothing_asked(path: str | Path, quantization: Quantization | None) -> None:
+    """Raises a ValueError if weights of a folder are to be quantized anew."""
+    if quantization is not None:
+        raise ValueError(
+            f"{path}: requantize={quantization.bits}, which is for GGUF files only; "
+            f"`mlx-marlin convert --bits` quantizes plain weights"
+        )

@@ -1,17 +1,15 @@
 """Lists and reads the tensors of a checkpoint, whatever its format."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.folder import Folder, naming
 from mlx_marlin.checkpoints.formats import (
-    awq,
     compressed_tensors,
     floating,
     gptq,
@@ -19,6 +17,7 @@ from mlx_marlin.checkpoints.formats import (
     mlx_folder,
 )
 from mlx_marlin.checkpoints.location import check_location, gguf_file
+from mlx_marlin.checkpoints.quantization import check_nothing_asked, quantization_of
 from mlx_marlin.checkpoints.settings import method_of
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, Tensor
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -58,7 +57,7 @@ CACHE_PARTS = ("k_scale", "v_scale", "q_scale")
 """Scales of a quantized cache, which some tools store beside attention."""
 SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "gptq": gptq.schemes,
-    "awq": awq.schemes,
+    "awq": gptq.awq_schemes,
     "compressed-tensors": compressed_tensors.schemes,
     "modelopt": floating.check_modelopt,
     "fp8": floating.check_fp8,
@@ -66,7 +65,7 @@ SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
 """What checks the values of settings, by method."""
 READERS: dict[str, Reader] = {
     "gptq": gptq.read,
-    "awq": awq.read,
+    "awq": gptq.read_awq,
     "compressed-tensors": compressed_tensors.read,
     "modelopt": floating.read_modelopt,
     "mlx": mlx_folder.read,
@@ -114,11 +113,13 @@ def read_checkpoint(
 def tensors(path: str | Path, requantize: int | None = None) -> list[Tensor]:
     """Returns the tensors of a checkpoint, checked by their headers, not read yet."""
     check_location(Path(path))
-    how = gguf.quantization_of(requantize)
+    how = quantization_of(requantize)
     file = gguf_file(Path(path))
     if file is not None:
+        from mlx_marlin.checkpoints import gguf  # which needs NumPy
+
         return [*gguf.read(file, how)]
-    gguf.check_nothing_asked(path, how)
+    check_nothing_asked(path, how)
     return folder_tensors(Folder(Path(path)))
 
 
@@ -148,15 +149,13 @@ def folder_tensors(
         plain += [name for name in folder.arrays if name in parts]
         layers = []
     _check_names(folder, [*packed, *layers], plain)
+    checks = check_values and not for_model
     return [
         *(
             _packed(folder, layer, record, check_values)
             for layer, record in packed.items()
         ),
-        *(
-            _quantized(folder, layer, method, settings, check_values and not for_model)
-            for layer in layers
-        ),
+        *(_quantized(folder, layer, method, settings, checks) for layer in layers),
         *(_plain(folder, name, method, settings) for name in plain),
     ]
 
@@ -215,43 +214,41 @@ def _quantized_layers(folder: Folder, method: str) -> list[str]:
     ]
 
 
-def _quantized(
-    folder: Folder, layer: str, method: str, settings: dict[str, Any], check: bool
+def _tensor(
+    folder: Folder,
+    name: str,
+    parts: Iterable[str],
+    read: Callable[[], StoredWeight | PackedLayer | mx.array],
+    **said: Any,
 ) -> Tensor:
-    names = [f"{layer}.{part}" for part in PARTS[method]]
-    stored = [folder.arrays[name] for name in names if name in folder.arrays]
-    return Tensor(
-        name=f"{layer}.weight",
-        format=method,
-        shape=folder.arrays[names[0]].shape,
-        nbytes=sum(array.nbytes for array in stored),
-        read=partial(_read, folder, layer, READERS[method], settings, check),
-    )
+    """Returns a tensor of those of the named arrays that are there."""
+
+    def named() -> StoredWeight | PackedLayer | mx.array:
+        with naming(folder.path, name):
+            return read()
+
+    stored = [folder.arrays[part] for part in parts if part in folder.arrays]
+    nbytes = sum(array.nbytes for array in stored)
+    return Tensor(name=name, nbytes=nbytes, read=named, **said)
 
 
 def _packed(folder: Folder, layer: str, record: dict[str, Any], check: bool) -> Tensor:
-    names = [f"{layer}.{part}" for part in marlin_folder.PARTS]
-    stored = [folder.arrays[name] for name in names if name in folder.arrays]
-
-    def read() -> PackedLayer:
-        with naming(folder.path, f"{layer}.weight"):
-            return marlin_folder.read(folder, layer, record, check)
-
-    return Tensor(
-        name=f"{layer}.weight",
-        format=record["layout"],
-        shape=(record["n"], record["k"]),
-        nbytes=sum(array.nbytes for array in stored),
-        read=read,
-    )
+    parts = marlin_folder.names_of(folder, layer).values()
+    read = partial(marlin_folder.read, folder, layer, record, check)
+    said = {"format": record["layout"], "shape": (record["n"], record["k"])}
+    return _tensor(folder, f"{layer}.weight", parts, read, **said)
 
 
-def _read(
-    folder: Folder, layer: str, reader: Reader, settings: dict[str, Any], check: bool
-) -> StoredWeight:
-    with naming(folder.path, f"{layer}.weight"):
-        weight = reader(folder, layer, settings)
+def _quantized(
+    folder: Folder, layer: str, method: str, settings: dict[str, Any], check: bool
+) -> Tensor:
+    def read() -> StoredWeight:
+        weight = READERS[method](folder, layer, settings)
         return weight.checked() if check else weight
+
+    parts = [f"{layer}.{part}" for part in PARTS[method]]
+    said = {"format": method, "shape": folder.arrays[parts[0]].shape}
+    return _tensor(folder, f"{layer}.weight", parts, read, **said)
 
 
 def _plain(folder: Folder, name: str, method: str, settings: dict[str, Any]) -> Tensor:
@@ -267,13 +264,6 @@ def _plain(folder: Folder, name: str, method: str, settings: dict[str, Any]) -> 
                 f"{stored.file}: tensor {name!r} is {stored.dtype}, expected another "
                 f"dtype, or {scale!r} beside it and a config with quant_method 'fp8'"
             )
-        with naming(folder.path, name):
-            return floating.fp8(folder.read(name), folder.read(scale), settings)
+        return floating.fp8(folder.read(name), folder.read(scale), settings)
 
-    return Tensor(
-        name=name,
-        format=stored.dtype,
-        shape=stored.shape,
-        nbytes=stored.nbytes,
-        read=read,
-    )
+    return _tensor(folder, name, [name], read, format=stored.dtype, shape=stored.shape)

@@ -13,10 +13,11 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models import llama
 
-from mlx_marlin.checkpoints import quantization, shards
+from mlx_marlin.checkpoints import quantization
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
 from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.writing import Shards
 from mlx_marlin.lm.checkpoints.conversion import Row, convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
@@ -314,7 +315,7 @@ def test_several_files_are_written_and_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = write(tmp_path / "source", "gptq")
-    monkeypatch.setattr(shards.Shards.__init__, "__defaults__", (30_000,))
+    monkeypatch.setattr(Shards, "shard_bytes", 30_000)
     converted(tmp_path)
     assert len([*(tmp_path / "result").glob("*.safetensors")]) > 3
     assert {*read_back(tmp_path / "result")} == {*exact}

@@ -12,7 +12,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
-from mlx_marlin.lm.checkpoints import folding
+from mlx_marlin.lm.checkpoints import moved_rows
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
@@ -57,7 +57,7 @@ def logits(path: Path) -> np.ndarray:
 
 def gathered(path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     with monkeypatch.context() as patch:
-        patch.setattr(folding, "MODULES", ())
+        patch.setattr(moved_rows, "MODULES", ())
         return logits(path)
 
 
@@ -70,7 +70,7 @@ def down_layers(path: Path) -> set[type]:
     }
 
 
-@pytest.mark.parametrize("model_type", [*folding.MODULES, *ALIASES])
+@pytest.mark.parametrize("model_type", [*moved_rows.MODULES, *ALIASES])
 @pytest.mark.usefixtures("unfused")
 def test_folded_and_gathered_models_have_the_same_bits(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +86,7 @@ def test_folded_and_gathered_models_have_the_same_bits(
 
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_other_models_gather(model_type: str, tmp_path: Path) -> None:
-    assert model_type not in folding.MODULES
+    assert model_type not in moved_rows.MODULES
     gathers = "down_proj" if model_type == "phi3" else "self_attn"
     path = write(tmp_path / "model", model_type, gathers)
     source = open_source(path)
@@ -117,7 +117,7 @@ def test_only_rows_of_gate_and_up_are_moved(
 ) -> None:
     path = write(tmp_path / "model", "llama")
     folded = dict(open_source(path).parameters())
-    monkeypatch.setattr(folding, "MODULES", ())
+    monkeypatch.setattr(moved_rows, "MODULES", ())
     plain = dict(open_source(path).parameters())
     for name, value in plain.items():
         own = folded[name]
@@ -159,5 +159,5 @@ def test_layers_of_other_sizes_are_left_to_the_checks_of_shapes() -> None:
         for layer, rows in (("gate", 64), ("up", 32), ("down", 16))
     }
     before = dict(weights)
-    assert folding.fold_orders(weights, {}, "llama") == set()
+    assert moved_rows.fold_orders(weights, {}, "llama") == set()
     assert weights == before

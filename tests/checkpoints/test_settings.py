@@ -13,7 +13,7 @@ from transformers import AwqConfig, GPTQConfig
 
 from mlx_marlin import dequantize
 from mlx_marlin.checkpoints.reading import PARTS, read_checkpoint
-from mlx_marlin.checkpoints.setting_keys import KEYS
+from mlx_marlin.checkpoints.settings import KEYS
 from support import foreign_checkpoints as foreign
 from support.one_layer import (
     LAYER,

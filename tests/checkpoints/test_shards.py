@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_marlin.checkpoints.folder import Folder
-from mlx_marlin.checkpoints.shards import DTYPES, Shards
+from mlx_marlin.checkpoints.writing import Shards
 
 
 def drawn(dtype: str, shape: tuple[int, ...]) -> mx.array:
@@ -18,6 +18,8 @@ def drawn(dtype: str, shape: tuple[int, ...]) -> mx.array:
     )
 
 
+DTYPES = [f"{sign}int{bits}" for sign in ("u", "") for bits in (8, 16, 32, 64)]
+DTYPES += ["bool", "float16", "bfloat16", "float32"]
 ARRAYS = {f"a.{dtype}": drawn(dtype, (3, 5)) for dtype in DTYPES} | {
     "empty": mx.zeros((0, 4)),
     "scalar": mx.array(2.5),
@@ -27,7 +29,7 @@ ARRAYS = {f"a.{dtype}": drawn(dtype, (3, 5)) for dtype in DTYPES} | {
 
 
 def test_mlx_and_the_safetensors_library_read_what_was_written(tmp_path: Path) -> None:
-    with Shards(tmp_path, [*ARRAYS], {"format": "mlx"}) as shards:
+    with Shards(tmp_path, {"format": "mlx"}) as shards:
         for name, array in ARRAYS.items():
             shards.add(name, array)
 
@@ -40,7 +42,7 @@ def test_mlx_and_the_safetensors_library_read_what_was_written(tmp_path: Path) -
         assert mx.array_equal(read[name], array)
     # NumPy has no bfloat16: the library refuses the file, and reads it without that.
     rest = {name: a for name, a in ARRAYS.items() if a.dtype != mx.bfloat16}
-    with Shards(tmp_path, [*rest], {}) as shards:
+    with Shards(tmp_path, {}) as shards:
         for name, array in rest.items():
             shards.add(name, array)
     for name, array in load_file(file).items():
@@ -48,10 +50,13 @@ def test_mlx_and_the_safetensors_library_read_what_was_written(tmp_path: Path) -
     assert not [*tmp_path.glob("*.json")]
 
 
-def test_several_files_have_an_index(tmp_path: Path) -> None:
+def test_several_files_have_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f"layer.{i}" for i in range(23)]
     arrays = [mx.arange(10.0) + 10 * i for i in range(23)]
-    with Shards(tmp_path, names, {}, shard_bytes=100) as shards:  # two in a file
+    monkeypatch.setattr(Shards, "shard_bytes", 80)  # two in a file
+    with Shards(tmp_path, {}) as shards:
         for name, array in zip(names, arrays, strict=True):
             shards.add(name, array)
     (tmp_path / "config.json").write_text("{}")
@@ -67,7 +72,7 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
 
 
 def test_a_name_may_occur_once(tmp_path: Path) -> None:
-    with Shards(tmp_path, ["a"], {}) as shards:
+    with Shards(tmp_path, {}) as shards:
         shards.add("a", mx.zeros(3))
         with pytest.raises(ValueError, match="'a' occurs twice"):
             shards.add("a", mx.zeros(3))

@@ -9,12 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_marlin.checkpoints import targets
+from mlx_marlin.checkpoints import stored_weight
 from mlx_marlin.checkpoints.formats import marlin_folder
-from mlx_marlin.checkpoints.formats.column_order import order_of_columns
-from mlx_marlin.checkpoints.formats.integers import integer_weight
-from mlx_marlin.checkpoints.stored_weight import TILES, StoredWeight
-from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
+from mlx_marlin.checkpoints.formats.integers import integer_weight, order_of_columns
+from mlx_marlin.checkpoints.stored_weight import (
+    TILES,
+    StoredWeight,
+    Written,
+    mlx_target,
+    packed_target,
+)
 from mlx_marlin.weights.formats import FORMATS, format_of
 from support import foreign_checkpoints as foreign
 from support import format_cases
@@ -144,7 +148,7 @@ def test_symmetric_weights_are_exact_in_mlx(bits: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 96])
 def test_a_rounded_bias_is_reported(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "DECODED_BYTES", rows * 256 * 4)
+    monkeypatch.setattr(stored_weight, "DECODED_BYTES", rows * 256 * 4)
     weight = foreign.drawn_weight(np.random.default_rng(0), 96, 256, 64, 4)
     weight.zeros[:] = 11  # not a power of two: the product needs more digits
     written = mlx_target(of_integers(weight))

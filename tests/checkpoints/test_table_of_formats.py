@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import mlx_marlin
-from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
-from mlx_marlin.checkpoints.gguf.blocks import LAYOUTS, PLAIN, read_blocks
+from mlx_marlin.checkpoints.gguf.blocks import BLOCK_TYPES, LAYOUTS, PLAIN, read_blocks
 from mlx_marlin.weights.formats import format_of
 from support.gguf_blocks import NUMBERS
 from support.gguf_files import random_tensor

@@ -15,7 +15,7 @@ from mlx_marlin.lm.verification.thresholds import (
 from support import format_cases, oracles
 from support.profiles import drawn
 
-FEATURES = 32
+FEATURES = 16
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -124,7 +124,7 @@ def test_weights_that_stock_mlx_rounds_are_within_the_limits(
 @drawn(
     20,
     seed=st.integers(0, 2**20),
-    k=st.integers(1, 512).map(lambda count: 32 * count),
+    k=st.integers(1, 256).map(lambda count: 32 * count),
     dtype=st.sampled_from([*ROUNDING]),
 )
 def test_a_feature_that_is_a_percent_off_is_found_in_few_rows(

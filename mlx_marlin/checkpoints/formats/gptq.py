@@ -1,8 +1,8 @@
-"""Reads GPTQ checkpoints, versions 1 and 2.
+"""Reads GPTQ checkpoints, versions 1 and 2, and AWQ ones in AutoAWQ's GEMM layout.
 
-Layout (AutoGPTQ, GPTQModel): `qweight` int32 [k * bits / 32, n], `qzeros` int32
-[groups, n * bits / 32], `scales` [groups, n], `g_idx` int32 [k]; integers are streams
-of bits, low bits first, along k and n. Version 1 stores zero points minus one.
+GPTQ (AutoGPTQ, GPTQModel): `qweight` int32 [k * bits / 32, n], `qzeros` int32 [groups,
+n * bits / 32], `scales` [groups, n], `g_idx` int32 [k]; integers are streams of bits,
+low bits first, along k and n. Version 1 stores zero points minus one.
 
 Tools read a zero point that version 1 stores as 2^bits - 1 as 2^bits, as 0, or as 0
 with a carry into its neighbour. It is only read if GPTQModel wrote the file, whose
@@ -10,6 +10,9 @@ subtraction is known; otherwise it becomes 2^bits, which `StoredWeight.checked` 
 
 If a config says `sym`, zero points say nothing: vLLM does not read them. There are
 checkpoints of version 1 with 2^(bits - 1) instead of one less; others contradict it.
+
+AWQ: `qweight` int32 [k, n / 8], `qzeros` int32 [groups, n / 8], `scales` [groups, n].
+Nibbles 0 to 7 of a word belong to columns 0, 2, 4, 6, 1, 3, 5, 7 of its eight.
 """
 
 import re
@@ -28,6 +31,7 @@ from mlx_marlin.checkpoints.formats.integers import (
 from mlx_marlin.checkpoints.settings import one_value
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.regular_files import quoted
+from mlx_marlin.weights.bit_streams import words_of_codes
 
 WIDTHS = (2, 3, 4, 8)
 WHOLE_WIDTHS = (2, 4, 8)
@@ -69,21 +73,24 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
 
 def schemes(settings: dict[str, Any]) -> list[Scheme]:
     """Returns the scheme of all layers, and those that `dynamic` gives to some."""
-    usual = {
-        "bits": one_value(settings, "GPTQ", "bits", "w_bit", "wbits"),
-        "group_size": one_value(settings, "GPTQ", "group_size", "q_group_size"),
-        "sym": settings.get("sym"),
-        "desc_act": settings.get("desc_act"),
+    own = {key: settings.get(key) for key in ("sym", "desc_act")}
+    return _schemes(settings, "GPTQ", own)
+
+
+def _schemes(settings: dict[str, Any], tool: str, own: dict[str, Any]) -> list[Scheme]:
+    usual = own | {
+        "bits": one_value(settings, tool, "bits", "w_bit", "wbits"),
+        "group_size": one_value(settings, tool, "group_size", "q_group_size"),
     }
     others = (settings.get("dynamic") or {}).values()
     return [
         Scheme(
-            bits=own["bits"],
-            group_size=own["group_size"],
-            symmetric=own["sym"],
-            act_order=own["desc_act"],
+            bits=each["bits"],
+            group_size=each["group_size"],
+            symmetric=each["sym"],
+            act_order=each["desc_act"] if "desc_act" in own else None,
         )
-        for own in (usual, *({**usual, **other} for other in others))
+        for each in (usual, *({**usual, **other} for other in others))
     ]
 
 
@@ -141,3 +148,59 @@ def _is_from_gptqmodel(settings: dict[str, Any]) -> bool:
         if found and (int(found[1]), int(found[2])) >= (0, 9):
             return True
     return False
+
+
+BITS = 4
+NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of each of the eight columns."""
+
+
+def read_awq(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
+    """Reads the weight of a layer."""
+    # "version" is AutoAWQ's name of it, the others are GPTQModel's.
+    names = ("version", "format", "checkpoint_format")
+    version = one_value(settings, "AWQ", *names)
+    if version not in (None, "gemm"):
+        raise ValueError(f"AWQ version {quoted(version)}, expected 'gemm'")
+    codes = _awq_rows(folder.read(f"{layer}.qweight"))
+    scales = folder.read(f"{layer}.scales")
+    k = codes.shape[1]
+    if k % 8 or scales.ndim != 2:
+        raise ValueError(f"codes of shape {codes.shape} with scales {scales.shape}")
+    own = layer_of(
+        folder,
+        awq_schemes(settings),
+        zeros=f"{layer}.qzeros",
+        widths=[(BITS, k)],
+        groups=scales.shape[0],
+    )
+    zeros = None if own.zeros is None else _awq_rows(folder.read(own.zeros))
+    if zeros is not None and own.symmetric:
+        own.check_zeros(zeros, 2 ** (BITS - 1))
+        zeros = None
+    return integer_weight(
+        words_of_codes(codes, BITS),
+        mx.contiguous(scales.T),
+        zeros,
+        bits=BITS,
+        k=k,
+    )
+
+
+def awq_schemes(settings: dict[str, Any]) -> list[Scheme]:
+    """Returns what `schemes` does."""
+    zero_point = settings.get("zero_point")
+    if type(zero_point) not in (bool, type(None)):
+        raise ValueError(f"zero_point={quoted(zero_point)}, expected true or false")
+    return _schemes(settings, "AWQ", {"sym": zero_point is False})
+
+
+def _awq_rows(words: mx.array) -> mx.array:
+    """Returns the integers of words [k, n / 8] as uint8 [n, k]."""
+    if words.ndim != 2 or words.dtype != mx.int32:
+        raise ValueError(f"{words.dtype} {words.shape}, expected int32 [rows, words]")
+    turned = mx.contiguous(words.view(mx.uint32).T)
+    columns = [
+        (turned >> BITS * nibble & 0xF).astype(mx.uint8) for nibble in NIBBLE_OF_COLUMN
+    ]
+    return mx.stack(columns, axis=1).reshape(-1, words.shape[0])

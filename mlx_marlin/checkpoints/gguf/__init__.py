@@ -8,17 +8,11 @@ first.
 from mlx_marlin.checkpoints.gguf.configuration import config_of
 from mlx_marlin.checkpoints.gguf.container import Container
 from mlx_marlin.checkpoints.gguf.reading import read, tensors_of
-from mlx_marlin.checkpoints.gguf.requantizing import (
-    check_nothing_asked,
-    quantization_of,
-)
 from mlx_marlin.checkpoints.gguf.tokenizer import tokenizer_files
 
 __all__ = [
     "Container",
-    "check_nothing_asked",
     "config_of",
-    "quantization_of",
     "read",
     "tensors_of",
     "tokenizer_files",

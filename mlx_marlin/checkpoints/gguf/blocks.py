@@ -2,21 +2,97 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
-from typing import TYPE_CHECKING, TypeAlias
+from math import gcd, prod
+from typing import TypeAlias
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from mlx_marlin.checkpoints.gguf.block_codes import planes, stream
-from mlx_marlin.checkpoints.gguf.block_types import BlockType
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Parameters: TypeAlias = dict[str, npt.NDArray[np.generic]]
 
-    Bytes: TypeAlias = npt.NDArray[np.uint8]
-    Parameters: TypeAlias = dict[str, npt.NDArray[np.generic]]
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of GGUF's tensors."""
+
+    name: str  # name in ggml, such as "Q4_K"
+    elements: int  # elements of a block, along a row
+    nbytes: int  # bytes of a block
+
+
+BLOCK_TYPES: dict[int, BlockType] = {
+    number: BlockType(name, elements, nbytes)
+    for number, name, elements, nbytes in (
+        (0, "F32", 1, 4),
+        (1, "F16", 1, 2),
+        (2, "Q4_0", 32, 18),
+        (3, "Q4_1", 32, 20),
+        (6, "Q5_0", 32, 22),
+        (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34),
+        (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84),
+        (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66),
+        (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82),
+        (23, "IQ4_XS", 256, 136),
+        (24, "I8", 1, 1),
+        (25, "I16", 1, 2),
+        (26, "I32", 1, 4),
+        (27, "I64", 1, 8),
+        (28, "F64", 1, 8),
+        (29, "IQ1_M", 256, 56),
+        (30, "BF16", 1, 2),
+        (34, "TQ1_0", 256, 54),
+        (35, "TQ2_0", 256, 66),
+        (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
+        (41, "Q1_0", 128, 18),
+    )
+}
+"""By their number in the file. Types that are not read are listed for messages."""
+
+
+def planes(octets: Bytes, run: int, bits: int) -> Bytes:
+    """Returns the codes of bytes [b, bytes] that hold several each: uint8 [b, codes].
+
+    In every `run` of bytes, the lowest `bits` bits of all bytes are the first codes,
+    the next bits the codes after these, and so on.
+    """
+    runs = octets.reshape(len(octets), -1, 1, run)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    codes = runs >> shifts & np.uint8((1 << bits) - 1)
+    return codes.reshape(len(octets), -1)
+
+
+def stream(codes: Bytes, bits: int) -> Bytes:
+    """Packs codes, uint8 [b, codes], into bytes, the first code in the lowest bits.
+
+    Together they fill whole bytes.
+    """
+    run = 8 // gcd(bits, 8)
+    runs = codes.reshape(len(codes), -1, run)
+    octets = np.zeros((*runs.shape[:2], run * bits // 8), np.uint8)
+    for index in range(run):
+        octet, shift = divmod(bits * index, 8)
+        octets[..., octet] |= runs[..., index] << shift
+        if shift + bits > 8:
+            octets[..., octet + 1] |= runs[..., index] >> 8 - shift
+    return octets.reshape(len(codes), -1)
+
 
 CHUNK = 1 << 18
 """Bytes of blocks that are converted at a time: a core's cache holds what they become.
@@ -35,18 +111,16 @@ class Layout:
     bits: int  # bits of a code
     group_size: int  # weights that share a scale
     # Returns the codes of blocks [b, bytes] in the order of the row
-    codes: "Callable[[Bytes], Bytes]"
+    codes: Callable[[Bytes], Bytes]
     # Returns what the blocks store next to their codes, [b, values of a block], by the
     # name of the attribute of `StoredWeight`
-    parameters: "Callable[[Bytes], Parameters]"
+    parameters: Callable[[Bytes], Parameters]
     # What codes stand for, if they are places in a table
     codebook: tuple[int, ...] | None = None
 
 
 def read_plain(data: memoryview, block: BlockType, shape: tuple[int, ...]) -> mx.array:
     """Reads a tensor of one of the types in `PLAIN`."""
-    import numpy as np
-
     array = mx.array(np.frombuffer(data, PLAIN[block.name]).reshape(shape))
     return array.view(mx.bfloat16) if block.name == "BF16" else array
 
@@ -58,8 +132,6 @@ def read_blocks(
 
     Scales that are no finite numbers raise a ValueError.
     """
-    import numpy as np
-
     layout = LAYOUTS[block.name]
     blocks = np.frombuffer(data, np.uint8).reshape(-1, block.nbytes)
     codes = np.empty((len(blocks), block.elements * layout.bits // 8), np.uint8)
@@ -84,50 +156,42 @@ def read_blocks(
     )
 
 
-def _joined(chunks: "list[Parameters]", name: str, shape: tuple[int, ...]) -> mx.array:
+def _joined(chunks: list[Parameters], name: str, shape: tuple[int, ...]) -> mx.array:
     """Returns a parameter of all blocks, for each row of the weight."""
-    import numpy as np
-
     joined = np.concatenate([chunk[name] for chunk in chunks])
     return mx.array(joined.reshape(*shape[:-1], -1))
 
 
-def _halves(blocks: "Bytes", start: int, stop: int) -> "npt.NDArray[np.float16]":
+def _halves(blocks: Bytes, start: int, stop: int) -> npt.NDArray[np.float16]:
     """Reads float16 numbers of blocks, which must be finite."""
-    import numpy as np
-
     octets = np.ascontiguousarray(blocks[:, start:stop])
     if np.any(octets.view("<u2") & 0x7C00 == 0x7C00):
         raise ValueError("a scale or an offset of a block is NaN or infinite")
     return octets.view("<f2")
 
 
-def _scale(blocks: "Bytes") -> "Parameters":
+def _scale(blocks: Bytes) -> Parameters:
     return {"scales": _halves(blocks, 0, 2)}
 
 
-def _scale_and_bias(blocks: "Bytes") -> "Parameters":
+def _scale_and_bias(blocks: Bytes) -> Parameters:
     return {"scales": _halves(blocks, 0, 2), "biases": _halves(blocks, 2, 4)}
 
 
-def _sign_parameters(blocks: "Bytes") -> "Parameters":
+def _sign_parameters(blocks: Bytes) -> Parameters:
     """Reads Q1_0's, whose codes 0 and 1 are -d and d."""
-    import numpy as np
-
     scales = _halves(blocks, 0, 2)
     if np.any(np.abs(scales) >= 32768):
         raise ValueError("a scale of a block is above 32752, and twice it no float16")
     return {"scales": scales * np.float16(2), "biases": -scales}
 
 
-def _k_parameters(blocks: "Bytes") -> "Parameters":
+def _k_parameters(blocks: Bytes) -> Parameters:
     """Reads those of Q4_K and Q5_K as `weights.super_blocks` stores them.
 
     There are 6-bit scales and offsets in 12 bytes. The upper two bits of the first 8
     bytes belong to the last 4 scales and offsets.
     """
-    import numpy as np
-
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, third & 15 | (first >> 6 << 4)], axis=1)
     minima = np.concatenate([second & 63, third >> 4 | (second >> 6 << 4)], axis=1)
@@ -135,45 +199,35 @@ def _k_parameters(blocks: "Bytes") -> "Parameters":
     return _super_blocks(pairs, _halves(blocks, 0, 4))
 
 
-def _q6_k_parameters(blocks: "Bytes") -> "Parameters":
-    import numpy as np
-
+def _q6_k_parameters(blocks: Bytes) -> Parameters:
     return _super_blocks(
         np.ascontiguousarray(blocks[:, 192:208]), _halves(blocks, 208, 210)
     )
 
 
-def _q2_k_parameters(blocks: "Bytes") -> "Parameters":
-    import numpy as np
-
+def _q2_k_parameters(blocks: Bytes) -> Parameters:
     return _super_blocks(np.ascontiguousarray(blocks[:, :16]), _halves(blocks, 80, 84))
 
 
-def _q3_k_parameters(blocks: "Bytes") -> "Parameters":
+def _q3_k_parameters(blocks: Bytes) -> Parameters:
     """Reads scales of 6 bits as signed bytes."""
-    import numpy as np
-
     low, high = planes(blocks[:, 96:104], 8, 4), planes(blocks[:, 104:108], 4, 2)
     groups = (low | high << np.uint8(4)) - np.uint8(32)
     return _super_blocks(groups, _halves(blocks, 108, 110))
 
 
-def _iq4_xs_parameters(blocks: "Bytes") -> "Parameters":
+def _iq4_xs_parameters(blocks: Bytes) -> Parameters:
     """Reads scales of 6 bits as signed bytes; the upper two bits precede the lower."""
-    import numpy as np
-
     low, high = planes(blocks[:, 4:8], 1, 4), planes(blocks[:, 2:4], 1, 2)
     groups = (low | high << np.uint8(4)) - np.uint8(32)
     return _super_blocks(groups, _halves(blocks, 0, 2))
 
 
-def _super_blocks(groups: "Bytes", factors: "npt.NDArray[np.float16]") -> "Parameters":
-    import numpy as np
-
+def _super_blocks(groups: Bytes, factors: npt.NDArray[np.float16]) -> Parameters:
     return {"scales": np.concatenate([groups.view("<u2"), factors.view("<u2")], 1)}
 
 
-def _mxfp4_parameters(blocks: "Bytes") -> "Parameters":
+def _mxfp4_parameters(blocks: Bytes) -> Parameters:
     """Reads powers of two; 255 is 2^128 in ggml and NaN in the specification."""
     scales = blocks[:, :1]
     if (scales == 255).any():
@@ -181,26 +235,20 @@ def _mxfp4_parameters(blocks: "Bytes") -> "Parameters":
     return {"scales": scales}
 
 
-def _nvfp4_parameters(blocks: "Bytes") -> "Parameters":
+def _nvfp4_parameters(blocks: Bytes) -> Parameters:
     """Reads E4M3 numbers without a sign; ggml reads 0x7F, a NaN elsewhere, as 0."""
-    import numpy as np
-
     scales = blocks[:, :4]
     if (scales > 0x7F).any():
         raise ValueError("a scale of a block has a sign, but NVFP4's have none")
     return {"scales": np.where(scales == 0x7F, np.uint8(0), scales)}
 
 
-def _with_high_bits(low: "Bytes", high: "Bytes", shift: int = 4) -> "Bytes":
-    import numpy as np
-
+def _with_high_bits(low: Bytes, high: Bytes, shift: int = 4) -> Bytes:
     return low | high << np.uint8(shift)
 
 
-def _signed_bytes(octets: "Bytes") -> "Bytes":
+def _signed_bytes(octets: Bytes) -> Bytes:
     """Returns signed bytes plus 128."""
-    import numpy as np
-
     return octets ^ np.uint8(128)
 
 

@@ -5,27 +5,96 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from mlx_marlin.checkpoints.gguf.architectures import Architecture
+from mlx_marlin.checkpoints.gguf.architectures import (
+    Architecture,
+    architecture_of,
+    layers_of,
+    pieces_of,
+)
 from mlx_marlin.checkpoints.gguf.blocks import (
     LAYOUTS,
     PLAIN,
+    BlockType,
     read_blocks,
     read_plain,
 )
 from mlx_marlin.checkpoints.gguf.container import Container, TensorInfo
-from mlx_marlin.checkpoints.gguf.names import architecture_of, layers_of, pieces_of
-from mlx_marlin.checkpoints.gguf.requantizing import check_decoder, requantized
-from mlx_marlin.checkpoints.gguf.rows import RULES
-from mlx_marlin.checkpoints.gguf.scales import SCALES, check_scale, global_scale
-from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.gguf.rows import (
+    RULES,
+    SCALES,
+    Index,
+    check_scale,
+    global_scale,
+)
+from mlx_marlin.checkpoints.quantization import Quantization, rows_at_a_time
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
 
-if TYPE_CHECKING:
-    from mlx_marlin.checkpoints.gguf.rows import Index
+DECODED = ("IQ", "TQ")
+"""Beginnings of the names of types that the package `gguf` decodes."""
+
+
+def check_decoder(name: str, quantization: Quantization | None) -> None:
+    """Checks that a type without kernels can be quantized anew."""
+    if not name.startswith(DECODED):
+        read = ", ".join([*LAYOUTS, *PLAIN])
+        raise ValueError(f"{name} is not one of the types that are read: {read}")
+    if quantization is None:
+        raise ValueError(
+            f"{name} has no kernels; `mlx-marlin convert --requantize 4`, or "
+            f"requantize=4 in Python, decodes it once and quantizes it anew, with an "
+            f"error that the table of `convert` shows"
+        )
+    _decoder(name)
+
+
+def requantized(
+    data: memoryview,
+    block: BlockType,
+    shape: tuple[int, ...],
+    quantization: Quantization,
+    rows: Index | None = None,
+) -> StoredWeight:
+    """Decodes a weight [..., n, k] a few rows at a time, and quantizes it anew.
+
+    Scales become float16. `rows` are those of each matrix that are read, in this order.
+    """
+    octets = np.frombuffer(data, np.uint8)
+    octets = octets.reshape(*shape[:-1], shape[-1] // block.elements * block.nbytes)
+    if rows is not None:
+        octets = octets[..., rows, :]
+        shape = (*shape[:-2], len(rows), shape[-1])
+    decoded = _decoded(octets.reshape(-1, octets.shape[-1]), block, shape[-1])
+    weight, error = quantization.apply_to_rows(decoded, shape, mx.float16)
+    return replace(weight, original=block.name, error=error)
+
+
+def _decoded(
+    octets: npt.NDArray[np.uint8], block: BlockType, k: int
+) -> Iterator[mx.array]:
+    """Yields rows in float32, as many at a time as are quantized together."""
+    decode, number = _decoder(block.name)
+    step = rows_at_a_time(k)
+    for first in range(0, len(octets), step):
+        with np.errstate(all="ignore"):  # numbers that are not finite are refused later
+            yield mx.array(decode(octets[first : first + step], number))
+
+
+def _decoder(name: str) -> tuple[Any, Any]:
+    """Returns the function that decodes rows of bytes, and its name of a type."""
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError as error:
+        raise ImportError(
+            f"decoding {name} needs the package gguf: pip install gguf", name=error.name
+        ) from error
+    return quants.dequantize, GGMLQuantizationType[name]
+
 
 _SHARED_GATE = ".ffn_gate_inp_shexp."
 _CONVOLUTION = re.compile(r"\.(ssm_conv1d|shortconv\.conv)\.weight$")
@@ -78,10 +147,8 @@ def tensors_of(
     return tensors
 
 
-def _rows(container: Container, info: TensorInfo, rule: str) -> "Index | None":
+def _rows(container: Container, info: TensorInfo, rule: str) -> Index | None:
     """Returns the rows that a rule selects; None for all of them, in order."""
-    import numpy as np
-
     if not rule:
         return None
     axis = -2 if len(info.shape) > 1 else -1
@@ -109,7 +176,7 @@ class _Source:
     # How to quantize it anew if its type has no kernels
     requantize: Quantization | None
     # Rows that are the parameter's, in its order; None for all of them
-    rows: "Index | None" = None
+    rows: Index | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -126,12 +193,10 @@ class _Source:
         return (*shape, 1) if _CONVOLUTION.search(self.info.name) else shape
 
     @property
-    def columns(self) -> "Index | None":
+    def columns(self) -> Index | None:
         """The features of x by column, if they are not in order."""
         if self.info.name.split(".")[-2] not in self.architecture.grouped_columns:
             return None
-        import numpy as np
-
         # Column i of the parameter is column `grouped[i]` of the file.
         grouped = RULES["grouped"](self.container, self.info.shape[-1])
         order = np.argsort(grouped)
@@ -202,8 +267,6 @@ def _array_in_order(source: _Source, stored: mx.array) -> mx.array:
 
 def _logarithm(stored: mx.array) -> mx.array:
     """Returns the weights, as float32, of which a file has -exp(weight), below 0."""
-    import numpy as np
-
     decay = -np.array(stored.astype(mx.float32)).astype(np.float64)
     if not (decay > 0).all():
         raise ValueError("a decay is not below 0")

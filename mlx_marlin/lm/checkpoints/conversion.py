@@ -16,20 +16,21 @@ from mlx.utils import tree_flatten
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints.folder import naming
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION
-from mlx_marlin.checkpoints.new_folder import new_folder
 from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.settings import without_settings
-from mlx_marlin.checkpoints.shards import Shards
-from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
-from mlx_marlin.checkpoints.targets import Written, mlx_target, packed_target
+from mlx_marlin.checkpoints.stored_weight import (
+    PackedLayer,
+    StoredWeight,
+    Written,
+    mlx_target,
+    packed_target,
+)
+from mlx_marlin.checkpoints.writing import Shards, new_folder
 from mlx_marlin.lm.checkpoints.loading import check_written
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.lm.known_layers import is_plain_heads
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
-
-MOST_PARTS = 5
-"""Arrays that a parameter may become."""
 
 Target = Callable[[StoredWeight | PackedLayer], Written]
 TARGETS: dict[str, Target] = {"marlin": packed_target, "mlx": mlx_target}
@@ -87,7 +88,7 @@ def convert(
         return
     with new_folder(destination) as folder:
         source.copy_other_files(folder)  # first, because it may refuse a file
-        yield from _write(source, folder, rows)
+        yield from _write(folder, rows)
         write_config(source.config, records, folder)
         check_written(folder, destination)
 
@@ -266,12 +267,9 @@ def _order(source: ModelSource, layer: str, value: StoredWeight | PackedLayer) -
 
 
 def _write(
-    source: ModelSource,
-    folder: Path,
-    rows: Iterator[tuple[Row, dict[str, mx.array]]],
+    folder: Path, rows: Iterator[tuple[Row, dict[str, mx.array]]]
 ) -> Iterator[Row]:
-    names = [name for name in source.names() for _ in range(MOST_PARTS)]
-    with Shards(folder, names, {"format": "mlx"}) as shards:
+    with Shards(folder, {"format": "mlx"}) as shards:
         for row, arrays in rows:
             for name in [*arrays]:
                 shards.add(name, arrays.pop(name))

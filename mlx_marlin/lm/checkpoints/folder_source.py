@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,14 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.copying import copy_within
 from mlx_marlin.checkpoints.folder import INDEX, Folder, naming, new_model
 from mlx_marlin.checkpoints.formats import marlin_folder, mlx_folder
-from mlx_marlin.checkpoints.setting_keys import check_code
-from mlx_marlin.checkpoints.settings import SEPARATE_FILES, method_of
+from mlx_marlin.checkpoints.settings import SEPARATE_FILES, check_code, method_of
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, Tensor
-from mlx_marlin.lm.checkpoints.folding import fold_orders
+from mlx_marlin.checkpoints.writing import copy_within
 from mlx_marlin.lm.checkpoints.model_source import NARROW, ModelSource, Value
+from mlx_marlin.lm.checkpoints.moved_rows import fold_orders
 from mlx_marlin.lm.checkpoints.renaming import (
     Arrays,
     Renamed,
@@ -59,10 +58,6 @@ class FolderSource(ModelSource):
         self._plain_dtype: mx.Dtype | None = None
         self.computed: dict[str, float] = {}
 
-    def names(self) -> list[str]:
-        """Returns the names of all stored arrays, before they are renamed."""
-        return [*self._folder.arrays]
-
     def plain_matrices(self) -> list[str]:
         """Returns the names, not renamed yet, of arrays of floats of several axes."""
         is_ours = bool(marlin_folder.layers_of(self._folder))
@@ -87,12 +82,17 @@ class FolderSource(ModelSource):
             return
         weights, arrays, computed = self._renamed(tensors)
         self._drop_heads_of_embeddings(weights, arrays)
-        self._plain_dtype = _narrow(arrays.values())
+        plain = {  # but no biases: tools write zeros of any dtype, which models lack
+            array.dtype
+            for name, array in arrays.items()
+            if name not in computed and not name.endswith(".bias")
+        }
+        self._plain_dtype = _narrow(plain)
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
         self.folded = fold_orders(weights, arrays, module)
-        scales = _narrow(weight.scales for weight in weights.values())
-        dtype = self._plain_dtype or scales or mx.float32
+        scales = {weight.scales.dtype for weight in weights.values()}
+        dtype = _narrow(plain or scales) or mx.float32
         names = [*(f"{layer}.weight" for layer in weights), *arrays]
         for name in sorted(names, key=natural_key):
             layer = name.removesuffix(".weight")
@@ -256,9 +256,9 @@ def _without_numbers(layer: str) -> str:
     return re.sub(r"\d+", "", layer)
 
 
-def _narrow(arrays: Iterable[mx.array]) -> mx.Dtype | None:
-    """Returns the dtype of 16 bits that arrays have; None if none is so, or several."""
-    found = {array.dtype for array in arrays}.intersection(NARROW)
+def _narrow(dtypes: Set[mx.Dtype]) -> mx.Dtype | None:
+    """Returns the dtype of 16 bits among others; None if there is none, or several."""
+    found = {*NARROW} & dtypes
     return found.pop() if len(found) == 1 else None
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_marlin import regular_files
 from mlx_marlin.checkpoints import gguf
 from mlx_marlin.checkpoints.location import check_location, gguf_file, projectors
-from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.quantization import Quantization, check_nothing_asked
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.lm.module_tree import natural_key
@@ -31,10 +31,6 @@ class GgufSource(ModelSource):
         self.config = gguf.config_of(self._container)
         tensors = gguf.tensors_of(self._container, requantize)
         self._tensors = sorted(tensors, key=lambda tensor: natural_key(tensor.name))
-
-    def names(self) -> list[str]:
-        """Returns the names of all parameters."""
-        return [tensor.name for tensor in self._tensors]
 
     def plain_matrices(self) -> list[str]:
         """Returns the names of arrays of floats of several axes."""
@@ -84,7 +80,7 @@ def open_source(
     check_location(Path(path))
     file = gguf_file(Path(path))
     if file is None:
-        gguf.check_nothing_asked(path, requantize)
+        check_nothing_asked(path, requantize)
         return FolderSource(Path(path))
     for projector in projectors(file):
         warn_once(f"ignored: {projector}", f"{projector} is ignored: it is for images")

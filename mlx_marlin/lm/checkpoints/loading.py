@@ -13,16 +13,15 @@ from mlx.utils import tree_unflatten
 
 from mlx_marlin.checkpoints.folder import check_sizes, naming, new_model, read_json
 from mlx_marlin.checkpoints.formats import marlin_folder
-from mlx_marlin.checkpoints.gguf import quantization_of
 from mlx_marlin.checkpoints.location import check_files, gguf_file
+from mlx_marlin.checkpoints.quantization import quantization_of
 from mlx_marlin.checkpoints.settings import (
     AUTO_ROUND,
     METHODS,
     SEPARATE_FILES,
     in_config,
 )
-from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
-from mlx_marlin.checkpoints.targets import mlx_target
+from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, mlx_target
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear

@@ -69,10 +69,6 @@ class ModelSource(ABC):
     computed: Mapping[str, float] = MappingProxyType({})
 
     @abstractmethod
-    def names(self) -> list[str]:
-        """Returns the names of all stored arrays, before they are renamed."""
-
-    @abstractmethod
     def plain_matrices(self) -> list[str]:
         """Returns the names, not renamed yet, of arrays of floats of several axes."""
 

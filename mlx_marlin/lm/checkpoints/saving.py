@@ -10,9 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.checkpoints.new_folder import new_folder
-from mlx_marlin.checkpoints.shards import Shards
-from mlx_marlin.checkpoints.targets import record_of
+from mlx_marlin.checkpoints.stored_weight import record_of
+from mlx_marlin.checkpoints.writing import Shards, new_folder
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.joined import MarlinPart, separate, whole
 from mlx_marlin.layers.native import GLOBAL_SCALE
@@ -44,7 +43,7 @@ def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:
     records = _records(model)
     arrays = _arrays(model)
     with new_folder(path) as folder:
-        with Shards(folder, [*arrays], {"format": "mlx"}) as shards:
+        with Shards(folder, {"format": "mlx"}) as shards:
             for name, array in arrays.items():
                 layer, _, own = name.rpartition(".")
                 is_scale = own == GLOBAL_SCALE and layer in records.marlin

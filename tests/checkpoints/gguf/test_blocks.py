@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin import unpack
 from mlx_marlin.checkpoints.gguf import blocks
-from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
+from mlx_marlin.checkpoints.gguf.blocks import BLOCK_TYPES
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.weights.bit_streams import codes_of_words
 from support.gguf_blocks import (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.checkpoints.gguf import Container
-from mlx_marlin.checkpoints.gguf.parsing import LONGEST_NAME, Cursor
+from mlx_marlin.checkpoints.gguf.container import LONGEST_NAME, Cursor
 from support.gguf_blocks import PLAIN, QUANTIZED
 from support.gguf_files import Written, gguf_bytes, random_tensor, text
 

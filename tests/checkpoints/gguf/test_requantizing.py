@@ -10,9 +10,9 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.checkpoints import quantization
-from mlx_marlin.checkpoints.gguf import quantization_of, read
-from mlx_marlin.checkpoints.gguf.block_types import BLOCK_TYPES
-from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.checkpoints.gguf import read
+from mlx_marlin.checkpoints.gguf.blocks import BLOCK_TYPES
+from mlx_marlin.checkpoints.quantization import Quantization, quantization_of
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.cli import demo
 from mlx_marlin.cli.main import main

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 from mlx_marlin.checkpoints.gguf import config_of, tokenizer, tokenizer_files
-from mlx_marlin.checkpoints.gguf.splits import SPLITS
+from mlx_marlin.checkpoints.gguf.tokenizer import SPLITS
 from support.gguf_models import opened
 from support.gguf_vocabularies import (
     TEMPLATE,

@@ -1,7 +1,7 @@
 """The configuration of mlx-lm's model, from a GGUF file's metadata."""
 
-from mlx_marlin.checkpoints.gguf.configuration.experts import first_experts
-from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
+from mlx_marlin.checkpoints.gguf.architectures import architecture_of
+from mlx_marlin.checkpoints.gguf.configuration.facts import Facts, first_experts
 from mlx_marlin.checkpoints.gguf.configuration.gemma4 import gemma4_rope
 from mlx_marlin.checkpoints.gguf.configuration.keys import check_keys
 from mlx_marlin.checkpoints.gguf.configuration.models import (
@@ -14,7 +14,6 @@ from mlx_marlin.checkpoints.gguf.configuration.models import (
 )
 from mlx_marlin.checkpoints.gguf.configuration.rope import check_rope, rope_scaling
 from mlx_marlin.checkpoints.gguf.container import Container
-from mlx_marlin.checkpoints.gguf.names import architecture_of
 from mlx_marlin.checkpoints.gguf.tokenizer import end_tokens
 
 _MIXED = "gemma4_text"

@@ -6,9 +6,12 @@ src/models/gemma4.cpp at commit 06e514f6.
 
 from typing import Any
 
-from mlx_marlin.checkpoints.gguf.configuration.experts import expert_rows, first_experts
-from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
-from mlx_marlin.checkpoints.gguf.names import layers_of
+from mlx_marlin.checkpoints.gguf.architectures import layers_of
+from mlx_marlin.checkpoints.gguf.configuration.facts import (
+    Facts,
+    expert_rows,
+    first_experts,
+)
 
 Config = dict[str, Any]
 _KEY_HEADS = "attention.head_count_kv"

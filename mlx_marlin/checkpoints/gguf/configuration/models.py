@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_marlin.checkpoints.gguf.configuration.experts import (
+from mlx_marlin.checkpoints.gguf.configuration.facts import (
+    Facts,
     expert_rows,
     qwen_experts,
     qwen_shared_expert,
     routed,
 )
-from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
 from mlx_marlin.checkpoints.gguf.configuration.gemma4 import gemma4
 from mlx_marlin.checkpoints.gguf.rows import linear_heads
 
