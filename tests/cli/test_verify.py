@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_marlin.lm.verification.errors import Errors
 from safetensors.numpy import load_file, save_file
 
 from cli.conftest import Run
 from mlx_marlin import MarlinLinear
 from mlx_marlin.cli.main import main
-from mlx_marlin.lm.verification.report import LayerReport, ProductReport, Report
+from mlx_marlin.lm.verification.report import (
+    Errors,
+    LayerReport,
+    ProductReport,
+    Report,
+)
 from mlx_marlin.tables import PIPED
 from support.foreign_models import write
 from support.recorder import Terminal
