@@ -210,12 +210,10 @@ def test_plans_that_were_wrong_are_not_served_either(
         assert "stock MLX serves them" in printed("tune 4x64x256", status=1)
 
     x, w = mx.ones((4, 256), mx.float16), mx.quantize(mx.ones((64, 256), mx.float16))
-    with pytest.warns(RuntimeWarning, match="wrong in tuning"):
-        assert "wrong in tuning" in str(mlx_marlin.why_not(x, *w))
+    assert "wrong in tuning" in str(mlx_marlin.why_not(x, *w))
 
     # All of them are known now, so none is measured again.
-    with pytest.warns(RuntimeWarning, match="wrong in tuning"):
-        said = printed("tune 4x64x256", status=1)
+    said = printed("tune 4x64x256", status=1)
     assert "a kernel failed its check, never used" in said
 
 
