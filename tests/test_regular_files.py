@@ -13,7 +13,7 @@ from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import result_files
 from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
 from mlx_marlin.checkpoints import folder, gguf
-from mlx_marlin.cli.render import command as render
+from mlx_marlin.cli import render
 from mlx_marlin.guard import verdicts
 from mlx_marlin.measure import result_file
 from support.limits import limited

@@ -38,7 +38,7 @@ AS_MLX = {
 MOST_LINES = {
     "backends": 9417,
     "checkpoints": 5991,
-    "cli": 5553,
+    "cli": 5541,
     "evidence": 113,
     "guard": 1992,
     "layers": 1570,

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import progress, regular_files, tables
 from mlx_marlin.backends import selection
-from mlx_marlin.cli import arguments, models, output
+from mlx_marlin.cli import arguments, documents, models, output
 from mlx_marlin.cli.arguments import BOTH
-from mlx_marlin.cli.render import documents
 from mlx_marlin.lm import measured_models
 from mlx_marlin.measure import machine, products, result_file, rows
 from mlx_marlin.measure.result_file import PROBLEM, ResultFile, timing

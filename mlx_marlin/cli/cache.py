@@ -5,13 +5,13 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_marlin import cache
+from mlx_marlin import cache, tables
 from mlx_marlin.cli import output
 
 CONTENTS = {
@@ -131,17 +131,21 @@ def size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def listing(folders: Iterable[CacheFolder]) -> str:
-    """Returns the folders of the cache as text, one per line."""
-    lines = [f"{cache.root()}:"]
-    for folder in folders:
-        lines.append(
-            f"  {folder.name:<10} {folder.files:>6} files "
-            f"{size_text(folder.bytes):>9}  {folder.contents}".rstrip()
-        )
-        if folder.problem:
-            lines.append(f"    {folder.problem}")
-    return "\n".join(lines if lines[1:] else [f"{cache.root()}: nothing"])
+def listing(folders: Sequence[CacheFolder]) -> str:
+    """Returns the folders of the cache as a table, and what is wrong with them."""
+    rows: list[dict[str, tables.Value]] = [
+        {
+            "folder": each.name,
+            "files": each.files,
+            "size": size_text(each.bytes),
+            "contents": each.contents,
+        }
+        for each in folders
+    ]
+    problems = [f"{each.name} {each.problem}" for each in folders if each.problem]
+    title = f"{cache.root()}:{'' if rows else ' nothing'}"
+    table = tables.printed(tables.Table(title=title, rows=rows)) or title
+    return "\n".join([table, *problems])
 
 
 def clear(name: str) -> int:

@@ -12,42 +12,21 @@ from typing import Any
 from mlx_marlin.cli import output
 
 COMMANDS = {
-    "plan": ("mlx_marlin.cli.plan", "show the plan of a matrix product"),
-    "convert": (
-        "mlx_marlin.cli.convert",
-        "import GPTQ, AWQ, GGUF and other checkpoints",
-    ),
-    "verify": (
-        "mlx_marlin.cli.verify",
-        "compare a model's layers with exact results",
-    ),
-    "tune": (
-        "mlx_marlin.cli.tune",
-        "measure plans on this machine, keep the fastest",
-    ),
-    "report": ("mlx_marlin.cli.report", "show who serves each layer of a model"),
-    "profile": (
-        "mlx_marlin.cli.profile",
-        "compare products with the limits of a device",
-    ),
-    "bench": (
-        "mlx_marlin.cli.bench",
-        "time our kernels and stock MLX on this machine",
-    ),
-    "render": (
-        "mlx_marlin.cli.render.command",
-        "show results as an HTML page or a picture",
-    ),
-    "doctor": (
-        "mlx_marlin.cli.doctor",
-        "check whether our kernels can run here",
-    ),
-    "lm": ("mlx_marlin.cli.lm", "run mlx-lm's own commands on our kernels"),
-    "demo": ("mlx_marlin.cli.demo", "generate text with quantized kernels"),
-    "cache": ("mlx_marlin.cli.cache", "list, limit or clear the cache"),
-    "emulate": ("mlx_marlin.cli.emulate", "run a Metal kernel on the CPU"),
+    "plan": "show the plan of a matrix product",
+    "convert": "import GPTQ, AWQ, GGUF and other checkpoints",
+    "verify": "compare a model's layers with exact results",
+    "tune": "measure plans on this machine, keep the fastest",
+    "report": "show who serves each layer of a model",
+    "profile": "compare products with the limits of a device",
+    "bench": "time our kernels and stock MLX on this machine",
+    "render": "show results as an HTML page or a picture",
+    "doctor": "check whether our kernels can run here",
+    "lm": "run mlx-lm's own commands on our kernels",
+    "demo": "generate text with quantized kernels",
+    "cache": "list, limit or clear the cache",
+    "emulate": "run a Metal kernel on the CPU",
 }
-"""Command name -> (module, help), in the order of the help."""
+"""Command name -> help, in the order of the help. Its module has the same name."""
 
 GUIDE = {
     "check that kernels run here": "mlx-marlin doctor",
@@ -137,8 +116,12 @@ def _run(argv: list[str]) -> int:
     command = next((word for word in argv if not word.startswith("-")), None)
     args = _parser(command).parse_args(argv)
     with output.instead_of_text(args):
-        status: int = import_module(COMMANDS[args.command][0]).run(args)
+        status: int = _module(args.command).run(args)
     return status
+
+
+def _module(command: str) -> Any:
+    return import_module(f"mlx_marlin.cli.{command}")
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
@@ -158,12 +141,12 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
     )
-    for name, (module, text) in COMMANDS.items():
+    for name, text in COMMANDS.items():
         added = subparsers.add_parser(
             name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name == command:
-            found = import_module(module)
+            found = _module(name)
             added.description, added.epilog = found.DESCRIPTION, found.EPILOG
             found.add_arguments(added)
     return parser

@@ -12,9 +12,8 @@ from typing import Any
 
 from mlx_marlin import tables
 from mlx_marlin.backends import registry
-from mlx_marlin.cli import arguments, output, profiled
+from mlx_marlin.cli import arguments, documents, output, profiled
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.render import documents
 from mlx_marlin.measure.profiling import Profile, Roofline, document
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.products import this_machine

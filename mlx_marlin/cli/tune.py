@@ -7,7 +7,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from mlx_marlin import guard, progress, state
+from mlx_marlin import guard, progress, state, tables
 from mlx_marlin.backends import (
     planner,
     registry,
@@ -21,12 +21,11 @@ from mlx_marlin.cli.cache import check_writable
 from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
-from mlx_marlin.measure.timing import Spread
 from mlx_marlin.measure.tuner import Arm, Outcome
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import this_machine
-from mlx_marlin.tables import aligned
+from mlx_marlin.tables import Table, Value
 from mlx_marlin.weights.formats import LAYOUTS
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -93,10 +92,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and (args.dry_run or not found):
         raise ValueError("--json writes times of products, and none is measured")
     if args.dry_run:
-        texts = [listing(problem, this_machine.device()) for problem in found]
-        print(
-            "\n\n".join(texts + [tune_model.dry_run(name, streams) for name in names])
-        )
+        plans = (listing(problem, this_machine.device()) for problem in found)
+        texts = [*map(tables.printed, plans)]
+        texts += [tune_model.dry_run(name, streams) for name in names]
+        print("\n\n".join(texts))
         return 0
     folder = result_files.folder()
     clock = models.clock(args.seconds) if found else None
@@ -152,21 +151,24 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [*dict.fromkeys(found)]
 
 
-def listing(problem: Problem, target: PlanningDevice) -> str:
+def listing(problem: Problem, target: PlanningDevice) -> Table:
     """Returns the plans to measure for a problem, with predicted times."""
     times_stock = selection.backend() in selection.ON_GPU
-    rows = [["", "us by the model, not measured"]]
-    for arm in tuner.arms(problem, target, times_stock=times_stock):
-        rows.append([tuner.name(arm), _predicted(arm, problem, target)])
-    return f"{problem.explain()}\n{aligned(rows)}"
+    arms = tuner.arms(problem, target, times_stock=times_stock)
+    unit = "us by the model, not measured"
+    rows = [
+        {"plan": tuner.name(arm), unit: _predicted(arm, problem, target)}
+        for arm in arms
+    ]
+    return Table(title=problem.explain(), rows=rows)
 
 
-def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> str:
-    """Returns the predicted microseconds, or "" without a cost model."""
+def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> float | None:
+    """Returns the predicted microseconds, or None without a cost model."""
     if arm is not None:
-        return f"{planner.predict(arm, target).seconds * 1e6:.1f}"
+        return planner.predict(arm, target).seconds * 1e6
     stock = registry.of_device(target).predict_stock(problem, target)
-    return "" if stock is None else f"{stock.seconds * 1e6:.1f}"
+    return None if stock is None else stock.seconds * 1e6
 
 
 def _tunable(found: list[Problem]) -> list[Problem]:
@@ -268,17 +270,21 @@ NOISY = "too noisy: nothing was kept, measure again"
 
 def measurements(problem: Problem, outcome: Outcome, clock: Clock) -> str:
     """Returns the table of measured times of a problem and the plan that is kept."""
-    rows = [["", f"us ({clock.name})", "+-", ""]]
-    rows += [
-        _row(arm, spread, _verdict(arm, outcome))
-        for arm, spread in outcome.arms.items()
-    ]
-    rows += [[tuner.name(plan), "", "", FAILED] for plan in outcome.failed]
     samples = max((spread.samples for spread in outcome.arms.values()), default=1)
     how = f": medians of {samples}, +- half the interquartile range"
+    title = f"{problem.explain()}{how if samples > 1 else ''}"
+    names = ("plan", f"us ({clock.name})", "+-", "verdict")
+    cells: list[tuple[Value, ...]] = [
+        (
+            *(tuner.name(arm), spread.median * 1e6, spread.range / 2 * 1e6),
+            _verdict(arm, outcome),
+        )
+        for arm, spread in outcome.arms.items()
+    ]
+    cells += [(tuner.name(plan), None, None, FAILED) for plan in outcome.failed]
+    rows = [dict(zip(names, each, strict=True)) for each in cells]
     noisy = [NOISY] if outcome.is_noisy else []
-    head = f"{problem.explain()}{how if samples > 1 else ''}"
-    return "\n".join([head, aligned(rows), *noisy])
+    return "\n".join([tables.printed(Table(title=title, rows=rows)), *noisy])
 
 
 def notes(problem: Problem, outcome: Outcome) -> list[str]:
@@ -307,11 +313,6 @@ def conclusion(outcomes: Sequence[Outcome], file: Path) -> str:
     if noisy:
         lines.append(f"{noisy} {of}: {NOISY}")
     return "\n".join([*lines, f"kept in {file}" if kept else "nothing was kept"])
-
-
-def _row(arm: Arm, spread: Spread, verdict: str) -> list[str]:
-    median, noise = spread.median * 1e6, spread.range / 2 * 1e6
-    return [tuner.name(arm), f"{median:.2f}", f"{noise:.2f}", verdict]
 
 
 def _verdict(arm: Arm, outcome: Outcome) -> str:

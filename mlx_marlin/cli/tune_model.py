@@ -7,9 +7,9 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlx_marlin import progress, state
+from mlx_marlin import progress, state, tables
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.fusions import FUSIONS
@@ -21,7 +21,7 @@ from mlx_marlin.lm.race.settings import (
     basic_settings,
     name_of,
 )
-from mlx_marlin.tables import aligned
+from mlx_marlin.tables import Table, Value
 
 if TYPE_CHECKING:
     from mlx_marlin.lm.race.settings_race import Values
@@ -78,7 +78,7 @@ def tune(name: str, rows: Sequence[int], minutes: float) -> None:
         return
     ended = monotonic() + minutes * 60
     key, search = _searched(name, rows, ended)
-    progress.print_above(_settings_text(name, rows, search))
+    progress.print_above(tables.printed(_settings_table(name, rows, search)))
     if all(each.excluded for each in search.measured.values()):
         print(NOTHING_COMPARED)  # which says nothing about speed
         return
@@ -147,32 +147,36 @@ def _result(name: str, key: str, search: Search, values: "Values") -> TunedModel
     )
 
 
-def _settings_text(name: str, rows: Sequence[int], search: Search) -> str:
+def _settings_table(name: str, rows: Sequence[int], search: Search) -> Table:
     """Returns the table of the speeds of settings relative to stock MLX."""
-    lines = [
-        _line(rows, name_of(each.settings), each) for each in search.measured.values()
+    found: list[tuple[Any, Comparison | None]] = [
+        *((each.settings, each) for each in search.measured.values()),
+        *((each, None) for each in search.skipped),
     ]
-    skipped = [[name_of(each), *[""] * len(rows), "no time"] for each in search.skipped]
+    lines = [_line("settings", name_of(each), rows, speeds) for each, speeds in found]
     title = f"{name}: speed relative to stock MLX, by rows of a forward pass"
-    return f"{title}\n{_table(rows, lines + skipped)}"
+    return Table(title=title, rows=lines)
 
 
 def _values_text(rows: Sequence[int], tried: "Values") -> str:
     """Returns the table of the speeds of values of MLX's variable."""
     if not tried.comparisons:
         return f"{VARIABLE}: not measured, {tried.failure or 'no time'}"
-    lines = [_line(rows, str(value), each) for value, each in tried.comparisons.items()]
+    found = tried.comparisons.items()
+    lines = [_line("value", str(value), rows, each) for value, each in found]
     title = f"{VARIABLE}: speed relative to MLX's own value, by rows"
-    return f"{title}\n{_table(rows, lines)}"
+    return tables.printed(Table(title=title, rows=lines))
 
 
-def _line(rows: Sequence[int], head: str, found: Comparison) -> list[str]:
-    speeds = [f"{each:.3f}" for each in found.speedups.values()]
-    return [head, *(speeds or [""] * len(rows)), found.verdict]
-
-
-def _table(rows: Sequence[int], lines: Sequence[list[str]]) -> str:
-    return aligned([["", *map(str, rows), ""], *lines])
+def _line(
+    column: str, name: str, rows: Sequence[int], found: Comparison | None
+) -> dict[str, Value]:
+    speeds = {} if found is None else found.speedups
+    return {
+        column: name,
+        **{str(m): f"{speeds[m]:.3f}" if m in speeds else None for m in rows},
+        "verdict": "no time" if found is None else found.verdict,
+    }
 
 
 def _conclusion(result: TunedModel, file: Path) -> str:

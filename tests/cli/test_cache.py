@@ -53,8 +53,9 @@ def test_folders_are_listed_with_files_sizes_and_contents(
 
     assert printed("cache").splitlines() == [
         f"{root}:",
-        "  emulator        2 files    2.2 MB  kernels compiled for the emulator",
-        "  verdicts        1 files      30 B  checks of kernels on this machine",
+        "folder    files  size    contents",
+        "emulator      2  2.2 MB  kernels compiled for the emulator",
+        "verdicts      1  30 B    checks of kernels on this machine",
     ]
 
 

@@ -71,7 +71,7 @@ def test_an_interrupt_is_a_status_and_no_text(
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(import_module(COMMANDS[command][0]), "run", interrupted)
+    monkeypatch.setattr(import_module(f"mlx_marlin.cli.{command}"), "run", interrupted)
 
     assert main([command, *NEEDED.get(command, [])]) == 130
     assert capsys.readouterr() == ("", "")

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from cli.conftest import Run
 from mlx_marlin import regular_files, tables
 from mlx_marlin.backends import devices, planner
+from mlx_marlin.cli import documents, page
+from mlx_marlin.cli import render as command
+from mlx_marlin.cli.page import element
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.render import command, documents, page
-from mlx_marlin.cli.render.page import element
 from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling import Skipped, document, of_plan, of_stock

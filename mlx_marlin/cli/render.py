@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_marlin import regular_files
-from mlx_marlin.cli import output
+from mlx_marlin.cli import documents, output
+from mlx_marlin.cli.page import Page, html
 from mlx_marlin.cli.pictures import figures
-from mlx_marlin.cli.render import documents
-from mlx_marlin.cli.render.page import Page, html
 from mlx_marlin.measure import profiling, result_file
 from mlx_marlin.measure.privacy import redacted
 

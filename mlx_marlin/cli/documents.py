@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mlx_marlin.cli.page import Page
 from mlx_marlin.cli.pictures import charts
 from mlx_marlin.cli.pictures.charts import Chart, can_draw
-from mlx_marlin.cli.render.page import Page
 from mlx_marlin.measure.profiling import Point, Roofline
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import (
