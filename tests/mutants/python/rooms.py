@@ -93,9 +93,9 @@ ROOMS = {
     "measure": _room(
         0.9,
         "measure/**/*.py",
-        "tuning profiling benchmarking/test_calibrate.py benchmarking/test_mac.py "
-        "benchmarking/test_products.py benchmarking/test_result_file.py "
-        "cli/test_bench.py cli/test_profile.py",
+        "tuning/test_clocks.py tuning/test_operands.py tuning/test_timing.py "
+        "tuning/test_tuner.py profiling benchmarking/test_mac.py "
+        "benchmarking/test_products.py benchmarking/test_result_file.py",
     ),
     "metal_emulator": Room(("metal_emulator/**/*.py",), ("tests/metal_emulator",), 0.9),
     "cli": _room(0.75, "cli/**/*.py", "cli profiling"),
