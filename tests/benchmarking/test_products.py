@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import guard
-from mlx_marlin.backends import devices, graph, planner, selection
+from mlx_marlin.backends import devices, graph, planner, registry, selection
 from mlx_marlin.backends.metal.cost import rates
 from mlx_marlin.backends.metal.dequantize import dequantize_seconds
 from mlx_marlin.backends.metal.device import DEFAULT
@@ -19,12 +19,12 @@ from mlx_marlin.measure.products import Measured
 from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.problem import Problem, problem_of
-from mlx_marlin.products import serving
+from mlx_marlin.products import packing, serving, this_machine
 from mlx_marlin.products.serving import Refusal
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.profiles import sampled
-from support.timed_products import M3_MAX, SMALL
+from support.timed_products import M3_MAX, SMALL, exact_product_of
 
 pytestmark = needs_emulator
 
@@ -92,25 +92,70 @@ def test_formats_of_floats_are_compared_too(
     assert {row.arm for row in measured.rows} == {OURS, STOCK, DEQUANTIZED}
 
 
-@pytest.mark.slow
+def instant(products: Any, drifts: Any) -> dict[Any, timing.Spread]:
+    """Measures nothing."""
+    given = drifts if isinstance(drifts, tuple) else [0.0] * len(products)
+    pairs = zip(products, given, strict=True)
+    return {key: timing.Spread(median=1.0, drift=drift) for key, drift in pairs}
+
+
+@pytest.mark.parametrize("chip", ["Apple M3 Max", "Apple M5 Max"])
 def test_stagings_are_compared_with_gemm_register(
-    measure: Callable[..., Measured],
+    chip: str, on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = measure(problem_of(8, 64, 256), staged=True)
+    problem = problem_of(8, 256, 512)
+    exact = exact_product_of(problem)
+    monkeypatch.setattr(graph, "product", lambda _: lambda *_: exact)
+    clock = replace(on_metal, measure=instant, measure_independent=instant)
+    measured = products.measure(
+        problem, devices.named(chip), clock, ("mlx",), staged=True
+    )
 
     arms = {row.arm: row.plan for row in measured.rows if row.arm.startswith("gemm")}
-    assert (measured.faults, measured.notes) == ([], [])
+    assert measured.faults == []
+    tensor = {"gemm_tensor": ("gemm_tensor", 0, 0)} if "M5" in chip else {}
     assert {
         name: (plan.kernel, plan.buffers, plan.loaders)
         for name, plan in arms.items()
         if plan
-    } == {
+    } == tensor | {
         "gemm_register": ("gemm_register", 0, 0),
         "gemm_staged, 1 buffer": ("gemm_staged", 1, 0),
         "gemm_staged, 2 buffers": ("gemm_staged", 2, 0),
         "gemm_staged, 3 buffers": ("gemm_staged", 3, 0),
         "gemm_staged, 2 buffers, 1 loader": ("gemm_staged", 2, 1),
     }
+
+
+def test_every_arm_reads_the_weights_of_its_layout(
+    on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, set[int]] = {"mlx": set(), "marlin": set()}
+
+    def product(plan: Any) -> graph.Product:
+        layout = plan.problem.layout
+        asked = operands.operands(replace(SMALL, layout=layout), 4).weights
+        shapes = [[each.shape for each in weight] for weight in asked]
+
+        def serve(x: mx.array, *weight: mx.array) -> mx.array:
+            nth = [mx.array_equal(weight[0], each[0]) for each in asked].index(True)
+            assert [each.shape for each in weight] == shapes[nth]
+            assert mx.array_equal(weight[1], asked[nth][1])
+            given[layout].add(nth)
+            return exact_product_of(SMALL)
+
+        return serve
+
+    monkeypatch.setattr(graph, "product", product)
+    monkeypatch.setattr(packing, "_on_gpu", lambda: False)
+    measured = products.measure(SMALL, M3_MAX, on_metal, ("marlin", "mlx"))
+
+    assert measured.faults == []
+    assert given == {"mlx": {0, 1, 2, 3}, "marlin": {0, 1, 2, 3}}
+    arms = [(row.arm, row.problem.layout) for row in measured.rows[:4]]
+    assert arms == [
+        *((OURS, "marlin"), (OURS, "mlx"), (STOCK, "mlx"), (DEQUANTIZED, "mlx"))
+    ]
 
 
 def test_on_a_gpu_every_arm_is_measured_on_all_weights(
@@ -195,15 +240,22 @@ def test_a_weight_that_is_decoded_once_is_timed_that_way(
 def test_drift_is_noted(
     on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def warming(products: Any, _: object) -> dict[Any, timing.Spread]:
-        return {key: timing.Spread.of([1e-6, 1e-6, 1.2e-6, 1.2e-6]) for key in products}
-
-    clock = replace(on_metal, measure=warming)
+    """That of more than a twentieth, up or down."""
+    chain, independent = (
+        lambda products, _, drifts=drifts: instant(products, drifts)
+        for drifts in ((0.2, 0.05, -0.06), (-0.05, 0.0, 0.0501))
+    )
+    clock = replace(on_metal, measure=chain, measure_independent=independent)
     notes = products.measure(SMALL, M3_MAX, clock, ("mlx",)).notes
 
-    drifted = [note for note in notes if "(chain)" in note]
-    assert len(drifted) == 3
-    assert "ours drifted by +20%" in drifted[0]
+    assert [note.split(": the chip")[0] for note in notes] == [
+        f"{arm} drifted by {drift} during the measurement of {SMALL.explain()} ({how})"
+        for arm, drift, how in (
+            (OURS, "+20%", "chain"),
+            (DEQUANTIZED, "-6%", "chain"),
+            (DEQUANTIZED, "+5%", "independent"),
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,3 +268,19 @@ def test_drift_is_noted(
 def test_what_stock_does_not_have_is_refused(problem: Problem, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         products.check(problem)
+
+
+def test_what_our_kernels_do_not_support_is_refused(
+    on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    backend = registry.of_device(M3_MAX)
+    monkeypatch.setattr(
+        backend, "unsupported", lambda *given: asked.append(given) or told
+    )
+    told = None
+    products.check(SMALL)
+    told = "no kernel has it"
+    with pytest.raises(ValueError, match="no kernel has it"):
+        products.check(SMALL)
+    assert asked == [(SMALL, this_machine.device())] * 2
