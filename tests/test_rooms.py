@@ -36,7 +36,7 @@ AS_MLX = {
 }
 """Functions with the signature of one of MLX's, and their positional parameters."""
 MOST_LINES = {
-    "backends": 9417,
+    "backends": 9409,
     "checkpoints": 5991,
     "cli": 5541,
     "evidence": 113,
@@ -45,7 +45,7 @@ MOST_LINES = {
     "lm": 12598,
     "measure": 1800,
     "planning": 2616,
-    "products": 3323,
+    "products": 3313,
     "weights": 1187,
     "": 1026,
 }

@@ -30,7 +30,6 @@ from mlx_marlin.products.reference.experts import stock_packed
 from mlx_marlin.products.reference.weight import native_product, stock_product
 from mlx_marlin.products.request import CPU, NOTHING, Request, Run, Shape
 from mlx_marlin.weights.formats import TILE_N
-from mlx_marlin.weights.packed_weight import PackedWeight
 
 MOST_CALLS = 4096
 """Prepared calls that are kept."""
@@ -103,7 +102,7 @@ def _by_stock(request: Request, reason: str) -> PreparedCall:
     if experts is None:
         run = _stock(request)
     else:
-        run = _callers_own if is_stock or experts.gate else _stock_experts(request)
+        run = _callers_own if is_stock or experts.gate else stock_packed(request)
     return PreparedCall(run, reason, is_stock)
 
 
@@ -158,41 +157,21 @@ def _native(request: Request) -> Product:
 
 def _stock_packed(request: Request) -> Product:
     """Returns stock MLX's product of a packed weight, without epilogue and norm."""
-    n = request.n
+    n, has_scale = request.n, request.global_scale
 
     def stock(
         x: mx.array, words: mx.array, scales: mx.array, biases_or_global_scale: mx.array
     ) -> mx.array:
-        packed = PackedWeight(
-            words=words,
-            scales=scales,
+        packed = request.packed(
+            words,
+            scales,
             # Those of a batch that are multiplied as one are whole tiles.
-            n=n if n % TILE_N else words.shape[-3] * TILE_N,
-            k=request.k,
-            group_size=request.group_size,
-            bits=request.bits,
-            mode=request.mode,
-            global_scale=biases_or_global_scale[:1] if request.global_scale else None,
+            n if n % TILE_N else words.shape[-3] * TILE_N,
+            biases_or_global_scale[:1] if has_scale else None,
         )
         return stock_product(x, packed, request.transpose)
 
     return stock
-
-
-def _stock_experts(request: Request) -> Run:
-    def run(
-        x: mx.array,
-        lhs: mx.array | None,
-        rhs: mx.array,
-        words: mx.array,
-        scales: mx.array,
-        _: mx.array,
-        *bias: mx.array,
-    ) -> mx.array:
-        y = stock_packed(request, x, words, scales, lhs, rhs)
-        return y + mx.expand_dims(bias[0][rhs], -2) if bias else y
-
-    return run
 
 
 def traced_call(run: Run) -> PreparedCall:

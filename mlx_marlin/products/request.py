@@ -188,6 +188,25 @@ class Request:
             bias=experts.biased,
         )
 
+    def packed(
+        self,
+        words: mx.array,
+        scales: mx.array,
+        n: int | None = None,
+        global_scale: mx.array | None = None,
+    ) -> PackedWeight:
+        """Returns a packed weight of these arrays, with n rows."""
+        return PackedWeight(
+            words=words,
+            scales=scales,
+            n=n or self.n,
+            k=self.k,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            global_scale=global_scale,
+        )
+
     def explain(self) -> str:
         """Returns a one-line description of the call, which need not be a problem."""
         experts = self.experts

@@ -11,8 +11,7 @@ from mlx_marlin.products.reference.weight import (
     plain,
     stock_groups,
 )
-from mlx_marlin.products.request import Request, Shape
-from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.products.request import Request, Run, Shape
 
 Product = Callable[..., mx.array]
 """Takes and returns the arrays of `graph.gather_product`."""
@@ -76,19 +75,24 @@ def stock_product(request: Request, pairs_per_row: int) -> Product:
     return gated if gate else stock
 
 
-def stock_packed(
-    request: Request,
-    x: mx.array,
-    words: mx.array,
-    scales: mx.array,
-    lhs_indices: mx.array | None,
-    rhs_indices: mx.array,
-) -> mx.array:
+def stock_packed(request: Request) -> Run:
     """Returns stock MLX's product with packed weights, which are unpacked first."""
     assert request.experts is not None
-    weight, indices = (words, scales, scales), (lhs_indices, rhs_indices)
-    is_sorted = request.experts.is_sorted
-    return _product(request, x, weight, indices, request.transpose, is_sorted)
+    form = request.transpose, request.experts.is_sorted
+
+    def run(
+        x: mx.array,
+        lhs: mx.array | None,
+        rhs: mx.array,
+        words: mx.array,
+        scales: mx.array,
+        _: mx.array,
+        *bias: mx.array,
+    ) -> mx.array:
+        y = _product(request, x, (words, scales, scales), (lhs, rhs), *form)
+        return y + mx.expand_dims(bias[0][rhs], -2) if bias else y
+
+    return run
 
 
 def _product(
@@ -105,7 +109,7 @@ def _product(
     if size is None:
         # MLX's CPU device multiplies chosen matrices in float32 only.
         dtype = mx.float32 if request.on_cpu else request.dtype
-        weights = plain(_packed(request, w, scales), dtype)
+        weights = plain(request.packed(w, scales), dtype)
         y = mx.gather_mm(
             x.astype(dtype),
             weights.swapaxes(-1, -2) if transpose else weights,
@@ -137,16 +141,4 @@ def weight_of_mlx(
     """Returns the same weight as codes, scales and biases that stock MLX reads."""
     if request.layout == "mlx":
         return (w, scales, biases) if request.mode == "affine" else (w, scales)
-    return as_mlx(_packed(request, w, scales), exact=True)
-
-
-def _packed(request: Request, words: mx.array, scales: mx.array) -> PackedWeight:
-    return PackedWeight(
-        words=words,
-        scales=scales,
-        n=request.n,
-        k=request.k,
-        group_size=request.group_size,
-        bits=request.bits,
-        mode=request.mode,
-    )
+    return as_mlx(request.packed(w, scales), exact=True)

@@ -68,19 +68,27 @@ ROOMS = {
     "serving": _room(
         0.95,
         "products/serving.py products/dispatch.py products/operands.py",
-        "products race tuning metal/test_dequantize_first.py "
-        "layers/test_global_scale.py planning/test_who_serves.py",
+        "products/test_dispatch.py products/test_gather_eligibility.py "
+        "products/test_keys_of_memories.py products/test_linear.py "
+        "products/test_decision_log.py products/test_gradients.py "
+        "products/test_packed_experts.py products/test_batched_calls.py "
+        "products/test_wrong_calls.py planning/test_who_serves.py "
+        "guard/test_operand_forms.py guard/test_tensor_operations.py "
+        "layers/test_global_scale.py",
     ),
     "results": _room(
         0.95,
         "backends/planner.py backends/tuned_results.py backends/result_files.py",
-        "tuning race planning/test_who_serves.py planning/test_choice.py",
+        "planning/test_who_serves.py planning/test_choice.py cuda/test_handover.py "
+        "tuning/test_tuned_results.py tuning/test_results_used.py "
+        "tuning/test_damaged_results.py race/test_what_is_kept.py",
     ),
     "guard": _room(0.95, "guard/*.py", "guard"),
     "planning": _room(
         0.95,
         "planning/**/*.py",
-        "planning tuning profiling cli/test_plan.py metal/test_expert_plans.py "
+        "planning tuning/test_measurement.py tuning/test_tuned_results.py "
+        "cli/test_plan.py metal/test_expert_plans.py "
         "products/test_dequantizing.py cuda/test_rotation_plans.py",
     ),
     "lm/optimize": _room(
