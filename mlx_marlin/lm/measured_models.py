@@ -231,7 +231,7 @@ def model_key(model: "nn.Module") -> str:
 def _formats(model: "nn.Module") -> list[str]:
     """Returns how many rows of a weight each format has; joining does not change it."""
     from mlx_marlin.lm.module_tree import computing_layers
-    from mlx_marlin.lm.report.layer_groups import has_weight, weight_of
+    from mlx_marlin.lm.report.layer_products import has_weight, weight_of
 
     rows: Counter[str] = Counter()
     for layer in computing_layers(model):

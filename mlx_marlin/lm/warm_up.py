@@ -14,9 +14,7 @@ import mlx.nn as nn
 from mlx_marlin import state
 from mlx_marlin.backends import children, kernels, selection
 from mlx_marlin.layers.joined import whole
-from mlx_marlin.lm.report.layer_groups import described
-from mlx_marlin.lm.report.layer_product import LayerProduct, Weight
-from mlx_marlin.lm.report.target import Target
+from mlx_marlin.lm.report.layer_products import LayerProduct, Target, Weight, described
 from mlx_marlin.progress import Stages, shown
 
 Step = Callable[[], Any]

@@ -17,7 +17,7 @@ from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.race import at_load, forward_race, stock_kernels
-from mlx_marlin.lm.race.product_calls import Entry
+from mlx_marlin.lm.race.model_products import Entry
 from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands

@@ -28,7 +28,7 @@ from mlx_marlin.lm.race import (
     product_race,
     stock_kernels,
 )
-from mlx_marlin.lm.race.budget import Budget
+from mlx_marlin.lm.race.forward_race import Budget
 from mlx_marlin.lm.race.product_race import AGAIN, BETWEEN, ROWS
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.planning.measurement import PROMPTS, STOCK, plan_problem, product_of

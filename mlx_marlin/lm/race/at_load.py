@@ -18,22 +18,19 @@ from mlx_marlin.backends import children, result_files, selection, tuned_results
 from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
-from mlx_marlin.lm.race import forward_race, product_race, stock_kernels, summary
-from mlx_marlin.lm.race.budget import Budget
-from mlx_marlin.lm.race.forward_race import Samples
-from mlx_marlin.lm.race.layout_choice import faster_layout
+from mlx_marlin.lm.race import forward_race, outcome, product_race, stock_kernels
+from mlx_marlin.lm.race.forward_race import Budget, Seconds, Turns
 from mlx_marlin.lm.race.model_products import ModelProduct, products_of
 from mlx_marlin.lm.race.product_race import ProductRace, contenders
 from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.lm.recipe import Recipe
-from mlx_marlin.lm.report.layer_groups import described
-from mlx_marlin.lm.report.target import Target
+from mlx_marlin.lm.report.layer_products import Target, described
 from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.measure import clocks
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.planning import measurement
 from mlx_marlin.planning.gather_plan import AnyProblem
-from mlx_marlin.planning.measurement import PROMPTS, Forwards, Result
+from mlx_marlin.planning.measurement import Forwards, Result
 from mlx_marlin.products import serving, this_machine
 from mlx_marlin.products.serving import Refusal
 from mlx_marlin.progress import Stages
@@ -43,12 +40,8 @@ SECONDS, MORE_SECONDS = 20.0, 5.0
 """Time of a race, compilation included, and of what is left at each later load."""
 WAIT = 0.2
 """Seconds between two looks at the processes that compile MLX's own kernels."""
-FEW = 8
-"""Rows of forward passes by whose sum a packed model is judged."""
 
 Step = Callable[[], None]
-Seconds = dict[int, tuple[float, float]]
-"""Rows -> seconds of a forward pass with stock MLX and with our kernels."""
 
 
 @dataclass(kw_only=True)
@@ -75,11 +68,8 @@ class Race:
         self._has_timed = False
         self._is_kept = True
         self._unwritten: list[Result] = []
-        self._stock: list[Samples] = []
-        self._ours: list[Samples] = []
         stored = tuned_results.known(self.folder, self.machine)
         self._kernels = StockKernels()
-        self._conversion = 0.0
         given_up = self.recipe.raced is not None and self.recipe.raced.is_given_up
         self._is_given_up = given_up
         self.products = ProductRace(
@@ -92,6 +82,15 @@ class Race:
             store=self._unwritten.append,
             budget=Budget(now=self.now, end=self.deadline),
             is_ready=lambda m: self._kernels.has_products(m),
+        )
+        self._turns = Turns(
+            model=self.model,
+            convert=self._ensure_converted,
+            undo=self._undo,
+            say=lambda what: self._bar.say(what),
+            now=self.now,
+            deadline=self.deadline,
+            budget=self.products.budget,
         )
 
     def run(self) -> Forwards:
@@ -111,19 +110,21 @@ class Race:
             self._begin_passes(rows)
         before = self.now()
         self._convert_as(self.recipe)
-        self._conversion = self.now() - before
+        self._turns.conversion = self.now() - before
         found = products_of(self.model, self.target)
         self._run_products(found)
         raced = self.recipe.raced
         if not self._has_stopped and (raced is None or not raced.packed_lost):
-            self._use_layout(faster_layout(self.products, found))
+            self._use_layout(outcome.faster_layout(self.products, found))
         state.reset()  # calls were prepared without the results
         # Without ours, stock MLX's passes were timed for nothing.
-        seconds = self._compare(rows, is_needed=bool(self._stock))
-        lost = self._loses_packed(seconds)
+        seconds = self._compare(rows, is_needed=bool(self._turns.stock))
+        # Where the race decides, packed weights that are slower in all are given back.
+        is_open = self.recipe.decides_layout and self.recipe.layout == "marlin"
+        lost = is_open and outcome.loses_packed(seconds)
         if lost:
             self._use_layout("mlx")
-            self._ours.clear()
+            self._turns.ours.clear()
             seconds = self._compare(rows, is_needed=False)
         self._ensure_converted()
         kept = self._keep_forwards(seconds, lost)
@@ -140,10 +141,8 @@ class Race:
             ready = [m for m in rows if self._kernels.has_pass(m)]
             if not ready:
                 return
-            self._bar.say("timing forward passes of stock MLX")
-            rounds = 1 if self.recipe.layout == "mlx" else forward_race.ROUNDS
             third = self._began + (self.deadline - self._began) / 3
-            self._stock.append(self._sample(ready, rounds, third, needs_one=True))
+            self._turns.begin(ready, self.recipe.layout == "mlx", third)
             # Passes of ours take about as long.
             self.products.budget.end -= self.now() - self._began
             self.products.budget.needs_one = False
@@ -151,7 +150,7 @@ class Race:
     def _tell(self, kept: Forwards) -> None:
         """Tells who serves which rows, and whether something is left."""
         found = products_of(self.model, self.target)
-        served = summary.served(self.products, found, kept)
+        served = outcome.served(self.products, found, kept)
         seconds = self.now() - self._began
         stored = "kept" if self._is_kept else "not kept"
         more = ""
@@ -289,68 +288,15 @@ class Race:
     def _compare(self, rows: Sequence[int], is_needed: bool) -> Seconds:
         """Returns the seconds of forward passes with stock MLX and our kernels."""
         ready = [m for m in rows if self._kernels.has_pass(m)]
-        if self._stock:
-            ready = [m for m in rows if m in self._stock[0]]
-        may_begin = is_needed or self._has_time_for_turn()
+        if self._turns.stock:
+            ready = [m for m in rows if m in self._turns.stock[0]]
+        may_begin = is_needed or self._turns.has_time
         if ready and may_begin and not self._has_stopped:
             with self._stopping("its forward passes are not compared"):
-                self._take_turns(ready)
-        found = forward_race.medians(self._stock, self._ours)
+                self._turns.take(ready, self.recipe.layout == "mlx")
+        found = forward_race.medians(self._turns.stock, self._turns.ours)
         self._has_timed = self._has_timed or bool(found)
         return found
-
-    def _loses_packed(self, found: Seconds) -> bool:
-        """Returns whether packed weights, where the race decides, are slower in all.
-
-        They lose with few rows, or with a prompt and its answer.
-        """
-        if not self.recipe.decides_layout or self.recipe.layout != "marlin":
-            return False
-        few = [pair for m, pair in found.items() if m <= FEW]
-        stock, ours = (sum(pair[i] for pair in few) for i in (0, 1))
-        answered = forward_race.with_prompt(found)
-        return ours > stock or (answered is not None and answered[1] > answered[0])
-
-    def _take_turns(self, rows: Sequence[int]) -> None:
-        """Times forward passes with our kernels and with stock MLX, in turns.
-
-        Packed weights have to be unpacked for stock MLX, so that they take one turn of
-        several passes. Prompts are timed in the first turn only.
-        """
-        in_place, rounds = self.recipe.layout == "mlx", forward_race.ROUNDS
-        passes, turns = (1, rounds) if in_place else (rounds, 1)
-        for turn in range(turns):
-            if turn and not self._has_time_for_turn():
-                return
-            self._ensure_converted()
-            self._bar.say("timing forward passes")
-            is_stocks = len(self._stock) > turn
-            end = self.deadline
-            if not turn and not is_stocks:
-                end = (self.now() + self.deadline) / 2 - self._conversion
-            # A pass of stock MLX's needs its counterpart, and each load one item.
-            needs_one = is_stocks or self.products.budget.needs_one
-            ours = self._sample(rows, passes, end, needs_one)
-            if not ours:
-                return
-            self._ours.append(ours)
-            if not is_stocks:
-                self._undo()
-                self._bar.say("timing forward passes of stock MLX")
-                end = self.deadline - self._conversion
-                stock = self._sample([*ours], passes, end, needs_one=True)
-                self._stock.append(stock)
-            rows = [m for m in ours if m not in PROMPTS]
-
-    def _has_time_for_turn(self) -> bool:
-        """Returns whether stock MLX can have a turn, which takes two conversions."""
-        return self.now() + 2 * self._conversion < self.deadline
-
-    def _sample(
-        self, rows: Sequence[int], samples: int, end: float, needs_one: bool
-    ) -> Samples:
-        budget = Budget(now=self.now, end=end, needs_one=needs_one)
-        return forward_race.sample(self.model, rows, samples, budget)
 
     def _keep_forwards(self, found: Seconds, lost: bool) -> Forwards:
         """Keeps the times of the model; stock MLX serves rows at which it was
@@ -380,7 +326,7 @@ class Race:
         if raced is None or kept != replace(raced, date=kept.date):
             self._write([self._live(problem) for problem in left], [kept])
         if slower:
-            decision_log.tell(summary.slower(slower, kept))
+            decision_log.tell(outcome.slower(slower, kept))
         return kept
 
     def _tries(self) -> int:

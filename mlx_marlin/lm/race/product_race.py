@@ -9,10 +9,9 @@ import mlx.core as mx
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.graph import Product
-from mlx_marlin.lm.race import product_calls
-from mlx_marlin.lm.race.budget import Budget
-from mlx_marlin.lm.race.model_products import ModelProduct
-from mlx_marlin.lm.race.product_calls import Entry
+from mlx_marlin.lm.race import model_products
+from mlx_marlin.lm.race.forward_race import Budget
+from mlx_marlin.lm.race.model_products import Entry, ModelProduct
 from mlx_marlin.measure import timing, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
@@ -193,13 +192,13 @@ class ProductRace:
     ) -> tuple[dict[Entry, Product], Operands]:
         """Returns the calls of entries, and what they read: weights of some layers."""
         layouts = [*dict.fromkeys(entry.layout for entry in entries)]
-        x, indices = product_calls.activations(product, m, count)
+        x, indices = model_products.activations(product, m, count)
         each = [self._weights(product, layout, count) for layout in layouts]
         weights = tuple(sum(arrays, ()) for arrays in zip(*each, indices, strict=True))
         mx.eval(x, weights)
         calls = {
-            entry: product_calls.reading(
-                layouts.index(entry.layout), product_calls.call(product, m, entry)
+            entry: model_products.reading(
+                layouts.index(entry.layout), model_products.call(product, m, entry)
             )
             for entry in entries
         }

@@ -20,8 +20,7 @@ from mlx_marlin.lm import decoding, generation
 from mlx_marlin.lm.measured_models import VARIABLE
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.lm.race import forward_race
-from mlx_marlin.lm.race.budget import Budget
-from mlx_marlin.lm.race.forward_race import Samples
+from mlx_marlin.lm.race.forward_race import Budget, Samples
 from mlx_marlin.lm.race.settings import DEFAULTS, Comparison, ModelSettings, chosen
 from mlx_marlin.planning.measurement import PROMPTS
 

@@ -13,9 +13,9 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import registry, selection
 from mlx_marlin.backends.children import Ahead, Job
-from mlx_marlin.lm.race import forward_race, product_calls, product_race
+from mlx_marlin.lm.race import forward_race, model_products, product_race
 from mlx_marlin.lm.race.model_products import ModelProduct
-from mlx_marlin.lm.report.layer_product import LayerProduct
+from mlx_marlin.lm.report.layer_products import LayerProduct
 from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.planning.measurement import PROMPTS
 from mlx_marlin.weights.dtypes import dtype
@@ -196,9 +196,9 @@ def _multiply_all(products: Sequence[LayerProduct], rows: Rows) -> None:
 
 def _multiply(product: LayerProduct, m: int) -> None:
     one = ModelProduct(product=product, layers=())
-    x, (indices,) = product_calls.activations(one, m, 1)
-    entry = product_calls.Entry(plan=None, layout="mlx")
-    mx.eval(product_calls.call(one, m, entry)(x, *_zeros(product), *indices))
+    x, (indices,) = model_products.activations(one, m, 1)
+    entry = model_products.Entry(plan=None, layout="mlx")
+    mx.eval(model_products.call(one, m, entry)(x, *_zeros(product), *indices))
 
 
 def _zeros(product: LayerProduct) -> tuple[mx.array, mx.array, mx.array]:

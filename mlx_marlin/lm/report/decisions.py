@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlx_marlin.backends import planner
-from mlx_marlin.lm.report.layer_product import LayerProduct
-from mlx_marlin.lm.report.target import Target
+from mlx_marlin.lm.report.layer_products import LayerProduct, Target
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import AnyPlan, GatherPlan, GatherProblem
 from mlx_marlin.planning.measurement import STOCK, Measured, Result, label
