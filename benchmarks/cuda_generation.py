@@ -51,7 +51,7 @@ from cuda_weights import Format, zero_native
 
 import mlx_marlin
 from mlx_marlin.backends import selection
-from mlx_marlin.lm.decoding import (
+from mlx_marlin.lm.generation import (
     PREPARED,
     Tokens,
     decode,

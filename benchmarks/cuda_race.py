@@ -18,7 +18,7 @@ from cuda_weights import Format
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import result_files, selection, tuned_results
-from mlx_marlin.lm.decoding import decode, random_prompts
+from mlx_marlin.lm.generation import decode, random_prompts
 from mlx_marlin.products import this_machine
 
 STREAMS = (1, 4, 8, 16)

@@ -33,8 +33,8 @@ from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.source import Source
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.joining import join_layers
-from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.layer_conversion import join_layers
+from mlx_marlin.lm.module_tree import Changes
 from mlx_marlin.products import autodiff, matmul
 from mlx_marlin.products.request import NO_EPILOGUE
 

@@ -9,6 +9,6 @@ Raises:
     ValueError: If `MLX_MARLIN_OPTIONS` is malformed.
 """
 
-from mlx_marlin.lm.auto.hook import install
+from mlx_marlin.lm.auto import install
 
 install()

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.compute import COMPUTE
+from mlx_marlin.lm.options import COMPUTE
 
 LOADING = {"load_model", "load_tokenizer"}
 """mlx-lm's functions that read a model's files."""
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if not options:
         measured_models.set_for_model(args.arguments)  # before anything imports MLX
 
-    from mlx_marlin.lm.auto import hook  # here, because it takes seconds
+    from mlx_marlin.lm import auto as hook  # here, because it takes seconds
 
     hook.install(options, _tell)
     if args.lookup:

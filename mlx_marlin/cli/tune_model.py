@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin import progress, state, tables
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.measured_models import VARIABLE, TunedModel
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race.settings import (
     MARGIN,
     Comparison,

@@ -1,18 +1,19 @@
-"""Tokens per second of a model, with our kernels and without, and the first token."""
+"""mlx-lm's greedy decoding of a model, timed with our kernels and without."""
 
 import multiprocessing
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator, generate_step
 
 from mlx_marlin.backends import planner, registry
-from mlx_marlin.lm import decoding
-from mlx_marlin.lm.decoding import PREPARED, Decoded, Prompts
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.measure import timing
 from mlx_marlin.measure.rows import (
@@ -27,6 +28,12 @@ from mlx_marlin.measure.rows import (
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 
+Prompts = list[list[int]]
+Tokens = list[list[int]]
+"""Of each step, the new token of each stream."""
+
+PREPARED = 2
+"""Steps before the clock starts: after the first one mlx-lm clears MLX's cache."""
 ROUNDS = 3
 """Runs of each arm and number of streams, of which the medians are reported."""
 WARM = PREPARED + 2
@@ -34,6 +41,72 @@ WARM = PREPARED + 2
 METHOD = "wall time"
 Load = Callable[[], nn.Module]
 """Loads a model; two models that it returns may have their arrays twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoded:
+    """Generated tokens and their times."""
+
+    tokens: Tokens  # Of each step, the new token of each stream
+    prompt_seconds: float  # Seconds until the first step is done
+    step_seconds: float  # Mean seconds of a step after the first `PREPARED`
+
+    @property
+    def rate(self) -> float:
+        """Generated tokens per second of all streams together."""
+        return len(self.tokens[0]) / self.step_seconds
+
+
+def random_prompts(streams: int, length: int, vocabulary: int) -> Prompts:
+    """Returns prompts of random tokens, which are the same in each call."""
+    drawn = mx.random.randint(0, vocabulary, (streams, length), key=mx.random.key(0))
+    prompts: Prompts = drawn.tolist()  # type: ignore[assignment]
+    return prompts
+
+
+def steps(model: nn.Module, prompts: Prompts, new: int) -> Iterator[list[int]]:
+    """Generates greedily, all streams at once."""
+    # Never the last step: mlx-lm takes a finished stream's cache out there.
+    most = new + 2
+    if len(prompts) == 1:
+        alone = generate_step(mx.array(prompts[0]), model, max_tokens=most)
+        yield from ([int(token)] for token, _ in alone)
+        return
+    streams = len(prompts)
+    generator: Any = BatchGenerator(  # its methods are not annotated
+        model,
+        max_tokens=most,
+        completion_batch_size=streams,
+        prefill_batch_size=streams,
+    )
+    try:
+        generator.insert(prompts)
+        while True:
+            answers = sorted(generator.next_generated(), key=lambda each: each.uid)
+            yield [each.token for each in answers]
+    finally:
+        generator.close()
+
+
+def decode(model: nn.Module, prompts: Prompts, new: int) -> Decoded:
+    """Generates greedily and times the prompt and the steps."""
+    stepping = islice(steps(model, prompts, new), new)
+    begun = time.perf_counter()
+    tokens = [*islice(stepping, 1)]
+    first = time.perf_counter()
+    tokens += islice(stepping, PREPARED - 1)
+    start = time.perf_counter()
+    tokens += stepping
+    end = time.perf_counter()
+    if {len(step) for step in tokens} != {len(prompts)} or len(tokens) != new:
+        raise RuntimeError(
+            f"mlx-lm did not give {new} tokens of {len(prompts)} streams"
+        )
+    return Decoded(
+        tokens=tokens,
+        prompt_seconds=first - begun,
+        step_seconds=(end - start) / (new - PREPARED),
+    )
 
 
 def models(load: Load, layout: str | None) -> dict[str, nn.Module]:
@@ -67,10 +140,10 @@ def measure(
     """Times greedy generation; arms take turns."""
     tokens = vocabulary(next(iter(arms.values())))
     for count in streams:
-        prompts = decoding.random_prompts(count, prompt, tokens)
+        prompts = random_prompts(count, prompt, tokens)
         prompt_seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         for model in arms.values():
-            decoding.decode(model, prompts, WARM)
+            decode(model, prompts, WARM)
         samples = {
             arm: _sample(model, prompts, new, prompt_seconds[arm])
             for arm, model in arms.items()
@@ -159,8 +232,8 @@ def cold_and_warm(
     if is_ours:
         optimize(model, layout=layout)
         mx.eval(model.parameters())
-    prompts = decoding.random_prompts(1, prompt, vocabulary(model))
-    decoded = [decoding.decode(model, prompts, WARM) for _ in range(2)]
+    prompts = random_prompts(1, prompt, vocabulary(model))
+    decoded = [decode(model, prompts, WARM) for _ in range(2)]
     return decoded[0].prompt_seconds, decoded[1].prompt_seconds
 
 
@@ -170,7 +243,7 @@ def _sample(
     """Returns a sample of the seconds of a step, which also notes those of prompts."""
 
     def sample() -> float:
-        decoded: Decoded = decoding.decode(model, prompts, new)
+        decoded: Decoded = decode(model, prompts, new)
         prompt_seconds.append(decoded.prompt_seconds)
         return decoded.step_seconds
 

@@ -10,13 +10,12 @@ from mlx_marlin.layers.sharded_linear import SHARDED
 from mlx_marlin.lm.dry_run import DryRun
 from mlx_marlin.lm.dry_run import dry_run as _dry_run
 from mlx_marlin.lm.float16 import (
+    check_compute,
     drop_float16_record,
     give_back_bfloat16,
     outcome_of,
     use_float16,
 )
-from mlx_marlin.lm.float16_check import check_compute
-from mlx_marlin.lm.joining import join_layers, separate_layers
 from mlx_marlin.lm.known_layers import (
     is_marlin_experts,
     is_marlin_heads,
@@ -29,11 +28,17 @@ from mlx_marlin.lm.layer_conversion import (
     can_unpack,
     has_stock_format,
     is_marlin_layer,
+    join_layers,
     replace_layers,
+    separate_layers,
     to_stock,
 )
-from mlx_marlin.lm.module_changes import Changes, one_at_a_time
-from mlx_marlin.lm.module_tree import computing_layers, find_layers
+from mlx_marlin.lm.module_tree import (
+    Changes,
+    computing_layers,
+    find_layers,
+    one_at_a_time,
+)
 from mlx_marlin.lm.race import at_load, conditions, forward_race
 from mlx_marlin.lm.recipe import Recipe, resolve
 from mlx_marlin.lm.tracing_code import set_tracing, tracing_code

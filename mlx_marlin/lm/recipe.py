@@ -9,10 +9,10 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.fusions import FUSIONS, fusions
 from mlx_marlin.lm.known_layers import is_packed_faster, is_tracing_faster
 from mlx_marlin.lm.layer_conversion import LayerConversion
 from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.options import FUSIONS, fusions
 from mlx_marlin.lm.race.settings import DEFAULTS, STOCK
 from mlx_marlin.planning.measurement import Forwards
 from mlx_marlin.products import this_machine

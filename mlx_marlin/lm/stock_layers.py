@@ -15,10 +15,14 @@ from mlx_marlin.checkpoints.folder import read_json
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION, stock_layers_of
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
-from mlx_marlin.lm.joining import join_layers, separate_layers
-from mlx_marlin.lm.layer_conversion import STAYS_STOCK, is_marlin_layer, replace_layers
-from mlx_marlin.lm.module_changes import Changes, one_at_a_time
-from mlx_marlin.lm.module_tree import find_layers
+from mlx_marlin.lm.layer_conversion import (
+    STAYS_STOCK,
+    is_marlin_layer,
+    join_layers,
+    replace_layers,
+    separate_layers,
+)
+from mlx_marlin.lm.module_tree import Changes, find_layers, one_at_a_time
 from mlx_marlin.regular_files import quoted
 
 

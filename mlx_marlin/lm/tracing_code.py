@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.module_tree import Changes
 from mlx_marlin.versions import describe
 from mlx_marlin.warn_once import has_warned, warn_once
 

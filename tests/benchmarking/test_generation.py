@@ -13,8 +13,8 @@ from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm import decoding, generation, measured_models
-from mlx_marlin.lm.decoding import Decoded, Prompts
+from mlx_marlin.lm import generation, measured_models
+from mlx_marlin.lm.generation import Decoded, Prompts
 from mlx_marlin.lm.race.model_products import single_products
 from mlx_marlin.measure.rows import OURS, STOCK_MODEL
 from support.choose import Choose
@@ -56,7 +56,7 @@ def test_arms_take_turns_and_their_medians_are_kept(
             step_seconds=steps[name],
         )
 
-    monkeypatch.setattr(decoding, "decode", decode)
+    monkeypatch.setattr(generation, "decode", decode)
 
     rows = [*generation.measure("tiny", arms, (1, 4), prompt=5, new=8)]
 
@@ -88,12 +88,12 @@ def test_real_models_are_timed() -> None:
 
 
 def test_decoding_gives_the_tokens_asked_for() -> None:
-    prompts = decoding.random_prompts(3, 5, 100)
+    prompts = generation.random_prompts(3, 5, 100)
 
-    decoded = decoding.decode(tiny_llama(), prompts, 6)
+    decoded = generation.decode(tiny_llama(), prompts, 6)
 
     assert [len(step) for step in decoded.tokens] == [3] * 6
-    assert prompts == decoding.random_prompts(3, 5, 100)
+    assert prompts == generation.random_prompts(3, 5, 100)
     assert {len(prompt) for prompt in prompts} == {5}
     assert all(0 <= token < 100 for prompt in prompts for token in prompt)
     assert decoded.rate == pytest.approx(3 / decoded.step_seconds)
@@ -125,12 +125,12 @@ def test_the_first_prompt_of_a_process_is_cold_and_the_next_one_warm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seconds = iter([3.0, 1.0])
-    honest = decoding.decode
+    honest = generation.decode
 
     def decode(*given: Any) -> Decoded:
         return replace(honest(*given), prompt_seconds=next(seconds))
 
-    monkeypatch.setattr(decoding, "decode", decode)
+    monkeypatch.setattr(generation, "decode", decode)
 
     times = generation.cold_and_warm(tiny_llama, False, None, prompt=5)
 
@@ -149,7 +149,7 @@ def told_llama() -> nn.Module:
         return honest(*given)
 
     tell("loads")
-    honest, decoding.decode = decoding.decode, decode
+    honest, generation.decode = generation.decode, decode
     return tiny_llama()
 
 

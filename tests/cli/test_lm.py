@@ -16,7 +16,7 @@ import metal_emulator
 from cli.conftest import Run
 from mlx_marlin.cli.main import main
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.auto import settings
+from mlx_marlin.lm import options
 from support import auto_hook, quantized_folder
 from support.choose import Choose
 
@@ -25,7 +25,7 @@ GENERATE = sys.modules["mlx_lm.generate"]  # `mlx_lm.generate` is a function too
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(settings.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(options.ENVIRONMENT, raising=False)
     yield
     auto_hook.remove()
 
@@ -88,7 +88,7 @@ def test_arguments_are_passed_on_unchanged(called: list[list[str]]) -> None:
 def test_our_options_win_over_the_environment(
     called: list[list[str]], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    monkeypatch.setenv(settings.ENVIRONMENT, "layout=marlin,join=true")
+    monkeypatch.setenv(options.ENVIRONMENT, "layout=marlin,join=true")
 
     assert main(["lm", "--no-join", "generate"]) == 0
 
@@ -164,7 +164,7 @@ def test_a_model_that_mlx_lm_cannot_load_is_one_line(
 def test_a_bad_variable_is_one_line(
     called: list[list[str]], monkeypatch: pytest.MonkeyPatch, refused: Run
 ) -> None:
-    monkeypatch.setenv(settings.ENVIRONMENT, "join=maybe")
+    monkeypatch.setenv(options.ENVIRONMENT, "join=maybe")
 
     assert "expected join=true or false" in refused("lm generate")
     assert not called

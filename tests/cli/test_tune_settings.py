@@ -315,7 +315,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     found: list[str | None] = []
     generate = sys.modules["mlx_lm.generate"]
     monkeypatch.setattr(generate, "main", lambda: found.append(os.getenv(VARIABLE)))
-    monkeypatch.setattr("mlx_marlin.lm.auto.hook.install", lambda *_: True)
+    monkeypatch.setattr("mlx_marlin.lm.auto.install", lambda *_: True)
     monkeypatch.setenv(VARIABLE, "")  # so that the test's end takes it away
     return found
 

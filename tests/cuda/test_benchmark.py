@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_marlin.lm import decoding
+from mlx_marlin.lm import generation
 from support.choose import Choose
 from support.profiles import sampled
 
@@ -138,8 +138,8 @@ def test_variants_share_the_arrays_that_they_do_not_change(model: str) -> None:
 
     models = dict(generation.built(asked, format))
 
-    prompts = decoding.random_prompts(2, 5, asked.sizes["vocab_size"])
-    tokens = [decoding.decode(model, prompts, 4).tokens for model in models.values()]
+    prompts = generation.random_prompts(2, 5, asked.sizes["vocab_size"])
+    tokens = [generation.decode(model, prompts, 4).tokens for model in models.values()]
     assert tokens[0] == tokens[1] == tokens[2]
     stock, mlx, _ = (dict(tree_flatten(each.parameters())) for each in models.values())
     assert stock.keys() == mlx.keys()

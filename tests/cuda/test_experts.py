@@ -15,7 +15,7 @@ import mlx_marlin
 from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
 from mlx_marlin.layers.experts import MarlinSwitchLinear
-from mlx_marlin.lm.tracing.gated_experts import GatedExperts
+from mlx_marlin.lm.tracing.experts import GatedExperts
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import dispatch, serving

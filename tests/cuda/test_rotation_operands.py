@@ -5,7 +5,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models import rope_utils
 
-from mlx_marlin.lm.tracing.fused_rope import freqs_of
+from mlx_marlin.lm.tracing.attention import freqs_of
 from mlx_marlin.planning.epilogue import Rotation
 from support import epilogues, oracles
 from support.cuda_cases import NORMED_HEADS, ROTATION

@@ -17,7 +17,8 @@ from mlx_lm import utils
 
 import mlx_marlin
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.auto import hook, settings
+from mlx_marlin.lm import auto as hook
+from mlx_marlin.lm import options
 from support import auto_hook, quantized_folder
 from support.choose import Choose
 
@@ -26,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(autouse=True)
 def _as_before(backend: Choose, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(settings.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(options.ENVIRONMENT, raising=False)
     backend("stock")
     yield
     auto_hook.remove()
@@ -74,7 +75,7 @@ def test_importing_and_reloading_wraps_once_wherever_it_is_imported(
 def test_options_come_from_the_environment(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(settings.ENVIRONMENT, "layout=marlin, join=true,trace=0")
+    monkeypatch.setenv(options.ENVIRONMENT, "layout=marlin, join=true,trace=0")
     hook.install()
 
     model = utils.load_model(folder)[0]
@@ -100,7 +101,7 @@ def test_a_bad_option_names_variable_value_and_expectation(
     text: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = utils.load_model
-    monkeypatch.setenv(settings.ENVIRONMENT, text)
+    monkeypatch.setenv(options.ENVIRONMENT, text)
 
     with pytest.raises(ValueError, match="MLX_MARLIN_OPTIONS=") as caught:
         importlib.import_module("mlx_marlin.auto")
@@ -116,14 +117,14 @@ def test_every_option_of_optimize_can_be_set(monkeypatch: pytest.MonkeyPatch) ->
         "bits=8,warm_up=1+4,progress=false,fuse=gate+norm,"
         "compute=float16,measure=false"
     )
-    monkeypatch.setenv(settings.ENVIRONMENT, given)
+    monkeypatch.setenv(options.ENVIRONMENT, given)
 
-    options = settings.from_environment()
+    found = options.from_environment()
 
     own = {*inspect.signature(mlx_marlin.optimize).parameters}
-    assert {*options} == own - {"model", "dry_run"}
-    assert (options["warm_up"], options["group_size"]) == ((1, 4), "channel")
-    assert {*options["fuse"]} == {"gate", "norm"}
+    assert {*found} == own - {"model", "dry_run"}
+    assert (found["warm_up"], found["group_size"]) == ((1, 4), "channel")
+    assert {*found["fuse"]} == {"gate", "norm"}
 
 
 def load_other(path: Path, lazy: bool = False) -> Any:

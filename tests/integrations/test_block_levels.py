@@ -14,7 +14,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.products.exporting import exporting
 from support.decoder_models import one_stream, tiny
 from support.metal_encoder import Encoding, encoding_of

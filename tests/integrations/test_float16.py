@@ -12,7 +12,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import mlx_marlin
 from mlx_marlin.lm import float16
-from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.module_tree import Changes
 from support.decoder_models import (
     Caches,
     decoded,

@@ -10,7 +10,7 @@ import pytest
 from mlx_marlin import guard
 from mlx_marlin.backends import graph
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,

@@ -18,8 +18,8 @@ import mlx_marlin
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm import joining, tracing
-from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm import layer_conversion, tracing
+from mlx_marlin.lm.module_tree import Changes
 from mlx_marlin.lm.tracing import block
 from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.lm.tracing.model_families import FAMILIES
@@ -70,8 +70,8 @@ STAGES: list[tuple[Callable[[], nn.Module], Any, str, int]] = [
     (dense, MarlinLinear, "from_quantized", 9),
     (dense, GuardedParameters, "keep_packed", 4),
     (experts, MarlinSwitchLinear, "from_quantized", 5),
-    (dense, joining, "join", 1),
-    (dense, joining, "join", 3),
+    (dense, layer_conversion, "join", 1),
+    (dense, layer_conversion, "join", 3),
     (dense, block, "trace_blocks", 1),
     (dense, Changes, "set_class", 2),
 ]
@@ -155,7 +155,7 @@ def test_optimize_is_all_or_nothing(
     ("options", "holder", "name", "nth"),
     [
         (STATES["traced"], Changes, "set_class", 2),
-        (STATES["traced"], joining, "separate", 3),
+        (STATES["traced"], layer_conversion, "separate", 3),
         (STATES["traced"], MarlinLinear, "to_stock", 5),
         ({"layout": "marlin"}, MarlinLinear, "to_stock", 3),
     ],
@@ -248,16 +248,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], None]:
     return remove
 
 
-TRACING_CODE = (
-    "attention",
-    "block",
-    "kv_cache",
-    "inspection",
-    "gated_experts",
-    "fusion",
-    "fused_rope",
-    "routed_experts",
-)
+TRACING_CODE = ("attention", "block", "kv_cache", "inspection", "experts", "fusion")
 
 
 @sampled(2)

@@ -12,7 +12,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.lm import optimize
-from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.module_tree import Changes
 from support.choose import Choose
 from support.models import arrays, assert_converted, assert_same_model, tiny_llama
 

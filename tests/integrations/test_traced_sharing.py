@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_marlin.lm.tracing import block as traced_block
-from mlx_marlin.lm.tracing.fused_rope import HOST_BYTES
+from mlx_marlin.lm.tracing.attention import HOST_BYTES
 from mlx_marlin.planning.plan import Plan
 from support.decoder_models import (
     WIDE_HEADS,

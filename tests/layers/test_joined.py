@@ -82,7 +82,7 @@ def test_a_failure_while_joining_leaves_the_model_as_it_was(
             raise MemoryError
         return join(layers)
 
-    monkeypatch.setattr("mlx_marlin.lm.joining.join", failing)
+    monkeypatch.setattr("mlx_marlin.lm.layer_conversion.join", failing)
 
     with pytest.raises(MemoryError):
         integration.optimize(model, join=True)

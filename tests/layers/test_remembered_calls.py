@@ -14,8 +14,8 @@ from mlx_marlin import state
 from mlx_marlin.backends import selection
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.lm.joining import join_layers
-from mlx_marlin.lm.module_changes import Changes
+from mlx_marlin.lm.layer_conversion import join_layers
+from mlx_marlin.lm.module_tree import Changes
 from mlx_marlin.products import experts, linear, matmul
 from support.choose import Choose
 

@@ -29,7 +29,7 @@ def _snapshot(name: str, **_: Any) -> str:
 
 def _count_layers() -> None:
     import mlx_marlin.auto  # noqa: F401
-    from mlx_marlin.lm.auto import hook
+    from mlx_marlin.lm import auto as hook
 
     convert = hook._convert
 

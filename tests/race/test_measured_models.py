@@ -19,8 +19,8 @@ from mlx_marlin.backends import result_files, selection, tuned_results
 from mlx_marlin.evidence import codec
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import measured_models, recipe
-from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.tracing.block import TracedBlock

@@ -18,9 +18,9 @@ import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import selection, tuned_results
 from mlx_marlin.lm import measured_models, recipe
-from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.layer_conversion import LayerConversion
 from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race import forward_race, product_race
 from mlx_marlin.lm.race.settings import ModelSettings
 from mlx_marlin.lm.tracing.block import TracedBlock

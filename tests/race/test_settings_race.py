@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.measured_models import VARIABLE
 from mlx_marlin.lm.module_tree import computing_layers
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race import forward_race, settings_race
 from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.race.settings_race import (

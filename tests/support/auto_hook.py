@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_marlin.lm.auto import hook
+from mlx_marlin.lm import auto as hook
 
 
 def remove() -> None:

@@ -15,8 +15,8 @@ from mlx_marlin.backends.cuda import detection
 from mlx_marlin.evidence import codec
 from mlx_marlin.guard import verdicts
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.fusions import FUSIONS
 from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race.settings import ModelSettings
 from mlx_marlin.planning.measurement import Forwards, Measured, Result, label
 from mlx_marlin.planning.problem import Problem

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import Any
 
-from mlx_marlin.lm.fusions import FUSIONS
+from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.planning.measurement import PROMPTS
 from mlx_marlin.regular_files import quoted
 from mlx_marlin.weights.formats import LAYOUTS

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.lm import decoding, generation
+from mlx_marlin.lm import generation
 from mlx_marlin.lm.measured_models import VARIABLE
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.lm.race import forward_race
@@ -125,7 +125,7 @@ def _logits(model: Callable[..., Any], m: int) -> mx.array:
     """Returns the logits of m random tokens that follow some others."""
     vocabulary = generation.vocabulary(cast(nn.Module, model))
     prefix = forward_race.PREFIX
-    tokens = mx.array(decoding.random_prompts(1, prefix + m, vocabulary))
+    tokens = mx.array(generation.random_prompts(1, prefix + m, vocabulary))
     make_cache = forward_race.cache_factory(cast(nn.Module, model))
     assert make_cache is not None
     cache = make_cache()

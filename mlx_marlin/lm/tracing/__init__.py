@@ -5,7 +5,6 @@
 - `inspection`, `snapshot`: whether a block can be traced, and whether it has changed
 - `block_spec`: what blocks that share graphs have in common
 - `fusion`: which operations are fused into products: norms, gating, residual sums
-- `fused_rope`: fusion of rope, and of the norms of q and k
-- `attention`, `kv_cache`: attention, and the cache that it reads
-- `routing`, `routed_experts`, `gated_experts`: mixtures of experts
+- `attention`, `kv_cache`: attention with norms and rope, and the cache that it reads
+- `routing`, `experts`: mixtures of experts
 """

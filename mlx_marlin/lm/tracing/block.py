@@ -16,10 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
-from mlx_marlin.lm.module_changes import Changes
-from mlx_marlin.lm.tracing.attention import attend
+from mlx_marlin.lm.module_tree import Changes
+from mlx_marlin.lm.tracing.attention import attend, on_device
 from mlx_marlin.lm.tracing.block_spec import Shape
-from mlx_marlin.lm.tracing.fused_rope import on_device
 from mlx_marlin.lm.tracing.fusion import make_graphs
 from mlx_marlin.lm.tracing.inspection import (
     ATTENTION,

@@ -24,8 +24,8 @@ from mlx_lm.models.activations import swiglu
 
 from mlx_marlin.backends import selection
 from mlx_marlin.layers.linear import MarlinLinear
+from mlx_marlin.lm.tracing.attention import heads_of, rotated_heads
 from mlx_marlin.lm.tracing.block_spec import BlockSpec, Graph, Graphs, Shape, build
-from mlx_marlin.lm.tracing.fused_rope import heads_of, rotated_heads
 from mlx_marlin.planning.block_plans import HeadsPlan
 from mlx_marlin.products import blocks
 from mlx_marlin.products.autodiff import without_vjp

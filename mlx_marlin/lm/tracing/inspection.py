@@ -31,14 +31,18 @@ from mlx_marlin.lm.tracing.block_spec import (
     Structure,
     specs_of,
 )
-from mlx_marlin.lm.tracing.gated_experts import GatedExperts
+from mlx_marlin.lm.tracing.experts import (
+    GatedExperts,
+    SharedExpert,
+    check_names,
+    routed,
+)
 from mlx_marlin.lm.tracing.model_families import (
     Family,
     Merge,
     ScaledResidualSum,
     family_of,
 )
-from mlx_marlin.lm.tracing.routed_experts import SharedExpert, check_names, routed
 from mlx_marlin.lm.tracing.snapshot import (
     Snapshot,
     are_original,

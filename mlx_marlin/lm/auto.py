@@ -16,9 +16,9 @@ import mlx.nn as nn
 
 from mlx_marlin.checkpoints.folder import read_json
 from mlx_marlin.checkpoints.location import gguf_file
-from mlx_marlin.lm.auto import settings
 from mlx_marlin.lm.checkpoints import loading
 from mlx_marlin.lm.optimize import optimize
+from mlx_marlin.lm.options import from_environment
 from mlx_marlin.lm.report.model_report import report
 from mlx_marlin.versions import describe
 from mlx_marlin.warn_once import warn_once
@@ -67,7 +67,7 @@ def install(
     mlx-vlm's function is replaced when mlx-vlm is imported, which this does not do.
     Installing it again changes the options only.
     """
-    settings.from_environment()  # a mistake is found now, not at the first model
+    from_environment()  # a mistake is found now, not at the first model
     try:
         from mlx_lm import utils
     except ImportError as error:
@@ -170,7 +170,7 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         # Without `strict` the model is about to be divided among machines.
         if not given.get("strict", True) or _is_for_stock(sys._getframe(1)):
             return original(*args, **kwargs)
-        options = {**settings.from_environment(), **_overrides}
+        options = {**from_environment(), **_overrides}
         own = _imported(given, signature) if "model_config" in given else None
         result = own or original(*args, **kwargs)
         _convert(result, options, Path(given["model_path"]).name)

@@ -1,1 +1,0 @@
-"""Converts every model that mlx-lm loads: what `import mlx_marlin.auto` installs."""
