@@ -42,7 +42,7 @@ MOST_LINES = {
     "evidence": 113,
     "guard": 1992,
     "layers": 1568,
-    "lm": 12598,
+    "lm": 12497,
     "measure": 1800,
     "planning": 2616,
     "products": 3313,

@@ -40,7 +40,7 @@ class Traits:
     stock_attends_by_capacity: bool = False
     # Whether kernels can be compiled before they are launched, and several at a time
     compiles_ahead: bool = False
-    # The fusions of a traced decoder block that are on by default (`lm.fusions`)
+    # The fusions of a traced decoder block that are on by default (`lm.options`)
     fusions: frozenset[str] = frozenset({"residual"})
     # Whether the kernel of experts' products can keep the bits of a row independent of
     # the other rows

@@ -255,10 +255,10 @@ def generate(model: nn.Module, prompts: mx.array, count: int) -> Generation:
     """
     from mlx_lm.models.cache import make_prompt_cache  # it takes seconds
 
-    from mlx_marlin.lm import decoding
+    from mlx_marlin.lm import generation
 
     rows: Any = prompts.tolist()
-    decoded = decoding.decode(model, rows, count)
+    decoded = generation.decode(model, rows, count)
     tokens = mx.array(decoded.tokens).T
     text = mx.concatenate([prompts, tokens[:, :-1]], axis=1)
     chunks = read(model, text, make_prompt_cache(model), lambda: None)

@@ -44,7 +44,7 @@ class TracedBlock(nn.Module):
 
     # Not `fuse`: mlx-lm calls that of every module which has it.
     fused_operations: ClassVar[frozenset[str]] = frozenset()
-    """The fusions of `lm.fusions` that are on."""
+    """The fusions of `lm.options` that are on."""
     _inspection: Inspection | None = None
 
     def __call__(
