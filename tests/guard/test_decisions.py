@@ -1,7 +1,5 @@
 """Decisions of the guard as tables: its switch, states, reasons, files and marks."""
 
-import signal
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -19,19 +17,13 @@ from mlx_marlin.guard import checks, known_answers, verdicts
 from mlx_marlin.guard.reference import KernelError
 from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.planning.problem import problem_of
-from support.guarded_calls import DEVICE, K, N, collected, new_process
+from support.guarded_calls import DEVICE, K, N, collected, new_process, verdict
 
 SPLIT = {"kernel": "gemm_register", "strategy": "split_k", "k_parallel": 2}
 
 
 def plan_of(m: int = 1) -> Any:
     return planner.choose(problem_of(m, N, K), DEVICE)
-
-
-def verdict(**changed: Any) -> Verdict:
-    fields = ("kernels", "fault", "example", "date", "shaders")
-    given = {**dict.fromkeys(fields, "k"), "version": verdicts.version()}
-    return Verdict(**given | {"state": "passed"} | changed)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -293,68 +285,6 @@ def test_the_folder_of_a_machine_begins_with_its_chip(
     chip, _, digest = found.rpartition("-")
     assert (chip, len(digest)) == (folder, 12)
     assert set(digest) <= set("0123456789abcdef")
-
-
-def test_a_mark_is_written_shorter_and_longer_and_taken_back_by_its_process_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "key"
-    path.write_bytes(b"a long text of before")
-    with path.open("r+b") as file:
-        mark = verdicts.Mark(file, b"begun", b"before")
-        with mark.present():
-            assert path.read_bytes() == b"begun"
-            assert [*verdicts._present] == [mark]
-        assert (path.read_bytes(), [*verdicts._present]) == (b"before", [])
-        mark.put()
-        with monkeypatch.context() as patch:
-            patch.setattr(verdicts.os, "getpid", lambda: -1)  # a forked child
-            mark.take_back()
-        assert (path.read_bytes(), [*verdicts._present]) == (b"begun", [])
-        mark.put()
-        verdicts._end()
-        assert (path.read_bytes(), [*verdicts._present]) == (b"before", [])
-        with pytest.raises(KeyError), mark.present():
-            raise KeyError
-        assert path.read_bytes() == b"before"
-    with mark.present():  # of a closed file
-        pass
-
-
-def test_a_check_takes_the_signals_that_end_a_process_in_the_main_thread_only(
-    tmp_path: Path,
-) -> None:
-    """Those that are ignored stay so."""
-    names = "SIGINT SIGTERM SIGHUP SIGQUIT SIGXCPU SIGALRM SIGUSR1 SIGUSR2"
-    numbers = [getattr(signal, name) for name in names.split()]
-    before = {number: signal.getsignal(number) for number in numbers}
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        known = {number: signal.getsignal(number) for number in numbers}
-        with (tmp_path / "key").open("w+b") as file:
-            mark = verdicts.Mark(file, b"begun", b"")
-            other = verdicts.Mark(file, b"begun", b"")
-            seen: list[Any] = []
-
-            def elsewhere() -> None:
-                with mark.present():
-                    seen.extend(signal.getsignal(number) for number in numbers)
-
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-            assert seen == [known[number] for number in numbers]
-            with mark.present(), other.present():
-                taken = [
-                    each
-                    for each in numbers
-                    if signal.getsignal(each) is verdicts._take_all_back
-                ]
-            assert taken == [each for each in numbers if each != signal.SIGHUP]
-            assert {each: signal.getsignal(each) for each in numbers} == known
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

@@ -6,15 +6,13 @@ from itertools import product
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlx_marlin.backends import graph, planner, registry
-from mlx_marlin.backends.arguments import weight_template
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import instances
-from mlx_marlin.guard import experts, known_answers, operands, reference
+from mlx_marlin.guard import known_answers, operands, reference
 from mlx_marlin.guard.miniatures import AnyPlan, instances_of, miniatures
 from mlx_marlin.guard.reference import KernelError
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
@@ -22,18 +20,16 @@ from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.planning.work.work import Work
-from mlx_marlin.weights.bit_streams import codes_of_words
-from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS, MODES
+from mlx_marlin.weights.formats import DTYPE_BYTES, MODES
 from support import cuda_on_cpu
 from support.cuda_cases import GATED, GATED_N, NORMED_HEADS, ROTATED_N, ROTATION, h200
-from support.format_cases import E2M1, E4M3, E8M0
+from support.guarded_calls import LARGE, formats, of_experts
 from support.marks import needs_emulator
 from support.profiles import sampled
 
 DEVICE = named("Apple M3 Max", None)
-LARGE = 4096
 MOST_BYTES = 2**20
 EPILOGUES = (
     PLAIN,
@@ -44,30 +40,6 @@ EPILOGUES = (
 ROWS = (1, 2, 5, 8, 13, 33)
 
 
-def formats() -> list[dict[str, Any]]:
-    """Returns every format in every layout and group size, 4096 for a whole row."""
-    return [
-        {
-            "mode": each.mode,
-            "bits": each.bits,
-            "group_size": size or LARGE,
-            "layout": lay,
-        }
-        for each in FORMATS.values()
-        for lay in each.layouts
-        for size in each.group_sizes_in(lay)
-    ]
-
-
-def of_experts(
-    problem: Problem, experts: int, gate: str | None = None, bias: bool = False
-) -> GatherProblem:
-    return GatherProblem(
-        problem=problem, experts=experts, pairs_per_row=2, gate=gate, bias=bias
-    )
-
-
-NATIVE = [form for form in formats() if form["layout"] == "mlx"]
 OF_4_BITS = sorted(
     {(each["mode"], each["layout"]) for each in formats() if each["bits"] == 4}
 )
@@ -311,110 +283,6 @@ def test_a_check_of_every_kind_of_plan_can_be_made(
             tried += 1
     rotates = problem.epilogue.rotation is not None
     assert tried or (rotates and backend.name == "metal")
-
-
-def truncated(y: mx.array) -> mx.array:
-    """Returns float32 results as bfloat16 that are cut off, not rounded."""
-    return (y.view(mx.uint32) >> 16).astype(mx.uint16).view(mx.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_results_that_are_cut_off_are_told_from_rounded_ones(dtype: str) -> None:
-    problem = problem_of(16, 256, 1024, dtype=dtype)
-    x = operands.activations(problem, (16, 1024))
-    weight = operands.draw(problem)
-    with mx.stream(mx.cpu):
-        answer = reference.product(problem, x, weight, reference.EpilogueArrays())
-        sums = answer.values.astype(mx.float32)
-        if dtype == "bfloat16":
-            cut = truncated(sums)
-        else:
-            nearest = sums.astype(mx.float16)
-            larger = mx.abs(nearest.astype(mx.float32)) > mx.abs(sums)
-            bits = nearest.view(mx.uint16)
-            cut = mx.where(larger, bits - 1, bits).view(mx.float16)
-
-    assert reference.difference(sums.astype(getattr(mx, dtype)), answer) is None
-    assert "as if cut off" in str(reference.difference(cut, answer))
-
-
-def without_subnormals(problem: Problem, codes: mx.array) -> mx.array:
-    """Returns codes as a kernel sees them that decodes subnormal numbers as zero."""
-    magnitude = codes & ((1 << (problem.bits - 1)) - 1)
-    subnormal = magnitude < (8 if problem.bits == 8 else 2)
-    return mx.where(subnormal, mx.zeros_like(codes), codes)
-
-
-@sampled(2)
-@needs_emulator
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("kind", ["product", "silu", "swiglu_oai"])
-def test_lost_subnormal_codes_are_found_in_gated_products(
-    kind: str, mode: str, dtype: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    form = {"mode": mode, "dtype": dtype, "layout": "marlin"}
-    if kind == "product":
-        problem = problem_of(9, GATED_N, 1024, epilogue=GATED, **form)
-        few = {"kernel": "mma", "simdgroups_n": 2, "simdgroups_k": 2}
-        plan: AnyPlan = planner.make(problem, device=h200(), **few)
-    else:
-        problem = problem_of(12, 256, 512, **form)
-        plan = planner.choose_gather(of_experts(problem, 4, kind), h200())
-    assert known_answers.fault_of(plan) is None
-    lay_out = operands._lay_out
-
-    def lossy(problem: Problem, codes: mx.array, *parameters: mx.array) -> Any:
-        return lay_out(problem, without_subnormals(problem, codes), *parameters)
-
-    monkeypatch.setattr(operands, "_lay_out", lossy)
-    assert "results are wrong" in str(known_answers.fault_of(plan))
-
-
-@pytest.mark.parametrize("form", formats(), ids=str)
-def test_known_answers_have_their_special_rows(form: dict[str, Any]) -> None:
-    problem = problem_of(1, 40, LARGE, **form)
-    drawn = operands.draw(problem)
-    with mx.stream(mx.cpu):
-        least, largest = (mx.abs(drawn.exact[row]) for row in (1, 2))
-        if problem.format.codes == "floating":
-            assert (least > 0).all().item()
-            assert (10 * least.min() < largest.min()).item()
-        else:
-            assert (drawn.exact.min() < 0).item()
-            assert (drawn.exact.max() > 0).item()
-    assert weight_template(problem)["BITS"] == problem.bits
-
-
-@pytest.mark.parametrize("form", NATIVE, ids=str)
-def test_known_answers_are_what_definitions_say(form: dict[str, Any]) -> None:
-    problem = problem_of(1, 40, LARGE, dtype="float32", **form)
-    drawn = operands.draw(problem)
-    w, scales, biases = drawn.stored
-    size = form["group_size"]
-    codes = np.array(codes_of_words(w, form["bits"]))
-    if form["mode"] == "affine":
-        own, values, offsets = np.array(scales), codes, np.array(biases)
-    else:
-        own = (E4M3 if size == 16 else E8M0)[np.array(scales)]
-        values = (E4M3 if form["bits"] == 8 else E2M1)[codes]
-        offsets = np.zeros(own.shape)
-    expected = np.repeat(own, size, -1) * values + np.repeat(offsets, size, -1)
-    np.testing.assert_allclose(np.array(drawn.exact), expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-@pytest.mark.parametrize("count", [5, 12])
-def test_no_two_experts_have_the_same_weights(layout: str, count: int) -> None:
-    problem = problem_of(1, 83, 256, layout=layout)
-    every = experts._of_all_experts(problem, count)
-    assert every == replace(problem, n=32 * (3 + count - 1))
-    drawn = operands.draw(every)
-    firsts = [experts._first_tiles(count, nth) for nth in (0, 1)]
-    for first in firsts:
-        words = experts._stored(problem, drawn, first)[0]
-        assert len({str(each.tolist()) for each in words}) == count
-    assert all(gate != up for gate, up in zip(*firsts, strict=True))
 
 
 REGISTER = {"kernel": "gemm_register", "strategy": "data_parallel"}

@@ -1,6 +1,5 @@
 """Verdicts of the guard: kept between processes, made anew where they do not hold."""
 
-import errno
 import fcntl
 import itertools
 import os
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -20,16 +18,23 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, guard, state
-from mlx_marlin.backends import kernels, planner, registry, source
+from mlx_marlin.backends import planner, registry, source
 from mlx_marlin.backends.launch import Launch, Operand, Output, digest
 from mlx_marlin.guard import checks, known_answers, verdicts
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.problem import problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES
 from support.guard_faults import Fault
-from support.guarded_calls import DEVICE, K, N, collected, new_process, operands
+from support.guarded_calls import (
+    DEVICE,
+    K,
+    N,
+    collected,
+    new_process,
+    operands,
+    verdict,
+)
 from support.marks import needs_emulator
-from support.processes import run_python
 
 pytestmark = needs_emulator
 
@@ -118,144 +123,6 @@ def test_a_kernel_that_is_suspected_is_checked_again_and_told(guarded: Path) -> 
     assert product() == passed
 
 
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [
-        ("compile", signal.SIGKILL),
-        pytest.param("__call__", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("__call__", signal.SIGHUP, marks=pytest.mark.slow),
-    ],
-)
-def test_a_process_that_is_ended_bans_no_kernel(
-    guarded: Path, phase: str, number: int
-) -> None:
-    let_a_process_die(guarded, phase, number)
-    assert guard.verdicts_so_far() == []
-
-
-MOMENTS = """
-import os, signal, sys
-from dataclasses import replace
-from pathlib import Path
-from mlx_marlin.backends import kernels
-from mlx_marlin.guard import verdicts
-
-FILES = {verdicts.__file__}
-file = Path(sys.argv[1]) / "place" / "key.json"
-started = verdicts.Verdict(
-    kernels="k", state="started", fault="", example="e", date="d", shaders="s",
-    version=verdicts.version(),
-)
-
-def check():
-    for _ in range(2):
-        with kernels.evaluation():
-            assert b"started" in file.read_bytes()
-    return replace(started, state="passed")
-
-def lines(signals):
-    "Runs a check, sends signals at new lines, and returns how many there are."
-    seen = set()
-    def trace(frame, event, _):
-        line = frame.f_code.co_filename, frame.f_lineno
-        if event == "line" and line[0] in FILES and line not in seen:
-            seen.add(line)
-            if len(seen) in signals:
-                os.kill(os.getpid(), signals[len(seen)])
-        return trace
-    sys.settrace(trace)
-    try:
-        verdicts.checked(file, started, check, lambda _: None)
-    finally:
-        sys.settrace(None)
-    return len(seen)
-
-def end_of_a_process(signals):
-    child = os.fork()
-    if child:
-        status = os.waitpid(child, 0)[1]
-        return os.waitstatus_to_exitcode(status)
-    try:
-        lines(signals)
-    except KeyboardInterrupt:
-        os._exit(1)
-    os._exit(0)
-
-lines({})
-assert verdicts.read(file).state == "passed"
-file.write_bytes(b"")
-total = lines({})
-for nth in range(20):
-    before = b"" if nth % 2 else verdicts._text(replace(started, unfinished=1))
-    at = 1 + nth * (total - 2) // 19
-    for signals, end in (
-        ({at: signal.SIGTERM}, -signal.SIGTERM),
-        ({at + 1: signal.SIGHUP}, -signal.SIGHUP),
-        ({min(at + 2, total): signal.SIGUSR1}, -signal.SIGUSR1),
-        ({at: signal.SIGINT, at + 1 + nth: signal.SIGINT}, 1),
-    ):
-        file.write_bytes(before)
-        assert end_of_a_process(signals) == end, (at, signals)
-        left = file.read_bytes()
-        assert left in (b"", before) or b"passed" in left, (at, signals, left)
-        print(at, left == before or b"passed" in left)
-"""
-
-
-def test_signals_leave_no_mark_at_any_of_twenty_moments(tmp_path: Path) -> None:
-    """Moments are lines of a check, from before the mark until after the verdict."""
-    program = [sys.executable, "-c", MOMENTS, str(tmp_path)]
-    answer = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stderr
-    moments = [line.split() for line in answer.stdout.splitlines()]
-    assert len({at for at, _ in moments}) == 20
-    # What an earlier process has left is lost only while a verdict replaces it.
-    assert sum(kept == "False" for _, kept in moments) <= 3
-
-
-def test_a_thread_that_ends_with_the_interpreter_leaves_no_mark(
-    tmp_path: Path,
-) -> None:
-    program = f"""
-import threading
-from mlx_marlin.guard import verdicts
-file = open({str(tmp_path / "key")!r}, "w+b")
-entered = threading.Event()
-def evaluates():
-    with verdicts.Mark(file, b"started", b"").present():
-        entered.set()
-        threading.Event().wait()
-threading.Thread(target=evaluates, daemon=True).start()
-entered.wait()
-assert open(file.name).read() == "started"
-"""
-    assert run_python(program).returncode == 0
-    assert (tmp_path / "key").read_bytes() == b""
-
-
-def test_a_check_changes_no_handler_and_calls_those_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[Any] = []
-    path = tmp_path / "key"
-    before = signal.signal(
-        signal.SIGTERM,
-        lambda number, frame: called.append((number, frame, path.read_bytes())),
-    )
-    try:
-        known = [signal.getsignal(each) for each in verdicts.ENDING]
-        with path.open("w+b") as file, verdicts.Mark(file, b"started", b"").present():
-            signal.raise_signal(signal.SIGTERM)
-            ((number, frame, content),) = called
-            assert (number, content) == (signal.SIGTERM, b"")
-            assert isinstance(frame, FrameType)
-            assert path.read_bytes() == b"started"
-        assert [signal.getsignal(each) for each in verdicts.ENDING] == known
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert path.read_bytes() == b""
-
-
 @pytest.mark.parametrize("state", ["", "started"])
 def test_a_check_that_another_process_makes_for_long_is_not_waited_for(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,27 +164,6 @@ def test_what_has_ended_a_process_does_not_run_where_that_cannot_be_counted(
     passed = replace(started, state="passed")
     found = verdicts.checked(file, started, lambda: passed, print)
     assert found.state == ("undecided" if deaths else "passed")
-
-
-def test_a_full_device_does_not_lose_that_a_process_died(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    file = tmp_path / "key.json"
-    died = verdict(state="started", unfinished=1)
-    verdicts.write(file, died)
-    seen = []
-
-    def check() -> verdicts.Verdict:
-        with kernels.evaluation():
-            seen.append(verdicts.read(file))
-        return replace(died, state="passed")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    assert verdicts.checked(file, died, check, lambda _: None).state == "passed"
-    assert [*seen, verdicts.read(file)] == [died, died]
 
 
 def test_an_interrupted_check_is_made_again(
@@ -445,14 +291,6 @@ LAUNCH = Launch(
     threadgroup=(1, 1, 1),
     outputs=(Output("z", "float16", (1,), None),),
 )
-
-
-def verdict(**changed: Any) -> verdicts.Verdict:
-    fields = ("kernels", "fault", "example", "date", "shaders")
-    version = verdicts.version()
-    return verdicts.Verdict(
-        **{**dict.fromkeys(fields, "k"), "version": version, **changed}
-    )
 
 
 def with_dtypes(*dtypes: str) -> Launch:
@@ -634,3 +472,18 @@ def test_a_check_in_progress_is_no_verdict_yet(
     assert guard.why_not(plan) is None
 
     assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("compile", signal.SIGKILL),
+        pytest.param("__call__", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("__call__", signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_is_ended_bans_no_kernel(
+    guarded: Path, phase: str, number: int
+) -> None:
+    let_a_process_die(guarded, phase, number)
+    assert guard.verdicts_so_far() == []

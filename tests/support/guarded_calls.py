@@ -14,9 +14,13 @@ from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import source
+from mlx_marlin.guard import verdicts
+from mlx_marlin.guard.verdicts import Verdict
 from mlx_marlin.planning.explicit import STAGED
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import FORMATS
 from support import oracles
 
 DEVICE = named("Apple M3 Max", None)
@@ -110,3 +114,42 @@ def assert_compares(
             values[each] = wrong
             assert probe.fault(values) is not None
         values[each] = right
+
+
+def verdict(**changed: Any) -> Verdict:
+    """Returns a verdict, which is that a kernel has passed."""
+    fields = ("kernels", "fault", "example", "date", "shaders")
+    given = {**dict.fromkeys(fields, "k"), "version": verdicts.version()}
+    return Verdict(**given | {"state": "passed"} | changed)
+
+
+LARGE = 4096
+"""Features of a whole row that is one group."""
+
+
+def formats() -> list[dict[str, Any]]:
+    """Returns every format in every layout and group size, 4096 for a whole row."""
+    return [
+        {
+            "mode": each.mode,
+            "bits": each.bits,
+            "group_size": size or LARGE,
+            "layout": lay,
+        }
+        for each in FORMATS.values()
+        for lay in each.layouts
+        for size in each.group_sizes_in(lay)
+    ]
+
+
+def of_experts(
+    problem: Problem, experts: int, gate: str | None = None, bias: bool = False
+) -> GatherProblem:
+    """Returns the problem of two experts for each row."""
+    return GatherProblem(
+        problem=problem, experts=experts, pairs_per_row=2, gate=gate, bias=bias
+    )
+
+
+NATIVE = [form for form in formats() if form["layout"] == "mlx"]
+"""The formats in MLX's layout."""
