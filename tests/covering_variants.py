@@ -51,12 +51,7 @@ MOST_ABLE = 800
 
 
 def pairwise(variants: Sequence[Variant], given: Sequence[Variant]) -> list[Variant]:
-    """Instances that make, with the given ones, every pair of values meet.
-
-    Args:
-        variants: To choose from; only pairs that occur in these count.
-        given: Instances that are there anyway.
-    """
+    """Instances that make, with the given ones, every pair of values meet."""
     missing: dict[tuple[str, Pair], list[Variant]] = {}
     shuffled = random.Random(0).sample(variants, len(variants))
     for variant in shuffled:

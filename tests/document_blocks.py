@@ -66,36 +66,22 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command of a console block.
+    """A command of a console block."""
 
-    Attributes:
-        words: The command without its prompt, on one line.
-        shown: The output that the page shows; empty if it shows none.
-    """
-
-    words: str
-    shown: str
+    words: str  # The command without its prompt, on one line
+    shown: str  # The output that the page shows; empty if it shows none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A code block.
+    """A code block."""
 
-    Attributes:
-        place: Page and line.
-        language: "python" or "console".
-        text: What it holds, without indentation.
-        mark: "needs" or "raises", or "" without a mark.
-        value: What the mark says.
-        after: The page's text behind the block.
-    """
-
-    place: str
-    language: str
-    text: str
-    mark: str
-    value: str
-    after: str
+    place: str  # Page and line
+    language: str  # "python" or "console"
+    text: str  # What it holds, without indentation
+    mark: str  # "needs" or "raises", or "" without a mark
+    value: str  # What the mark says
+    after: str  # The page's text behind the block
 
     @property
     def commands(self) -> list[Command]:
@@ -134,15 +120,7 @@ def parsed(text: str, page: str) -> Iterator[Block]:
 
 
 def run_python(block: Block, names: dict[str, Any]) -> None:
-    """Runs a Python block in the current folder.
-
-    Args:
-        block: The block.
-        names: What the blocks before it have defined; its own are added.
-
-    Raises:
-        AssertionError: If it prints or raises something else than the page shows.
-    """
+    """Runs a Python block in the current folder."""
     output = io.StringIO()
     code = compile(block.text, block.place, "exec")
     try:
@@ -164,9 +142,6 @@ def run_command(command: str) -> str:
     """Runs a command in the current folder, and returns what it prints.
 
     `mlx-marlin` and `cd` run in this process, other programs in one of their own.
-
-    Raises:
-        RuntimeError: If it fails.
     """
     words, _, file = command.partition(" > ")
     split = [

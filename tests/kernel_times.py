@@ -33,36 +33,22 @@ SHAPES = ((17408, 5120), (5120, 17408), (14336, 4096), (4096, 4096), (2048, 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One published figure.
+    """One published figure."""
 
-    Attributes:
-        chip: Its name and core count, such as "M5 Max, 40".
-        source: A repository and what of it.
-        name: What the table calls the products.
-        products: Count, k and n.
-        m: Rows of x.
-        unit: "ms of a forward", "ms", "times one row" of stock MLX, or "GB/s".
-        value: The figure.
-        kernel: The kernel of ours that the model is asked for.
-        bits: Bits of a code.
-        one_row: Published time of one row, of which the other operations are taken to
-            need what exceeds the model's products.
-        fitted: Whether the kernel's constants were fitted to it.
-        note: Key of a note, or empty.
-    """
-
-    chip: str
-    source: str
-    name: str
-    products: tuple[tuple[int, int, int], ...]
-    m: int
-    unit: str
-    value: float
-    kernel: str = "gemm_tensor"
-    bits: int = 4
+    chip: str  # Its name and core count, such as "M5 Max, 40"
+    source: str  # A repository and what of it
+    name: str  # What the table calls the products
+    products: tuple[tuple[int, int, int], ...]  # Count, k and n
+    m: int  # Rows of x
+    unit: str  # "ms of a forward", "ms", "times one row" of stock MLX, or "GB/s"
+    value: float  # The figure
+    kernel: str = "gemm_tensor"  # The kernel of ours that the model is asked for
+    bits: int = 4  # Bits of a code
+    # Published time of one row, of which the other operations are taken to need what
+    # exceeds the model's products
     one_row: float = 0.0
-    fitted: bool = False
-    note: str = ""
+    fitted: bool = False  # Whether the kernel's constants were fitted to it
+    note: str = ""  # Key of a note, or empty
 
     @property
     def device(self) -> Device:

@@ -45,27 +45,16 @@ FUSED = Epilogue(bias=True, activation="silu", residual=True)
 
 @dataclass(frozen=True)
 class Pair:
-    """A problem on a device.
+    """A problem on a device."""
 
-    Attributes:
-        device: The device's name.
-        rows: Rows of x.
-        shape: n and k.
-        format: Mode, bits and group size.
-        dtype: Of activations.
-        layout: "mlx" or "marlin".
-        batch: How many products there are.
-        kind: "plain", "fused" or "invariant".
-    """
-
-    device: str
-    rows: int
-    shape: tuple[int, int]
-    format: tuple[str, int, int]
-    dtype: str
-    layout: str
-    batch: int
-    kind: str
+    device: str  # The device's name
+    rows: int  # Rows of x
+    shape: tuple[int, int]  # n and k
+    format: tuple[str, int, int]  # Mode, bits and group size
+    dtype: str  # Of activations
+    layout: str  # "mlx" or "marlin"
+    batch: int  # How many products there are
+    kind: str  # "plain", "fused" or "invariant"
 
     @property
     def is_valid(self) -> bool:

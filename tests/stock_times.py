@@ -18,31 +18,22 @@ FILE = Path(__file__).parent / "data" / "published_times.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Products whose time was published for several numbers of rows.
+    """Products whose time was published for several numbers of rows."""
 
-    Attributes:
-        clock: "chain" or "independent".
-        chip: Its name and core count, such as "M3 Max, 40".
-        source: A thread on MLX's GitHub, or a repository and file.
-        name: What the table calls several products.
-        products: Count, k and n.
-        link_us: Time of the other operations of a chain, for each product; fitted.
-        rest: Whether the other operations of a forward are taken to need the time of
-            one row less that of the model.
-        per: Rows of the product that ratios are taken to; 0 for times.
-    """
-
-    clock: str
-    chip: str
-    source: str
-    products: tuple[tuple[int, int, int], ...]
-    name: str = ""
+    clock: str  # "chain" or "independent"
+    chip: str  # Its name and core count, such as "M3 Max, 40"
+    source: str  # A thread on MLX's GitHub, or a repository and file
+    products: tuple[tuple[int, int, int], ...]  # Count, k and n
+    name: str = ""  # What the table calls several products
     bits: int = 4
     group_size: int = 64
     dtype: str = "float16"
+    # Time of the other operations of a chain, for each product; fitted
     link_us: float = 0.0
+    # Whether the other operations of a forward are taken to need the time of one row
+    # less that of the model
     rest: bool = False
-    per: int = 0
+    per: int = 0  # Rows of the product that ratios are taken to; 0 for times
 
     @property
     def device(self) -> Device:
@@ -87,22 +78,15 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A published time of a series.
+    """A published time of a series."""
 
-    Attributes:
-        series: The products.
-        m: Rows.
-        value: Milliseconds, or the ratio.
-        why: The note that sets it apart; empty if nothing does.
-        is_out: Whether it is out of sample: of a chain that nothing was fitted to.
-        one_row_ms: The published time of one row, if that is the series' reference.
-    """
-
-    series: Series
-    m: int
-    value: float
-    why: str = ""
+    series: Series  # The products
+    m: int  # Rows
+    value: float  # Milliseconds, or the ratio
+    why: str = ""  # The note that sets it apart; empty if nothing does
+    # Whether it is out of sample: of a chain that nothing was fitted to
     is_out: bool = False
+    # The published time of one row, if that is the series' reference
     one_row_ms: float = 0.0
 
     @property

@@ -34,11 +34,7 @@ SIZES: dict[str, Any] = {
 
 
 def encoding_of_block(model: nn.Module) -> Encoding:
-    """Returns how MLX encodes the first block of a model for one new token.
-
-    Args:
-        model: A model of mlx-lm, optimized or not.
-    """
+    """Returns how MLX encodes the first block of a model for one new token."""
     cache = one_stream(model)
     model(mx.zeros((1, 3), mx.int32), cache=cache)
     mx.eval([own.state for own in cache])

@@ -84,12 +84,7 @@ def test_optimizing_again_changes_the_mode_of_every_layer_and_nothing_else() -> 
 
 
 class Unknown(nn.Module):
-    """A quantized layer of a class that nobody knows, as other packages have them.
-
-    Args:
-        name: Which of its arrays says that it is quantized.
-        inner: A module in it.
-    """
+    """A quantized layer of a class that nobody knows, as other packages have them."""
 
     def __init__(self, name: str, inner: nn.Module | None = None) -> None:
         super().__init__()

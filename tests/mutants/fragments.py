@@ -22,19 +22,7 @@ Nth = tuple[int, int]
 
 
 def replaced(text: str, function: str, old: str, new: str, nth: Nth = (1, 1)) -> str:
-    """Replaces an occurrence of a fragment.
-
-    Args:
-        text: The text of the file.
-        function: Name of the functions in which it begins, overloads together; "" for
-            the whole file.
-        old: The fragment.
-        new: What stands there instead.
-        nth: Which occurrence it is, and how many there are.
-
-    Raises:
-        ValueError: If there are more or fewer occurrences, or if `new` is no change.
-    """
+    """Replaces an occurrence of a fragment."""
     code = _COMMENT.sub(lambda found: " " * len(found.group()), text)
     found = occurrences(code, function, old)
     if len(found) != nth[1]:

@@ -30,26 +30,16 @@ class Detector(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A bug.
+    """A bug."""
 
-    Attributes:
-        name: What is wrong.
-        file: Below `shaders/`.
-        function: Name of the function in which the bug begins; "" for the whole file.
-        old: Fragment that begins there: see `fragments.py`.
-        new: What stands there instead.
-        case: Name of the case, in `cases` or `test_cuda_mutants.py`, that can see it.
-        caught_by: What must notice it.
-        nth: Which occurrence of the fragment it is, and how many there are.
-    """
-
-    name: str
-    file: str
-    function: str
-    old: str
-    new: str
-    case: str
-    caught_by: Detector
+    name: str  # What is wrong
+    file: str  # Below `shaders/`
+    function: str  # Name of the function in which the bug begins; "" for the whole file
+    old: str  # Fragment that begins there: see `fragments.py`
+    new: str  # What stands there instead
+    case: str  # Name of the case, in `cases` or `test_cuda_mutants.py`, that can see it
+    caught_by: Detector  # What must notice it
+    # Which occurrence of the fragment it is, and how many there are
     nth: fragments.Nth = (1, 1)
 
     def plant(self, shaders: Path, folder: Path) -> None:

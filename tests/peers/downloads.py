@@ -16,15 +16,7 @@ from mlx_marlin import cache
 
 
 def files(package: str, version: str, prefix: str, suffix: str, *platform: str) -> Path:
-    """Returns a folder of files of a wheel, downloaded if the cache has none.
-
-    Args:
-        package: Its name in the package index.
-        version: Its version.
-        prefix: What the names of the files begin with; it is removed.
-        suffix: What they end with.
-        platform: Options of pip that choose the wheel, if there are several.
-    """
+    """Returns a folder of files of a wheel, downloaded if the cache has none."""
     options = ("--only-binary=:all:", *platform)
 
     def fill(folder: Path, target: Path) -> None:
@@ -35,13 +27,7 @@ def files(package: str, version: str, prefix: str, suffix: str, *platform: str) 
 
 
 def kept(package: str, version: str, fill: Callable[[Path, Path], None]) -> Path:
-    """Returns a folder of the cache, filled if it is missing.
-
-    Args:
-        package: The package whose files it has.
-        version: Its version.
-        fill: Writes the files to its second argument; the first is a temporary folder.
-    """
+    """Returns a folder of the cache, filled if it is missing."""
     folder = cache.folder("peers")
     target = folder / f"{package}-{version}"
     cache.make(folder)

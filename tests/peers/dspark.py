@@ -49,11 +49,7 @@ def skinny_qmm(
 ) -> mx.array:
     """Multiplies x [rows, k] by a weight [n, k] in groups of 64.
 
-    Args:
-        x: bfloat16, or float16 by our translation of the one function that reads x.
-        weight: Codes, scales and biases in MLX's layout.
-        bits: 4 or 8.
-        planned: How to launch it, instead of mlx-dspark's own way.
+    A float16 x is read by our translation of the one function that reads x.
     """
     codes, scales, biases = weight
     rows, k = x.shape

@@ -20,13 +20,7 @@ def load(
     file: Path,
     metal_kernel: Callable[..., Any] = metal_emulator.metal_kernel,
 ) -> ModuleType:
-    """Executes a module once more, so that its kernels are the emulator's.
-
-    Args:
-        name: Its name; the imported module of that name stays as it is.
-        file: Its file.
-        metal_kernel: What makes its kernels.
-    """
+    """Executes a module once more, so that its kernels are the emulator's."""
     spec = importlib.util.spec_from_file_location(f"{name}_emulated", file)
     assert spec is not None
     assert spec.loader is not None

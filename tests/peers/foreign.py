@@ -77,29 +77,17 @@ def _parameter(text: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """One call of a foreign kernel.
+    """One call of a foreign kernel."""
 
-    Attributes:
-        kernel: Its name.
-        template: Its template arguments, as Metal text.
-        groups: Threadgroups in x, y and z.
-        threads: Threads of a threadgroup in x, y and z.
-        inputs: Arrays and integers by parameter name.
-        output: The parameter that is written.
-        shape: Of the output.
-        dtype: Of the output.
-        constants: Values of function constants.
-    """
-
-    kernel: str
-    template: Sequence[object]
-    groups: tuple[int, int, int]
-    threads: tuple[int, int, int]
-    inputs: Mapping[str, mx.array | int]
-    output: str
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-    constants: Mapping[str, bool]
+    kernel: str  # Its name
+    template: Sequence[object]  # Its template arguments, as Metal text
+    groups: tuple[int, int, int]  # Threadgroups in x, y and z
+    threads: tuple[int, int, int]  # Threads of a threadgroup in x, y and z
+    inputs: Mapping[str, mx.array | int]  # Arrays and integers by parameter name
+    output: str  # The parameter that is written
+    shape: tuple[int, ...]  # Of the output
+    dtype: mx.Dtype  # Of the output
+    constants: Mapping[str, bool]  # Values of function constants
 
     def run(self, header: str) -> mx.array:
         """Runs it out of that header, function constants defined behind it."""

@@ -82,12 +82,7 @@ def _struct(name: str) -> type[ctypes.Structure]:
 
 
 def arguments(name: str, **values: Any) -> bytes:
-    """Returns the bytes of the struct `ggml_metal_kargs_NAME`.
-
-    Args:
-        name: Its name.
-        values: Values of all fields, and of others, which are left out.
-    """
+    """Returns the bytes of the struct `ggml_metal_kargs_NAME`."""
     struct = _struct(name)
     chosen = {}
     for field, kind, *_ in struct._fields_:
@@ -97,13 +92,7 @@ def arguments(name: str, **values: Any) -> bytes:
 
 
 def sizes(digit: str, array: npt.NDArray[Any], row_bytes: int = 0) -> dict[str, int]:
-    """Returns the extents and strides of a tensor of at most four dimensions.
-
-    Args:
-        digit: What its fields begin with behind `ne` and `nb`: "0" for src0.
-        array: The tensor; the last axis is llama.cpp's first one.
-        row_bytes: Bytes of a row, if its elements are in blocks.
-    """
+    """Returns the extents and strides of a tensor of at most four dimensions."""
     shape = (1,) * (4 - array.ndim) + array.shape
     steps = [array.itemsize, row_bytes or array.itemsize * shape[3]]
     steps += [steps[1] * shape[2], steps[1] * shape[2] * shape[1]]
@@ -115,15 +104,10 @@ def sizes(digit: str, array: npt.NDArray[Any], row_bytes: int = 0) -> dict[str, 
 
 @dataclass(frozen=True)
 class Llama:
-    """The kernels, and what draws their operands.
+    """The kernels, and what draws their operands."""
 
-    Attributes:
-        library: The text.
-        random: Draws.
-    """
-
-    library: metal_emulator.Library
-    random: np.random.Generator
+    library: metal_emulator.Library  # The text
+    random: np.random.Generator  # Draws
 
     def normal(self, *shape: int) -> npt.NDArray[np.float32]:
         return self.random.standard_normal(shape, np.float32)
@@ -142,19 +126,7 @@ class Llama:
         threads: tuple[int, int, int],
         memory: int = 0,
     ) -> npt.NDArray[Any]:
-        """Runs the kernel `kernel_NAME`.
-
-        Args:
-            name: Name of the kernel.
-            inputs: Inputs by parameter; one array for two of them is one buffer.
-            output: An array of the output's shape and dtype.
-            groups: Threadgroups in x, y and z.
-            threads: Threads of a threadgroup in x, y and z.
-            memory: Bytes of each parameter in threadgroup memory.
-
-        Returns:
-            The output.
-        """
+        """Runs the kernel `kernel_NAME`."""
         kernel = self.library.function(f"kernel_{name}")
         arrays: dict[int, mx.array] = {}
         given = {

@@ -21,12 +21,7 @@ RUNS = {"aligned": (16, 0, 32, 16), "ragged": (5, 17, 0, 1, 0, 33)}
 
 @dataclass(frozen=True)
 class Gather:
-    """x [sum(runs), k], each run of rows by a quantized weight of its own.
-
-    Attributes:
-        tile: BM, BN, BK, WM and WN of the kernel.
-        suffix: End of the kernel's name: "" or "_nax".
-    """
+    """x [sum(runs), k], each run of rows by a quantized weight of its own."""
 
     mode: str
     dtype: mx.Dtype
@@ -34,8 +29,8 @@ class Gather:
     n: int
     k: int
     transposed: bool
-    tile: tuple[int, int, int, int, int] = TILE
-    suffix: str = ""
+    tile: tuple[int, int, int, int, int] = TILE  # BM, BN, BK, WM and WN of the kernel
+    suffix: str = ""  # End of the kernel's name: "" or "_nax"
 
     @property
     def m(self) -> int:

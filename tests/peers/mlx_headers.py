@@ -49,13 +49,7 @@ def affine() -> str:
 
 
 def function(headers: Path, name: str, function: str) -> str:
-    """One function template of a header, as it stands there.
-
-    Args:
-        headers: The folder of the headers.
-        name: A file in it that is left out otherwise: part of the prelude.
-        function: Its name.
-    """
+    """One function template of a header, as it stands there."""
     text = (headers / name).read_text()
     start = text.rindex("\ntemplate", 0, text.index(f" {function}("))
     return text[start : text.index("\n}\n", start)] + "\n}\n"

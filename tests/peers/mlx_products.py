@@ -24,29 +24,19 @@ LHS, RHS = (2, 0, 1, 1, 0), (1, 1, 0, 2, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """`batch` products of x [m, k] and a quantized weight by one of MLX's kernels.
+    """`batch` products of x [m, k] and a quantized weight by one of MLX's kernels."""
 
-    Attributes:
-        kernel: The kernel's name without its family (`affine_`, `fp_`).
-        mode: Of the quantization.
-        group: Group size; 0 for the mode's own.
-        bits: 0 for the mode's own.
-        batch: Number of products with a weight each; gathers have their own.
-        bm: Rows of a tile of the kernels for tensor units.
-        splits: Parts of k of `qmm_t_splitk`; 0 for MLX's choice.
-    """
-
-    kernel: str
-    mode: str
+    kernel: str  # The kernel's name without its family (`affine_`, `fp_`)
+    mode: str  # Of the quantization
     dtype: mx.Dtype
     m: int
     n: int
     k: int
-    group: int = 0
-    bits: int = 0
-    batch: int = 1
-    bm: int = 64
-    splits: int = 0
+    group: int = 0  # Group size; 0 for the mode's own
+    bits: int = 0  # 0 for the mode's own
+    batch: int = 1  # Number of products with a weight each; gathers have their own
+    bm: int = 64  # Rows of a tile of the kernels for tensor units
+    splits: int = 0  # Parts of k of `qmm_t_splitk`; 0 for MLX's choice
 
     @property
     def family(self) -> str:

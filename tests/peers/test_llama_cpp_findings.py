@@ -53,13 +53,7 @@ TOKENS = 4
 
 
 def ssm_scan(llama: Llama, threads: int, start: Array | None) -> Any:
-    """Returns y [TOKENS] of a Mamba-1 scan with one head, whose inputs are all 1.
-
-    Args:
-        llama: The kernels.
-        threads: Elements of the state, one a thread.
-        start: What the output begins with: y and the state.
-    """
+    """Returns y [TOKENS] of a Mamba-1 scan with one head, whose inputs are all 1."""
     x = np.ones((1, TOKENS, 1, 1), np.float32)
     dt = np.ones((1, TOKENS, 1), np.float32)
     state = np.zeros((1, 1, 1, threads), np.float32)

@@ -53,19 +53,13 @@ MXFP4, MXFP8, NVFP4 = ("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A module of `mlx_lm.models` and a configuration of its model.
+    """A module of `mlx_lm.models` and a configuration of its model."""
 
-    Attributes:
-        family: Name of the module.
-        formats: Mode, bits and group size of the formats it is tested in.
-        options: What differs from `SIZES`.
-        joined: Whether it has layers with the same input that can be joined.
-    """
-
-    family: str
+    family: str  # Name of the module
+    # Mode, bits and group size of the formats it is tested in
     formats: tuple[tuple[str, int, int], ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    joined: bool = True
+    options: dict[str, Any] = field(default_factory=dict)  # What differs from `SIZES`
+    joined: bool = True  # Whether it has layers with the same input that can be joined
 
     def model(self, mode: str, bits: int, group_size: int) -> nn.Module:
         """Returns the model in float32, with norms and biases that do something."""

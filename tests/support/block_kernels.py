@@ -23,28 +23,17 @@ def drawn(seed: int, dtype: str, *shape: int) -> mx.array:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotated:
-    """Heads of q and k that are rotated, and normalized if `norm`.
+    """Heads of q and k that are rotated, and normalized if `norm`."""
 
-    Attributes:
-        streams: Streams.
-        tokens: New tokens of a stream.
-        heads: Heads of q.
-        kv_heads: Heads of k.
-        features: Features of a head.
-        dtype: Dtype of the heads.
-        norm: Epsilon of their norms, or None.
-        factor: Factor of rotated heads.
-        first: Position of the first token: of all streams, or of each.
-    """
-
-    streams: int
-    tokens: int
-    heads: int
-    kv_heads: int
-    features: int
-    dtype: str
-    norm: float | None = None
-    factor: float = 1.0
+    streams: int  # Streams
+    tokens: int  # New tokens of a stream
+    heads: int  # Heads of q
+    kv_heads: int  # Heads of k
+    features: int  # Features of a head
+    dtype: str  # Dtype of the heads
+    norm: float | None = None  # Epsilon of their norms, or None
+    factor: float = 1.0  # Factor of rotated heads
+    # Position of the first token: of all streams, or of each
     first: tuple[int, ...] = (7,)
 
     @property
@@ -107,19 +96,12 @@ class Rotated:
 
 @dataclass(frozen=True, kw_only=True)
 class Added:
-    """Rows that are added and normalized.
+    """Rows that are added and normalized."""
 
-    Attributes:
-        rows: Number of rows.
-        n: Values of a row.
-        dtype: Dtype of the rows.
-        epsilon: Epsilon of the norm.
-    """
-
-    rows: int
-    n: int
-    dtype: str
-    epsilon: float = 1e-5
+    rows: int  # Number of rows
+    n: int  # Values of a row
+    dtype: str  # Dtype of the rows
+    epsilon: float = 1e-5  # Epsilon of the norm
 
     def arrays(self) -> tuple[mx.array, ...]:
         """Both summands and the weight of the norm."""

@@ -31,11 +31,7 @@ def executable() -> str | None:
 
 
 class Browser:
-    """One tab.
-
-    Attributes:
-        events: What the tab has reported: requests, messages and errors.
-    """
+    """One tab."""
 
     def __init__(self, commands: int, events: int) -> None:
         self._commands, self._answers = commands, events
@@ -69,14 +65,7 @@ class Browser:
     def open(
         self, path: Path, *, width: int, scheme: str, scripts: bool = True
     ) -> None:
-        """Opens a file and waits until it is loaded.
-
-        Args:
-            path: The file.
-            width: Width of the window in pixels; below 800 it is a phone.
-            scheme: "light" or "dark".
-            scripts: Whether scripts run.
-        """
+        """Opens a file and waits until it is loaded."""
         self.events.clear()
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -104,11 +93,7 @@ class Browser:
         return answer["result"].get("value")
 
     def click(self, expression: str) -> None:
-        """Clicks into the middle of an element.
-
-        Args:
-            expression: JavaScript that returns the element.
-        """
+        """Clicks into the middle of an element."""
         x, y = self.evaluate(
             f"(() => {{ const e = {expression}; e.scrollIntoView({{block: 'center'}});"
             "const r = e.getBoundingClientRect();"
@@ -164,12 +149,7 @@ class Browser:
 
 @contextmanager
 def browser(program: str, profile: Path) -> Iterator[Browser]:
-    """Starts Chromium and ends it.
-
-    Args:
-        program: Its path.
-        profile: A folder for its files.
-    """
+    """Starts Chromium and ends it."""
     read_commands, commands = map(_above, os.pipe())
     answers, write_answers = map(_above, os.pipe())
     log = profile / "chromium.log"

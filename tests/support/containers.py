@@ -227,13 +227,7 @@ def write_model(
 def _drawn_model(
     config: dict[str, Any], stored_as: Callable[[str, np.ndarray], np.ndarray]
 ) -> nn.Module:
-    """Returns mlx-lm's model of a checkpoint with random weights.
-
-    Args:
-        config: That of the model.
-        stored_as: Returns the values that the checkpoint has for an array, from its
-            name in the checkpoint and random ones.
-    """
+    """Returns mlx-lm's model of a checkpoint with random weights."""
     module, model = config["model_type"], new_model(config)
     exact: Arrays = {}
     for key, array in published(module, drawn_parameters(model)).items():

@@ -28,21 +28,14 @@ UNEVEN = (3, 0, 3, 3, 5, 0, *([3] * 9), 1)
 
 @dataclass(frozen=True)
 class Call:
-    """Pairs of a row and an expert, and how they are computed.
+    """Pairs of a row and an expert, and how they are computed."""
 
-    Attributes:
-        case: The format, the layout, the dtype, the rows of x and the block.
-        chosen: The expert of each pair.
-        each: Pairs that have the same row in turn; 0 if rows are drawn.
-        gate: How the first of two weights an expert gates the second, if there are two.
-        bias: Whether each weight has a bias.
-    """
-
-    case: Case
-    chosen: tuple[int, ...]
-    each: int = 0
+    case: Case  # The format, the layout, the dtype, the rows of x and the block
+    chosen: tuple[int, ...]  # The expert of each pair
+    each: int = 0  # Pairs that have the same row in turn; 0 if rows are drawn
+    # How the first of two weights an expert gates the second, if there are two
     gate: str | None = None
-    bias: bool = False
+    bias: bool = False  # Whether each weight has a bias
 
     @property
     def n(self) -> int:
@@ -112,12 +105,7 @@ class Call:
     def run(
         self, place: Place = as_it_is, second: Place | None = None
     ) -> Callable[[], mx.array]:
-        """Returns what computes the products [pairs, n], of arrays at a place.
-
-        Args:
-            place: Where all arrays are.
-            second: Where those of up are, if elsewhere.
-        """
+        """Returns what computes the products [pairs, n], of arrays at a place."""
         first, *others = (self.stored(each) for each in self.weights)
         arrays = [*map(place, first)]
         arrays += [(second or place)(each) for other in others for each in other[:2]]
@@ -217,25 +205,15 @@ CALLS = {
 
 @dataclass(frozen=True)
 class Choice:
-    """How rows choose experts, and what must come of it.
+    """How rows choose experts, and what must come of it."""
 
-    Attributes:
-        rows: Shape of the logits before their last dimension.
-        experts: To choose from.
-        each: Choices of a row.
-        of_all: Whether scores are the softmax over all experts.
-        last: Whether of equal logits the last are chosen.
-        dtype: Of the logits, and of what is added up.
-        n: Columns of what is added up.
-    """
-
-    rows: tuple[int, ...]
-    experts: int
-    each: int
-    of_all: bool
-    last: bool
-    dtype: str
-    n: int
+    rows: tuple[int, ...]  # Shape of the logits before their last dimension
+    experts: int  # To choose from
+    each: int  # Choices of a row
+    of_all: bool  # Whether scores are the softmax over all experts
+    last: bool  # Whether of equal logits the last are chosen
+    dtype: str  # Of the logits, and of what is added up
+    n: int  # Columns of what is added up
 
     @property
     def logits(self) -> mx.array:
@@ -302,15 +280,10 @@ and if the last does. NaN is the largest number, with its sign the smallest."""
 
 @dataclass(frozen=True)
 class SpecialChoice:
-    """Rows of logits that are not numbers, infinite, or zeros of either sign.
+    """Rows of logits that are not numbers, infinite, or zeros of either sign."""
 
-    Attributes:
-        of_all: As for `Choice`.
-        last: As for `Choice`.
-    """
-
-    of_all: bool
-    last: bool
+    of_all: bool  # As for `Choice`
+    last: bool  # As for `Choice`
 
     def check(self, route: Callable[..., tuple[mx.array, mx.array]]) -> None:
         """Compares what is chosen, and scores: those that NaN enters are NaN."""

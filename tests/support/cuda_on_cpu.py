@@ -44,13 +44,7 @@ Changes = dict[str, Callable[[str], str]]
 
 
 def flattened(text: str, own: Path, changes: Changes) -> Iterator[str]:
-    """Yields the lines of a text, included files in their place.
-
-    Args:
-        text: With `#include`.
-        own: Its file: beside it quoted names are looked for, after `cuda_host/`.
-        changes: Changes of included files.
-    """
+    """Yields the lines of a text, included files in their place."""
     for number, line in enumerate(text.splitlines(), start=1):
         found = _INCLUDE.fullmatch(line)
         if not found:
@@ -152,13 +146,7 @@ def run(plan: Plan, x: mx.array, weight: Weight, *finish: mx.array) -> mx.array:
 
 
 def check(case: Case, *, names: Collection[str] = (), **more: Any) -> Plan:
-    """Checks a product of drawn arrays, and returns its plan.
-
-    Args:
-        case: The product.
-        names: Arrays that begin an element after their buffers do.
-        **more: What else there is to it: fields of `Product`.
-    """
+    """Checks a product of drawn arrays, and returns its plan."""
     return check_product(Product(case, **more), names)
 
 

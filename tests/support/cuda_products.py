@@ -29,25 +29,16 @@ from support.oracles import Floats, exact
 
 @dataclass(frozen=True)
 class Product:
-    """A case, what is done to its rows before, and what follows the product.
+    """A case, what is done to its rows before, and what follows the product."""
 
-    Attributes:
-        case: The format, the layout, the dtype, the rows of x and the block.
-        epilogue: What follows.
-        n: Columns of the weight.
-        norm: Epsilon of the norm of rows before, if they are normalized.
-        batch: Weights, each with an x of its own.
-        global_scale: Whether the weight has one.
-        first: Position of the first row, where heads are rotated.
-    """
-
-    case: Case
-    epilogue: Epilogue = PLAIN
-    n: int = N
+    case: Case  # The format, the layout, the dtype, the rows of x and the block
+    epilogue: Epilogue = PLAIN  # What follows
+    n: int = N  # Columns of the weight
+    # Epsilon of the norm of rows before, if they are normalized
     norm: float | None = None
-    batch: int = 1
-    global_scale: bool = False
-    first: int = -2
+    batch: int = 1  # Weights, each with an x of its own
+    global_scale: bool = False  # Whether the weight has one
+    first: int = -2  # Position of the first row, where heads are rotated
 
     def __str__(self) -> str:
         rest = f", {self.epilogue.explain()}" if self.epilogue != PLAIN else ""
@@ -97,12 +88,9 @@ class Product:
         place: Place = as_it_is,
         names: Collection[str] | None = None,
     ) -> Callable[[], mx.array]:
-        """Returns what computes it; the arrays of parts are side by side.
+        """Returns what computes it; without `names` all arrays are at `place`.
 
-        Args:
-            plan: Its plan.
-            place: Where arrays are.
-            names: Which arrays are there; None for all.
+        The arrays of parts are side by side.
         """
         given = [
             place(array) if names is None or name in names else array

@@ -120,12 +120,7 @@ def integer_arrays(problem: Problem) -> tuple[mx.array, Native, oracles.Floats]:
 def another_schedule(
     seed: int, *, trace: bool = False
 ) -> AbstractContextManager[object]:
-    """Makes the emulator run threadgroups in another order; elsewhere does nothing.
-
-    Args:
-        seed: Of the order.
-        trace: Whether it looks for races and stray accesses as well.
-    """
+    """Makes the emulator run threadgroups in another order; elsewhere does nothing."""
     if selection.backend() != "emulator":
         return nullcontext()
     import metal_emulator
@@ -137,14 +132,7 @@ def another_schedule(
 def run(
     plan: Plan, x: mx.array, native: tuple[mx.array, ...], *finish: mx.array
 ) -> mx.array:
-    """Returns the result of a plan; weights are packed first if it needs packed ones.
-
-    Args:
-        plan: The plan.
-        x: Activations.
-        native: Codes, scales and biases in MLX's layout, as `arrays` returns them.
-        *finish: Operands of an epilogue; ignored if the plan has none.
-    """
+    """Returns the result of a plan; weights are packed first if it needs that."""
     operands = finish if plan.problem.epilogue != PLAIN else ()
     y = graph.product(plan)(x, *stored(plan.problem, native), *operands)
     mx.eval(y)

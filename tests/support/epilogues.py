@@ -121,14 +121,10 @@ def allowed(
 
 
 def off_of_sums(rows: Floats, weight: Floats) -> Floats:
-    """Returns how far products in float32 may lie from float64, whatever the format.
+    """Returns how far rows [m, k] @ weight.T [k, n] in float32 may lie from float64.
 
     The error of a float32 sum is a share of its addends. Scales times codes, biases and
     the offset of codes are at most 16 times the largest weight of a row.
-
-    Args:
-        rows: Activations [m, k].
-        weight: Decoded weight [n, k].
     """
     off: Floats = 2.0**-18 * np.outer(
         np.abs(rows).sum(axis=-1), np.abs(weight).max(axis=-1)
@@ -153,13 +149,7 @@ def are_within(y: mx.array, expected: Floats, bound: Floats) -> bool:
 
 
 def off_of_gated(total: Floats, sums: Floats, activation: str) -> Floats:
-    """Returns how far a gated product may lie from float64 before it is rounded.
-
-    Args:
-        total: Products with gate and with up, side by side.
-        sums: How far these may be off.
-        activation: Of gate.
-    """
+    """Returns how far a gated product may lie from float64 before it is rounded."""
     (gate, up), (of_gate, of_up) = (np.split(each, 2, -1) for each in (total, sums))
     factor = np.abs(activated(gate, activation))
     share = OF_ACTIVATION[activation] + 2.0**-22

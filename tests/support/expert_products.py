@@ -26,12 +26,7 @@ def _sigmoid(x: Floats) -> Floats:
 
 
 def gated_by(gate: str | None, products: list[Floats]) -> Floats:
-    """Returns what products with the weights of an expert become.
-
-    Args:
-        gate: One of `gather_plan.GATES`, or None for the first product as it is.
-        products: Those with gate and with up, or one.
-    """
+    """Returns what products with an expert's weights become; without a gate, one."""
     first, up = products[0], products[-1]
     if gate is None:
         return first
@@ -55,22 +50,14 @@ def _off_of_gated(products: list[Floats], offs: list[Floats]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertProducts:
-    """A plan, and who chose what.
+    """A plan, and who chose what."""
 
-    Attributes:
-        plan: What to run.
-        chosen: The expert of each pair.
-        seed: Of all arrays.
-        not_a_number: The operand that has a NaN: "x", "scales" or "biases", and of
-            which weight.
-        offset: Elements before each array's first in its buffer.
-    """
-
-    plan: MetalGatherPlan
-    chosen: tuple[int, ...]
-    seed: int = 0
+    plan: MetalGatherPlan  # What to run
+    chosen: tuple[int, ...]  # The expert of each pair
+    seed: int = 0  # Of all arrays
+    # The operand that has a NaN: "x", "scales" or "biases", and of which weight
     not_a_number: tuple[str, int] | None = None
-    offset: int = 0
+    offset: int = 0  # Elements before each array's first in its buffer
 
     @property
     def sources(self) -> list[int]:

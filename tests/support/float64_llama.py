@@ -6,13 +6,7 @@ Weights = dict[str, np.ndarray]
 
 
 def logits(config: dict, weights: Weights, tokens: np.ndarray) -> np.ndarray:
-    """Returns the logits [length, vocabulary] of one sequence of tokens.
-
-    Args:
-        config: config.json of the model.
-        weights: All parameters by mlx-lm's names, float64.
-        tokens: Integers [length].
-    """
+    """Returns the logits [length, vocabulary] of one sequence of tokens."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size = config["hidden_size"] // heads
     epsilon = config["rms_norm_eps"]

@@ -137,13 +137,7 @@ def compressed_arrays(
 
 
 def compressed_config(bits: int, *, symmetric: bool = False, **said: object) -> dict:
-    """The config of a compressed-tensors checkpoint, pack-quantized.
-
-    Args:
-        bits: Bits of a code.
-        symmetric: Whether there are no zero points.
-        **said: Other settings of the weights.
-    """
+    """The config of a compressed-tensors checkpoint, pack-quantized."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -208,13 +202,7 @@ def _of_groups(format: str, weights: dict) -> dict:
 
 
 def gptq_config(bits: int, version: int, **said: object) -> dict:
-    """The config of a GPTQ checkpoint.
-
-    Args:
-        bits: Bits of a code.
-        version: 1 or 2.
-        **said: Other settings.
-    """
+    """The config of a GPTQ checkpoint."""
     quantization = {
         "quant_method": "gptq",
         "bits": bits,
@@ -231,11 +219,7 @@ def gptq_config(bits: int, version: int, **said: object) -> dict:
 
 
 def awq_config(**said: object) -> dict:
-    """The config of an AWQ checkpoint.
-
-    Args:
-        **said: Other settings than those of a weight with zero points in groups of 64.
-    """
+    """The config of an AWQ checkpoint."""
     quantization = {
         "quant_method": "awq",
         "bits": 4,

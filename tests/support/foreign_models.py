@@ -36,17 +36,11 @@ Arrays = Callable[[str, foreign.IntegerWeight], dict[str, np.ndarray]]
 
 
 class Format(NamedTuple):
-    """A format of layers.
+    """A format of layers."""
 
-    Attributes:
-        arrays: Writes a weight in it.
-        settings: What config.json says of it.
-        options: Those of `foreign.drawn_weight`.
-    """
-
-    arrays: Arrays
-    settings: dict[str, Any]
-    options: dict[str, Any]
+    arrays: Arrays  # Writes a weight in it
+    settings: dict[str, Any]  # What config.json says of it
+    options: dict[str, Any]  # Those of `foreign.drawn_weight`
 
 
 def _plain(layer: str, weight: foreign.IntegerWeight) -> dict[str, np.ndarray]:
@@ -104,15 +98,7 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def write_llama(
     path: Path, arrays: Arrays, settings: dict, **options: object
 ) -> dict[str, np.ndarray]:
-    """Writes the model; returns all weights by mlx-lm's names in float64.
-
-    Args:
-        path: The folder to make.
-        arrays: Writes a weight in the format.
-        settings: The config of the format, with its `quantization_config`;
-            it may set `vocab_size`.
-        **options: Those of `foreign.drawn_weight`.
-    """
+    """Writes the model; returns all weights by mlx-lm's names in float64."""
     rng = np.random.default_rng(0)
     exact, stored = {}, {}
     config = {**CONFIG, **settings}

@@ -133,23 +133,16 @@ def write_codes(codes: Integers, bits: int) -> mx.array:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A quantized weight, in MLX's layout.
+    """A quantized weight, in MLX's layout."""
 
-    Attributes:
-        mode: Its scheme.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        native: Codes, scales and, where there are any, biases or zero points.
-        global_scale: The scale of all of an nvfp4 weight, as MLX means it, or None.
-        numbers: The codebook of a weight with one.
-    """
-
-    mode: str
-    bits: int
-    group_size: int
+    mode: str  # Its scheme
+    bits: int  # Bits of a code
+    group_size: int  # Weights that share a scale
+    # Codes, scales and, where there are any, biases or zero points
     native: tuple[mx.array, ...]
+    # The scale of all of an nvfp4 weight, as MLX means it, or None
     global_scale: mx.array | None = None
-    numbers: tuple[float, ...] = NUMBERS
+    numbers: tuple[float, ...] = NUMBERS  # The codebook of a weight with one
 
     @property
     def options(self) -> dict[str, Any]:
@@ -309,29 +302,17 @@ def rounded(values: Floats, dtype: str) -> Floats:
 
 @dataclass(frozen=True)
 class Variant:
-    """One instance of a kernel, as far as formats matter to it.
+    """One instance of a kernel, as far as formats matter to it."""
 
-    Attributes:
-        mode: The scheme.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        layout: "mlx" or "marlin".
-        dtype: Of activations and result.
-        scale_dtype: Of scales.
-        fragments: 8-row fragments of x; 0 is gemv.
-        operand: The form in which codes are multiplied.
-        split: Whether tiles are split, so that a reduce follows.
-    """
-
-    mode: str
-    bits: int
-    group_size: int
-    layout: str
-    dtype: str
-    scale_dtype: str
-    fragments: int
-    operand: CodeForm
-    split: bool
+    mode: str  # The scheme
+    bits: int  # Bits of a code
+    group_size: int  # Weights that share a scale
+    layout: str  # "mlx" or "marlin"
+    dtype: str  # Of activations and result
+    scale_dtype: str  # Of scales
+    fragments: int  # 8-row fragments of x; 0 is gemv
+    operand: CodeForm  # The form in which codes are multiplied
+    split: bool  # Whether tiles are split, so that a reduce follows
 
     def __str__(self) -> str:
         kernel = f"gemm{self.fragments}" if self.fragments else "gemv"

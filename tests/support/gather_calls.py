@@ -57,29 +57,17 @@ def weights(
 
 @dataclass(frozen=True)
 class Call:
-    """A product of rows with experts: few rows or many, experts chosen or not.
+    """A product of rows with experts: few rows or many, experts chosen or not."""
 
-    Attributes:
-        form: Mode, bits and group size.
-        layout: "mlx" or "marlin".
-        experts: How many weights there are.
-        n: Rows of a weight.
-        k: Columns of a weight.
-        rows: Rows of x.
-        chosen: The expert of each pair.
-        dtype: Of activations and scales.
-        seed: Of everything random.
-    """
-
-    form: tuple[str, int, int]
-    layout: str
-    experts: int
-    n: int
-    k: int
-    rows: int
-    chosen: list[int]
-    dtype: str
-    seed: int
+    form: tuple[str, int, int]  # Mode, bits and group size
+    layout: str  # "mlx" or "marlin"
+    experts: int  # How many weights there are
+    n: int  # Rows of a weight
+    k: int  # Columns of a weight
+    rows: int  # Rows of x
+    chosen: list[int]  # The expert of each pair
+    dtype: str  # Of activations and scales
+    seed: int  # Of everything random
 
     @cached_property
     def weight(self) -> Weight:

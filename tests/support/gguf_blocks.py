@@ -38,14 +38,10 @@ def draw_blocks(
     random: np.random.Generator,
     scales: tuple[float, ...] = (),
 ) -> np.ndarray:
-    """Returns bytes [..., n, bytes of a row].
+    """Returns bytes [..., n, bytes of a row] of a weight [..., n, k].
 
-    Args:
-        name: The type.
-        shape: Shape [..., n, k] of the weight.
-        random: Draws all bits.
-        scales: The float16 numbers of every block. Without them they are any finite
-            ones, zero and subnormal too, or about 0.01 for types without kernels.
+    Without `scales` the float16 numbers of blocks are any finite ones, zero and
+    subnormal too, or about 0.01 for types without kernels.
     """
     elements, nbytes = SIZES[name]
     blocks = (*shape[:-1], shape[-1] // elements)

@@ -10,23 +10,15 @@ HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4, 2, 64, 40
 
 @dataclass
 class Case:
-    """A tiny model.
+    """A tiny model."""
 
-    Attributes:
-        architecture: llama.cpp's name.
-        model_type: mlx-lm's name.
-        keys: Metadata under the architecture's prefix, next to the usual.
-        tied: Whether the output is the embedding.
-        biases: Whether linear layers have biases.
-        layers: Decoder layers; a pattern of Gemma 3 has six.
-    """
-
-    architecture: str
-    model_type: str
+    architecture: str  # llama.cpp's name
+    model_type: str  # mlx-lm's name
+    # Metadata under the architecture's prefix, next to the usual
     keys: dict[str, Any] = field(default_factory=dict)
-    tied: bool = False
-    layers: int = 2
-    biases: bool = False
+    tied: bool = False  # Whether the output is the embedding
+    layers: int = 2  # Decoder layers; a pattern of Gemma 3 has six
+    biases: bool = False  # Whether linear layers have biases
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -57,14 +57,7 @@ def gguf_bytes(
     alignment: int = 32,
     version: int = 3,
 ) -> bytes:
-    """Returns a file.
-
-    Args:
-        metadata: Values, or (type, value).
-        tensors: The tensors.
-        alignment: Of their data; write "general.alignment" too if it is not 32.
-        version: Version of the format.
-    """
+    """Returns a file."""
     octets = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
     for key, given in metadata.items():
         kind, value = given if isinstance(given, tuple) else guess(given)

@@ -108,18 +108,7 @@ def write_twice(
     kind: str,
     blocks: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[Path, Path, set[str]]:
-    """Writes a model with weights of a type, and one with the numbers that they are.
-
-    Args:
-        folder: Where both files are made.
-        metadata: Of both.
-        tensors: Those of the model.
-        kind: Type of all weights whose columns fill blocks.
-        blocks: Returns the bytes [..., n, bytes of a row] of a weight.
-
-    Returns:
-        Both files, and the names of the tensors that have the type.
-    """
+    """Writes a model with weights of a type, and one with the numbers that they are."""
     stored, exact, changed = [], [], set()
     for tensor in tensors:
         values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
@@ -156,14 +145,7 @@ def with_fused_gates(tensors: Iterable[Written]) -> list[Written]:
 def write_llama(
     path: Path, config: dict[str, Any], weights: dict[str, tuple[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Writes a llama; returns its weights in float64.
-
-    Args:
-        path: The file to make.
-        config: mlx-lm's configuration.
-        weights: The type and the bytes [n, bytes of a row] of each parameter, or the
-            numbers of one with the type F32, by mlx-lm's name.
-    """
+    """Writes a llama of numbers (F32) or blocks by name; returns it in float64."""
     names = _names_of("llama", config["num_hidden_layers"])
     keys = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     tensors, exact = [], {}
@@ -267,13 +249,7 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def llama3_factors(factor: float, base: float, width: int) -> Written:
-    """Returns what Llama 3 multiplies wavelengths by.
-
-    Args:
-        factor: That of long wavelengths.
-        base: Base of the frequencies.
-        width: Features of a head.
-    """
+    """Returns what Llama 3 multiplies wavelengths by."""
     factors = []
     for index in range(0, width, 2):
         wavelength = 2 * math.pi * base ** (index / width)

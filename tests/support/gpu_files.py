@@ -38,12 +38,7 @@ def universal(files: Sequence[bytes], magic: int = 0xCBFEBABE) -> bytes:
 
 
 def table(fields: Mapping[int, tuple[int, int]], before: bytes = b"") -> bytes:
-    """Returns a table of integers behind its own list of fields.
-
-    Args:
-        fields: Value and bytes of each field, by number.
-        before: Bytes at the start of the result; the table begins behind them.
-    """
+    """Returns a table of integers (value, bytes) behind its own list of fields."""
     offsets, body = [0] * (max(fields) + 1), b""
     for number, (value, width) in sorted(fields.items(), key=lambda f: -f[1][1]):
         offsets[number] = 4 + len(body)

@@ -51,25 +51,15 @@ for (ushort i = 0; i < destination.get_capacity(); ++i) {
 
 @dataclass(frozen=True)
 class Matmul:
-    """One operation of 32 lanes.
+    """One operation of 32 lanes."""
 
-    Attributes:
-        m: Rows of the result.
-        n: Columns of the result.
-        k: Inner dimension.
-        transpose_left: Whether the left operand is stored as [k, m].
-        transpose_right: Whether the right operand is stored as [n, k].
-        relaxed: Whether float operands may lose bits.
-        mode: "multiply_accumulate" or "multiply".
-    """
-
-    m: int
-    n: int
-    k: int
-    transpose_left: bool = False
-    transpose_right: bool = False
-    relaxed: bool = True
-    mode: str = "multiply_accumulate"
+    m: int  # Rows of the result
+    n: int  # Columns of the result
+    k: int  # Inner dimension
+    transpose_left: bool = False  # Whether the left operand is stored as [k, m]
+    transpose_right: bool = False  # Whether the right operand is stored as [n, k]
+    relaxed: bool = True  # Whether float operands may lose bits
+    mode: str = "multiply_accumulate"  # "multiply_accumulate" or "multiply"
 
     def stored(self, operand: str) -> tuple[int, int]:
         """Returns rows and columns of an operand in memory."""

@@ -34,16 +34,7 @@ def run_checked(source: str, *inputs: mx.array, **options: Any) -> Array:
 
 
 class Values:
-    """What expressions are worth: all of them are one kernel.
-
-    Args:
-        expressions: In Metal.
-        inputs: What they call `a`, `b`, ...
-        dtype: Of the values.
-        before: Statements that the expressions follow.
-        header: What stands before the kernel.
-        threads: Of the one threadgroup.
-    """
+    """What expressions are worth: all of them are one kernel."""
 
     def __init__(
         self,

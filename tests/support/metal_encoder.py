@@ -30,12 +30,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a graph costs the GPU in addition to its work.
+    """What a graph costs the GPU in addition to its work."""
 
-    Attributes:
-        levels: Names of the dispatches between two barriers, for each level.
-    """
-
+    # Names of the dispatches between two barriers, for each level
     levels: tuple[tuple[str, ...], ...]
 
     @property

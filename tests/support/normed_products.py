@@ -15,15 +15,10 @@ from support.oracles import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Normed:
-    """A plan with a norm, and seeds of its arrays.
+    """A plan with a norm, and seeds of its arrays."""
 
-    Attributes:
-        plan: What to run.
-        seed: Of activations and weight.
-    """
-
-    plan: Plan
-    seed: int = 0
+    plan: Plan  # What to run
+    seed: int = 0  # Of activations and weight
 
     def arrays(self) -> tuple[mx.array, ...]:
         """Activations, the norm's weight, and the weight as the kernel takes it."""

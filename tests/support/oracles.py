@@ -55,15 +55,7 @@ def softmax(x: Floats) -> Floats:
 def attention(
     q: Floats, k: Floats, v: Floats, mask: Floats | float = 0.0, *, causal: bool = False
 ) -> Floats:
-    """Returns the attention [..., heads, rows, size] of rows to keys of fewer heads.
-
-    Args:
-        q: Queries [..., heads, rows, size].
-        k: Keys [..., fewer heads, keys, size].
-        v: Values, shaped as the keys.
-        mask: What is added to the scores.
-        causal: Whether the last row is the last key's, and no row sees a later key.
-    """
+    """Returns the attention of q [..., heads, rows, size] to keys of fewer heads."""
     k, v = (np.repeat(each, q.shape[-3] // k.shape[-3], axis=-3) for each in (k, v))
     scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5 + mask
     if causal:
@@ -91,14 +83,6 @@ def allowed(
 
     Four units in the last place of the sum of the magnitudes of all that is added: a
     sum of random roundings stays far below its terms' total, a short one may use them.
-
-    Args:
-        x: Activations.
-        w: Codes.
-        scales: Scales.
-        biases: Biases.
-        group_size: Weights that share a scale.
-        offset: What is added to every code and taken off again: 64 or 0.
     """
     scale = np.repeat(np.abs(exact(scales)), group_size, axis=-1)
     bias = np.repeat(np.abs(exact(biases)), group_size, axis=-1)
@@ -121,14 +105,6 @@ def assert_close(
     Few elements may be exact by luck, so the comparisons of whole results need many. In
     float32 the first bound says it all: an offset of the codes shows, and so does that
     a group's scale and bias are applied to sums, where stock MLX decodes, then adds.
-
-    Args:
-        actual: The result to judge.
-        stock: The same product by `mx.quantized_matmul` in the same dtype.
-        x: The activations.
-        native: Codes, scales and biases.
-        group_size: Weights that share a scale.
-        offset: What the kernel adds to every code and takes off again.
     """
     name = str(actual.dtype).removeprefix("mlx.core.")
     expected = product(x, *native, group_size=group_size)

@@ -44,11 +44,9 @@ def profile() -> str:
 
 
 def drawn(few: int, /, **inputs: SearchStrategy[Any]) -> Callable[[Test], Test]:
-    """Runs a test as `given` does, with another number of examples than the profile's.
+    """Runs a test as `given` does, with `few` examples in the quick profile.
 
-    Args:
-        few: Examples in the quick profile; others draw `MORE` times as many.
-        **inputs: The strategy of each argument; others are fixtures and parameters.
+    Others draw `MORE` times as many. Arguments without a strategy are fixtures.
     """
     # A fixture chooses the back end, for instance, which holds for every example.
     examples = settings(
@@ -59,12 +57,10 @@ def drawn(few: int, /, **inputs: SearchStrategy[Any]) -> Callable[[Test], Test]:
 
 
 def sampled(few: int, many: int | None = None) -> Callable[[Test], Test]:
-    """Runs a sample of a test's parameter sets.
+    """Runs `few` of a test's parameter sets in the quick profile.
 
-    Args:
-        few: How many run in the quick profile.
-        many: How many run in the full one; None for half as many again, and more until
-            every value of each parameter occurs.
+    The full one runs `many`; without it, half as many again as `few`, and more until
+    every value of each parameter occurs.
     """
 
     def decorate(test: Test) -> Test:
@@ -107,11 +103,6 @@ def representatives(
 
     Each is the case with the most, and the rarest, values of parameters that no chosen
     case has; of equal ones, the first that is not near a chosen one.
-
-    Args:
-        cases: Each parameter's value by its name.
-        number: How many cases to choose, if there are as many.
-        complete: Whether to go on until every value has been seen.
     """
     frequency = Counter(value for case in cases for value in case.items())
     seen: set[tuple[str, str]] = set()

@@ -13,13 +13,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "tiny_llama" / "model"
 
 
 def write(folder: Path, dtype: mx.Dtype = mx.float16) -> Path:
-    """Writes the demo's model to a new folder in a format of MLX's, and returns it.
-
-    Args:
-        folder: The folder, which must not exist.
-        dtype: Dtype of scales and activations. In float32, sums of another order do not
-            change which token is the most probable.
-    """
+    """Writes the demo's model to a new folder in a format of MLX's, and returns it."""
     group_size, bits = 64, 4
     model, config = utils.load_model(MODEL)
     model.set_dtype(dtype)

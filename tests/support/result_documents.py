@@ -29,12 +29,7 @@ SHAPES = ((4096, 4096), (14336, 4096))
 
 
 def result(method: str = "wall time", most: int = 512) -> dict[str, Any]:
-    """Returns a whole document.
-
-    Args:
-        method: How its times were found.
-        most: Rows of the largest product.
-    """
+    """Returns a whole document."""
 
     def timing(milliseconds: float) -> Timing:
         seconds = milliseconds / 1e3

@@ -5,21 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """A kernel with a fault, and its good twin.
+    """A kernel with a fault, and its good twin."""
 
-    Attributes:
-        message: What is said of the fault.
-        bad: Line of the body with the fault.
-        good: The same without.
-        bad_header: Functions that it calls, likewise.
-        good_header: If they differ.
-    """
-
-    message: str
-    bad: str
-    good: str = ""
-    bad_header: str = ""
-    good_header: str | None = None
+    message: str  # What is said of the fault
+    bad: str  # Line of the body with the fault
+    good: str = ""  # The same without
+    bad_header: str = ""  # Functions that it calls, likewise
+    good_header: str | None = None  # If they differ
 
     @property
     def twin(self) -> tuple[str, str]:

@@ -66,14 +66,7 @@ def expert_offsets(expert: Numbers, size: Numbers) -> list[int]:
 def repack_offsets(
     positions: Sequence[tuple[int, int, int]], *, n: int, k: int, bits: int
 ) -> list[tuple[int, int]]:
-    """Returns where the run of each threadgroup begins, in rows and in tiles.
-
-    Args:
-        positions: The threadgroups' positions in the grid.
-        n: Rows of a weight.
-        k: Columns of a weight.
-        bits: Bits of a code.
-    """
+    """Returns where the run of each threadgroup begins, in rows and in tiles."""
     template = arguments.repack_template(bits, layout.order_of_group(64))
     x, y, z = zip(*positions, strict=True)
     found = _called(

@@ -99,17 +99,13 @@ def _meeting(kernel: str, names: tuple[str, ...]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One instance of a kernel.
+    """One instance of a kernel."""
 
-    Attributes:
-        kernel: "gemv", "gemm_register", "gemm_staged", "gemm_tensor", "reduce",
-            "dequantize", "gather", "pack" or "unpack".
-        kind: "plain", "fused", "gated", "normed", "normed gated" or "atomic".
-        values: Template arguments and dtypes, by name.
-    """
-
+    # "gemv", "gemm_register", "gemm_staged", "gemm_tensor", "reduce", "dequantize",
+    # "gather", "pack" or "unpack"
     kernel: str
-    kind: str
+    kind: str  # "plain", "fused", "gated", "normed", "normed gated" or "atomic"
+    # Template arguments and dtypes, by name
     values: tuple[tuple[str, arguments.TemplateValue], ...]
 
     @property

@@ -146,14 +146,7 @@ def works(
     k_tiles: int | None = None,
     strategies: tuple[Strategy, ...] = STRATEGIES,
 ) -> Work:
-    """Draws any valid way to cut tiles of k tiles, sensible or not.
-
-    Args:
-        draw: From Hypothesis.
-        tiles: Tiles of the result; drawn if not given. `hytis` may take fewer or more.
-        k_tiles: K tiles of each; drawn if not given.
-        strategies: Those to draw from; what needs two tiles is left out for one.
-    """
+    """Draws any valid way to cut tiles of k tiles, sensible or not."""
     tiles = tiles or draw(sizes(40))
     k_tiles = k_tiles or draw(sizes(64))
     several = [each for each in strategies if tiles > 1 or each not in TWO_TILES]
@@ -211,13 +204,7 @@ def plans(
     of: st.SearchStrategy[Problem] | None = None,
     atomic: bool = True,
 ) -> Plan:
-    """Draws any valid plan of a problem, sensible or not.
-
-    Args:
-        draw: From Hypothesis.
-        of: Draws the problem.
-        atomic: Whether it may add its splits in whatever order they come.
-    """
+    """Draws any valid plan of a problem, sensible or not."""
     problem = draw(problems() if of is None else of)
     fragments_m, simdgroups_m = draw(_rows(problem))
     rows = FRAGMENT * fragments_m * simdgroups_m if fragments_m else problem.m
@@ -268,12 +255,7 @@ def stagings(
     plan: Plan,
     ways: Iterable[tuple[int, int]] = (*product(BUFFERS, range(MAX_SIMDGROUPS)),),
 ) -> Iterator[Plan]:
-    """Makes plans of `gemm_staged` of one of `gemm_register`.
-
-    Args:
-        plan: The one of `gemm_register`.
-        ways: Buffers and loaders; left out if a threadgroup has no threads or memory.
-    """
+    """Makes plans of `gemm_staged` of one of `gemm_register`."""
     for buffers, loaders in ways:
         with suppress(ValueError):
             yield replace(plan, kernel="gemm_staged", buffers=buffers, loaders=loaders)
@@ -317,13 +299,7 @@ def runnable_plans(
 
 
 def one_of_each(problem: Problem, *, reduction: Reduction = "workspace") -> list[Plan]:
-    """Makes plans of every strategy, ragged where the strategy allows.
-
-    Args:
-        problem: Of two columns of tiles at least, and of three k tiles. Of a batch
-            there is no `hytis`.
-        reduction: Of the plans that split tiles.
-    """
+    """Makes plans of every strategy, ragged where the strategy allows."""
     rows = problem.m if problem.m <= GEMV_ROWS[problem.dtype] else FRAGMENT
     tile = Tile(m=rows, k=k_tile(problem.group_size))
     m_tiles, n_tiles = -(-problem.m // tile.m), -(-problem.n // tile.n)

@@ -58,17 +58,11 @@ def test_planted() -> None:
 
 @dataclass
 class Done:
-    """A step that ran.
+    """A step that ran."""
 
-    Attributes:
-        name: Its name.
-        status: Its exit status.
-        output: What it printed.
-    """
-
-    name: str
-    status: int
-    output: str
+    name: str  # Its name
+    status: int  # Its exit status
+    output: str  # What it printed
 
 
 Walk = Callable[..., list[Done]]

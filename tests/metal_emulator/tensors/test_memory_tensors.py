@@ -45,11 +45,7 @@ SIZE = (16, 32, 64)
 def run(
     body: str, m: int, n: int, k: int, more: int = 0, registers: bool = False
 ) -> mx.array:
-    """Runs a body on a [m, k] and b [k, n], which it takes for [k + more, n].
-
-    Returns:
-        y [m, n].
-    """
+    """Runs a body on a [m, k] and b [k, n], which it takes for [k + more, n]."""
     a, b = operands(m, n, k)
     kernel = metal_emulator.metal_kernel(
         "memory", ["a", "b", "size"], ["y"], body, HEADER

@@ -9,11 +9,7 @@ from support.cuda_experts import Choice
 
 
 class ChosenCase:
-    """Experts that a row chooses, and the sum of what they return.
-
-    Attributes:
-        run: Raises an AssertionError if they are not what float64 says.
-    """
+    """Experts that a row chooses, and the sum of what they return."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run

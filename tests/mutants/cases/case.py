@@ -23,15 +23,10 @@ class Judge(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A plan and where its arrays begin in their buffers.
+    """A plan and where its arrays begin in their buffers."""
 
-    Attributes:
-        plan: What to run.
-        offset: Elements before each array's first in its buffer.
-    """
-
-    plan: Plan | DequantizePlan
-    offset: int = 0
+    plan: Plan | DequantizePlan  # What to run
+    offset: int = 0  # Elements before each array's first in its buffer
 
     @property
     def planned(self) -> Plan:

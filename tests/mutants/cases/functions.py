@@ -8,15 +8,10 @@ from support import shader_functions
 
 @dataclass(frozen=True, slots=True)
 class FunctionCase:
-    """A function of the shaders and its results.
+    """A function of the shaders and its results."""
 
-    Attributes:
-        call: Calls it.
-        expected: What it returns if the shaders are right.
-    """
-
-    call: Callable[[], object]
-    expected: object
+    call: Callable[[], object]  # Calls it
+    expected: object  # What it returns if the shaders are right
 
     def wrong_result(self) -> str | None:
         """The numbers themselves, which Python counts without an end."""

@@ -12,25 +12,15 @@ from support import drawn_arrays, launches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepackCase:
-    """Codes that move from one layout to the other.
+    """Codes that move from one layout to the other."""
 
-    Attributes:
-        to: The layout that they come to.
-        n: Rows of a weight.
-        k: Columns of a weight.
-        bits: Bits of a code.
-        group_size: Weights that share a scale.
-        batch: How many weights there are, if there is a batch.
-        offset: Elements before the first in its buffer.
-    """
-
-    to: str
-    n: int
-    k: int
-    bits: int
-    group_size: int
-    batch: tuple[int, ...] = ()
-    offset: int = 0
+    to: str  # The layout that they come to
+    n: int  # Rows of a weight
+    k: int  # Columns of a weight
+    bits: int  # Bits of a code
+    group_size: int  # Weights that share a scale
+    batch: tuple[int, ...] = ()  # How many weights there are, if there is a batch
+    offset: int = 0  # Elements before the first in its buffer
 
     def rows(self) -> mx.array:
         """The codes in MLX's layout."""

@@ -20,24 +20,16 @@ BK = 32
 
 @dataclass(frozen=True)
 class Attention:
-    """Queries [2, 4, q, d], keys and values [2, 2, k, d].
+    """Queries [2, 4, q, d], keys and values [2, 2, k, d]."""
 
-    Attributes:
-        dtype: Of the arrays.
-        q: Queries.
-        k: Keys.
-        causal: Whether a query sees no later key.
-        mask: Whether numbers are added to the scores. Masks of bool are left out: clang
-            does not finish compiling their vectors of eight (docs/emulator.md).
-        d: Elements of a head: 64, or 256 for the kernel that splits them.
-    """
-
-    dtype: mx.Dtype
-    q: int
-    k: int
-    causal: bool = False
+    dtype: mx.Dtype  # Of the arrays
+    q: int  # Queries
+    k: int  # Keys
+    causal: bool = False  # Whether a query sees no later key
+    # Whether numbers are added to the scores. Masks of bool are left out: clang does
+    # not finish compiling their vectors of eight (docs/emulator.md)
     mask: bool = False
-    d: int = 64
+    d: int = 64  # Elements of a head: 64, or 256 for the kernel that splits them
 
     @property
     def split(self) -> bool:

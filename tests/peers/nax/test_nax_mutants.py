@@ -22,21 +22,13 @@ MMA = "METAL_FUNC static constexpr void mma("
 
 @dataclass(frozen=True)
 class Mutant:
-    """One replacement.
+    """One replacement."""
 
-    Attributes:
-        start: The first occurrence of `before` behind this text is replaced.
-        before: What MLX has.
-        after: What is wrong.
-        report: What the emulator reports; "" if only the result is wrong.
-        traced: Whether it takes trace mode to find it.
-    """
-
-    start: str
-    before: str
-    after: str
-    report: str = ""
-    traced: bool = False
+    start: str  # The first occurrence of `before` behind this text is replaced
+    before: str  # What MLX has
+    after: str  # What is wrong
+    report: str = ""  # What the emulator reports; "" if only the result is wrong
+    traced: bool = False  # Whether it takes trace mode to find it
 
     def planted(self, header: str) -> str:
         """Returns the header with the error."""
