@@ -51,16 +51,7 @@ def _fresh_residue() -> int:
 def input_argument(
     name: str, array: mx.array, copy_strided: bool
 ) -> tuple[npt.NDArray[Any], Argument]:
-    """Converts an input.
-
-    Args:
-        name: Name of the parameter, for error messages.
-        array: Any evaluated array.
-        copy_strided: Whether to copy an array that is not row contiguous.
-
-    Returns:
-        The array whose shape and strides the kernel receives, and its memory.
-    """
+    """Converts an input."""
     import numpy as np
 
     raw = raw_array(array)
@@ -88,14 +79,7 @@ def _strided(name: str, raw: npt.NDArray[Any], residue: int) -> Argument:
 def info_arguments(
     raw: npt.NDArray[Any], wanted: tuple[bool, bool, bool], names: Iterator[str]
 ) -> list[Argument]:
-    """Returns an array's metadata as kernel arguments.
-
-    Args:
-        raw: The array.
-        wanted: Whether the kernel takes the shape (int32), the strides in elements
-            (int64) and the rank (int32).
-        names: Names of the parameters.
-    """
+    """Returns an array's metadata as kernel arguments."""
     import numpy as np
 
     if not raw.ndim:
@@ -127,18 +111,7 @@ def output_argument(
     init_value: float | None,
     start: mx.array | None = None,
 ) -> Argument:
-    """Returns the memory of an output.
-
-    Args:
-        name: Name of the parameter.
-        shape: Shape of the output.
-        dtype: Its dtype.
-        init_value: What its elements begin with; None: poison.
-        start: What the output begins with, of its size and dtype, in place of that.
-
-    Raises:
-        ValueError: If `start` has another size or dtype.
-    """
+    """Returns the memory of an output; without `init_value` it is poison."""
     import numpy as np
 
     size = math.prod(shape) * dtype.size

@@ -56,23 +56,14 @@ ATTRIBUTES = _TRIPLES | frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class BoundCall:
-    """A call of an entry.
+    """A call of an entry."""
 
-    Attributes:
-        entry: The entry.
-        inputs: Names of the inputs, in order.
-        outputs: Names of the outputs, in order.
-        values: Values by parameter; of outputs, what they begin with.
-        template: Template arguments as text, by parameter.
-        threadgroup_memory: Bytes of the parameters in threadgroup memory.
-    """
-
-    entry: Entry
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    values: dict[str, Any]
-    template: dict[str, str]
-    threadgroup_memory: dict[str, int]
+    entry: Entry  # The entry
+    inputs: tuple[str, ...]  # Names of the inputs, in order
+    outputs: tuple[str, ...]  # Names of the outputs, in order
+    values: dict[str, Any]  # Values by parameter; of outputs, what they begin with
+    template: dict[str, str]  # Template arguments as text, by parameter
+    threadgroup_memory: dict[str, int]  # Bytes of the parameters in threadgroup memory
 
     def arrays(self) -> list[mx.array]:
         """Returns the arrays among the values."""
@@ -91,11 +82,7 @@ class BoundCall:
         dtypes: Sequence[mx.Dtype],
         init_value: float | None,
     ) -> list[Argument]:
-        """Returns the memory of all parameters, in order.
-
-        Raises:
-            ValueError: If a value or an output is not of its parameter's type.
-        """
+        """Returns the memory of all parameters, in order."""
         for what, given in (("output_shapes", shapes), ("output_dtypes", dtypes)):
             if len(given) != len(self.outputs):
                 raise ValueError(

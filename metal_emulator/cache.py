@@ -46,12 +46,6 @@ def why_untrusted(path: Path) -> str | None:
     """Returns why a file or folder must not be used, or None.
 
     A folder may be a link, because a user may move the cache; a file may not.
-
-    Args:
-        path: A file or a folder; the folders up to the cache's root are checked too.
-
-    Raises:
-        OSError: If the path does not exist or its owner cannot be read.
     """
     if path.is_symlink() and not path.is_dir():
         return f"{path} is a link, expected a file of the cache"
@@ -97,14 +91,6 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
     """Writes a file that only this user can read and write, and returns its path.
 
     The file is replaced atomically.
-
-    Args:
-        folder: The folder, created if it is missing.
-        file_name: Name of the file.
-        content: Content of the file.
-
-    Raises:
-        OSError: If the file cannot be written, or the folder is not trusted.
     """
     # `parents=True` would create the parents with the mode of the umask.
     for path in (*reversed(folder.parents), folder):
@@ -128,13 +114,6 @@ def store(file_name: str, content: bytes) -> Path:
     If the user's cache cannot be written to or is not trusted, the file is written to a
     temporary folder that is removed when the process ends. A warning is given once per
     process.
-
-    Args:
-        file_name: Name of the file.
-        content: Content of the file.
-
-    Raises:
-        OSError: If the temporary folder cannot be written to either.
     """
     if _replacement is not None:
         return write(_replacement, file_name, content)

@@ -125,24 +125,7 @@ def run(
     options: Options,
     trace: ctypes.Structure | None = None,
 ) -> Outcome:
-    """Runs a grid of threads until it ends or a fault occurs.
-
-    Args:
-        kernel: The kernel.
-        buffers: One buffer for each memory parameter, in order.
-        grid: Threads in x, y and z, all positive.
-        threadgroup: Threads of a threadgroup, all positive; the product is at most
-            1,024.
-        options: The emulator's options.
-        trace: A `tracing.Trace`, which the runtime fills, if the kernel is traced.
-
-    Returns:
-        The outcome; the fault of its report is 0 if the kernel succeeded.
-
-    Raises:
-        BaseException: What a handler of a signal raises, which runs meanwhile if this
-            is the main thread: `KeyboardInterrupt` on Ctrl-C.
-    """
+    """Runs a grid of threads until it ends or a fault occurs."""
     addresses = (ctypes.c_void_p * max(1, len(buffers)))(*(b.address for b in buffers))
     known = (Copy(*pair) for pair in kernel.copies.items())
     copies = (Copy * len(kernel.copies))(*known)

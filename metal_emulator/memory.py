@@ -25,23 +25,15 @@ POOL_REGIONS = 256
 
 @dataclass
 class Argument:
-    """The value of one memory parameter of a kernel.
+    """The value of one memory parameter of a kernel."""
 
-    Attributes:
-        name: Name of the parameter, for error messages.
-        contents: Initial bytes, uint8 [bytes]; None fills the memory with poison.
-        size: Number of bytes.
-        residue: Address modulo 16.
-        writable: Whether the parameter is an output.
-        origin: Byte of the contents that the kernel's pointer points to.
-    """
-
-    name: str
+    name: str  # Name of the parameter, for error messages
+    # Initial bytes, uint8 [bytes]; None fills the memory with poison
     contents: npt.NDArray[np.uint8] | None
-    size: int
-    residue: int
-    writable: bool = False
-    origin: int = 0
+    size: int  # Number of bytes
+    residue: int  # Address modulo 16
+    writable: bool = False  # Whether the parameter is an output
+    origin: int = 0  # Byte of the contents that the kernel's pointer points to
 
 
 @dataclass
@@ -127,11 +119,7 @@ def _new_region(length: int, writable: bool) -> Region:
 
 @contextmanager
 def mapped(arguments: Sequence[Argument]) -> Iterator[list[MappedArgument]]:
-    """Copies arguments to guarded memory for the duration of the block.
-
-    Raises:
-        EmulatorError: If the system refuses the memory, or inside of such a block.
-    """
+    """Copies arguments to guarded memory for the duration of the block."""
     global _launching_thread
     library()
     if _launching_thread == threading.get_ident():

@@ -30,17 +30,12 @@ _stock = inspect.unwrap(mx.fast.metal_kernel)
 
 @dataclass(frozen=True)
 class Recorded:
-    """A compiled call: what MLX generates for it, and the program.
+    """A compiled call: what MLX generates for it, and the program."""
 
-    Attributes:
-        dispatch: MLX's dispatch.
-        buffers: The memory parameters of the signature that MLX has written.
-        program: The compiled kernel.
-    """
-
-    dispatch: Dispatch
+    dispatch: Dispatch  # MLX's dispatch
+    # The memory parameters of the signature that MLX has written
     buffers: tuple[frontend.Buffer, ...]
-    program: Program
+    program: Program  # The compiled kernel
 
     @classmethod
     def compiled(cls, name: str, header: str, dispatch: Dispatch) -> Recorded:

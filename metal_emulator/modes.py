@@ -15,24 +15,15 @@ TENSOR_LAYOUTS = ("m5", "g16", "scrambled")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a launch.
+    """Options of a launch."""
 
-    Attributes:
-        seed: Seed of the order in which threadgroups and simdgroups run.
-        workers: Host threads.
-        trace: Whether to check every memory access.
-        resident: Threadgroups that one host thread interleaves.
-        time_limit: Maximum seconds per threadgroup.
-        tensor_layout: Order of the elements of cooperative tensors.
-        complete: Whether an output element that no thread writes is an error.
-    """
-
-    seed: int = 0
-    workers: int = os.cpu_count() or 1
-    trace: bool = False
-    resident: int = 1
-    time_limit: float = 60.0
-    tensor_layout: str = "m5"
+    seed: int = 0  # Seed of the order in which threadgroups and simdgroups run
+    workers: int = os.cpu_count() or 1  # Host threads
+    trace: bool = False  # Whether to check every memory access
+    resident: int = 1  # Threadgroups that one host thread interleaves
+    time_limit: float = 60.0  # Maximum seconds per threadgroup
+    tensor_layout: str = "m5"  # Order of the elements of cooperative tensors
+    # Whether an output element that no thread writes is an error
     complete: bool = False
 
     def __post_init__(self) -> None:

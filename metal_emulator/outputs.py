@@ -36,21 +36,7 @@ def check_outputs(
     outputs: Sequence[tuple[MappedArgument, mx.Dtype]],
     memories: Sequence[Memory],
 ) -> None:
-    """Checks that every element of the outputs has a value.
-
-    Args:
-        name: Name of the kernel.
-        inputs: Inputs of the kernel.
-        outputs: Outputs with their dtypes.
-        memories: The runtime's records of the outputs.
-
-    Raises:
-        EmulatorError: If an element comes from a private variable that was never set,
-            or, with the option `complete`, was never written.
-
-    Warns:
-        EmulatorWarning: If no thread has written an element, without that option.
-    """
+    """Checks that every element of the outputs has a value."""
     # An input with these bit patterns may be copied to an output.
     ambiguous = any(_unset(raw_array(array), array.dtype).any() for array in inputs)
     for (buffer, dtype), memory in zip(outputs, memories, strict=True):

@@ -95,11 +95,7 @@ class Programs:
 
 
 def evaluated(name: str, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the inputs of a kernel, numbers as arrays, evaluated.
-
-    Raises:
-        EmulatorError: Inside `mx.compile` and other transformations.
-    """
+    """Returns the inputs of a kernel, numbers as arrays, evaluated."""
     arrays = [_as_array(value) for value in inputs]
     try:
         mx.eval(arrays)
@@ -120,11 +116,7 @@ def _as_array(value: Any) -> Any:
 
 
 def check_sizes(dispatch: Dispatch) -> None:
-    """Checks the sizes of a dispatch.
-
-    Raises:
-        ValueError: If one is out of Metal's bounds.
-    """
+    """Checks the sizes of a dispatch."""
     threads = math.prod(dispatch.threadgroup)
     if threads > engine.MAX_THREADS:
         raise ValueError(
@@ -146,19 +138,7 @@ def execute(
     shapes: Sequence[Sequence[int]],
     dtypes: Sequence[mx.Dtype],
 ) -> list[mx.array]:
-    """Runs a kernel and returns its outputs.
-
-    Args:
-        program: The kernel.
-        dispatch: The sizes of the launch, which `check_sizes` has checked.
-        arguments: All memory parameters, in order; the writable ones are the outputs.
-        inputs: The input arrays.
-        shapes: Shapes of the outputs, in order.
-        dtypes: Dtypes of the outputs, in order.
-
-    Raises:
-        EmulatorError: If the kernel violates a rule of Metal.
-    """
+    """Runs a kernel and returns its outputs."""
     with mapped(arguments) as buffers:
         traced = _run(program, dispatch, buffers) if all(dispatch.grid) else None
         places = [at for at, argument in enumerate(arguments) if argument.writable]

@@ -14,12 +14,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a dev
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading.
-
-    Raises:
-        OSError: If the file cannot be opened.
-        ValueError: If it is not a regular file; the message names it.
-    """
+    """Opens a regular file for reading."""
     # Opening a FIFO without O_NONBLOCK waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -31,12 +26,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """Returns the content of a file.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: If it is not a regular file, or larger than `most_bytes`.
-    """
+    """Returns the content of a file."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
@@ -45,12 +35,7 @@ def read(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """Returns the content of a file in UTF-8.
-
-    Raises:
-        OSError: If the file cannot be read.
-        ValueError: As for `read`, or if it is not UTF-8.
-    """
+    """Returns the content of a file in UTF-8."""
     try:
         return read(path).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -17,30 +17,15 @@ _ARGUMENT = re.compile(r"[\w:<>*&(), .-]+")
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of an entry.
+    """The parameters of an entry."""
 
-    Attributes:
-        entry: The entry.
-        inputs: Names of the memory parameters that are read, in order.
-        outputs: Names of the others, in order.
-    """
-
-    entry: Entry
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    entry: Entry  # The entry
+    inputs: tuple[str, ...]  # Names of the memory parameters that are read, in order
+    outputs: tuple[str, ...]  # Names of the others, in order
 
     @classmethod
     def of(cls, entry: Entry, outputs: Sequence[str] | None) -> Signature:
-        """Checks the parameters of an entry.
-
-        Args:
-            entry: The entry.
-            outputs: Names of the outputs, or None for all that may be written.
-
-        Raises:
-            ValueError: If the emulator does not have such a parameter, or an output is
-                none that may be written.
-        """
+        """Checks the parameters of an entry; `outputs` None: all that may be written."""
         for each in entry.parameters:
             known = each.is_memory or each.attribute in {*ATTRIBUTES, "threadgroup"}
             if not each.name or not known:
@@ -81,11 +66,7 @@ class Signature:
         template: Mapping[str, Any],
         threadgroup_memory: Mapping[str, int],
     ) -> BoundCall:
-        """Returns a call with values for the inputs, in order or by name.
-
-        Raises:
-            ValueError: If a value is missing or superfluous.
-        """
+        """Returns a call with values for the inputs, in order or by name."""
         if not isinstance(inputs, Mapping):
             if len(inputs) != len(self.inputs):
                 raise ValueError(
@@ -105,11 +86,7 @@ class Signature:
         )
 
     def instance(self, template: Mapping[str, Any]) -> str:
-        """Returns the instance of a template with these arguments, as Metal text.
-
-        Raises:
-            ValueError: If an argument is missing or of another type.
-        """
+        """Returns the instance of a template with these arguments, as Metal text."""
         return instance(self.entry, self._template(template))
 
     def _check(
@@ -167,11 +144,7 @@ def _check_known(
 
 
 def metal_text(value: object) -> str:
-    """Returns a template argument as Metal text.
-
-    Raises:
-        ValueError: If it is no dtype, number, or text of a type or number.
-    """
+    """Returns a template argument as Metal text."""
     if isinstance(value, mx.Dtype):
         name = str(value).removeprefix("mlx.core.")
         return name if name == "bool" else {"float32": "float"}.get(name, f"{name}_t")

@@ -115,16 +115,7 @@ def launch_counters(
     threadgroups: int,
     trace: Trace,
 ) -> counters.Counters:
-    """Returns the counters of a launch, by line.
-
-    Args:
-        name: Name of the kernel.
-        kernel: The traced kernel.
-        source: Maps generated lines to lines of the kernel.
-        buffers: The buffers passed to `request`.
-        threadgroups: Threadgroups of the launch.
-        trace: The structure that the runtime has filled.
-    """
+    """Returns the counters of a launch, by line."""
     counted = [trace.counters[index] for index in range(trace.counter_count)]
     names = _line_names(kernel, source, [counter.site for counter in counted])
     traffic: list[counters.Traffic] = []

@@ -56,19 +56,12 @@ example:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the arguments ask for.
+    """What the arguments ask for."""
 
-    Attributes:
-        kernel: The kernel.
-        check: Runs the static check.
-        call: Keyword arguments of the kernel.
-        outputs: Names of the outputs, in order.
-    """
-
-    kernel: Callable[..., list[mx.array]]
-    check: Callable[[], object]
-    call: dict[str, Any]
-    outputs: tuple[str, ...]
+    kernel: Callable[..., list[mx.array]]  # The kernel
+    check: Callable[[], object]  # Runs the static check
+    call: dict[str, Any]  # Keyword arguments of the kernel
+    outputs: tuple[str, ...]  # Names of the outputs, in order
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,11 +15,7 @@ CLOSED_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 1 after a fault of the kernel.
-
-    Args:
-        argv: The arguments; default: those of the process.
-    """
+    """Runs the command and returns its exit status: 1 after a fault of the kernel."""
     try:
         try:
             return _run(argv)

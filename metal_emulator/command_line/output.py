@@ -32,11 +32,7 @@ def check(file: Path | None) -> None:
 
 
 def show(lines: Iterable[str], value: Any, file: Path | None) -> None:
-    """Prints lines, and writes a value as JSON to the file of `--json`.
-
-    Raises:
-        OSError: If the file cannot be written; an existing one stays.
-    """
+    """Prints lines, and writes a value as JSON to the file of `--json`."""
     text = f"{json.dumps(value, indent=2)}\n"
     if file == STDOUT:
         print(text, end="")

@@ -62,13 +62,7 @@ def _key(parts: tuple[str, ...], with_tensors: bool = False) -> str:
 def _cached(
     file_name: str, make: Callable[[], bytes], folder: Path | None = None
 ) -> Path:
-    """Returns a file of the cache, after making it if missing or damaged.
-
-    Args:
-        file_name: Name of the file in the cache.
-        make: Returns its content, which gets a digest at its end.
-        folder: The cache, if not the user's.
-    """
+    """Returns a file of the cache, after making it if missing or damaged."""
     path = folder / file_name if folder else cache.find(file_name)
     if path and _is_intact(path):
         _mark_used(path)
@@ -108,18 +102,7 @@ def _compile(
     folder: Path,
     with_header: bool,
 ) -> None:
-    """Compiles source files to object files in a folder.
-
-    Args:
-        found: The compiler.
-        flags: Flags of the compiler.
-        files: The source files.
-        folder: Where the object files are written.
-        with_header: Whether they include `HEADER`.
-
-    Raises:
-        RefusedError: If a file does not compile.
-    """
+    """Compiles source files to object files in a folder."""
     header = _precompiled(found, flags) if with_header else None
     if header:
         # Its name contains a digest of what it was made of.
@@ -196,11 +179,7 @@ def _kernel_flags(found: Compiler, text: str) -> tuple[str, ...]:
 
 
 def preprocessed(found: Compiler, probe: str, text: str) -> str:
-    """Returns what the preprocessor makes of a probe in the place of a kernel's text.
-
-    Raises:
-        RefusedError: If it refuses the probe.
-    """
+    """Returns what the preprocessor makes of a probe in a kernel's place."""
     flags = (*_kernel_flags(found, text), *_include_flags(), "-include", HEADER)
     return run((*found.clang, *flags, "-E", "-P", "-x", "c++", "-"), text=probe)
 
@@ -212,19 +191,7 @@ def kernel_library(
     folder: Path | None = None,
     tensor_layout: str = "m5",
 ) -> Path:
-    """Returns the library of a kernel, after building it if the cache has none.
-
-    Args:
-        found: The compiler.
-        text: A C++ translation unit.
-        traced: Whether it calls the runtime at every memory access.
-        folder: The cache, if not the user's.
-        tensor_layout: Order of the elements of cooperative tensors, one of
-            `modes.TENSOR_LAYOUTS`.
-
-    Raises:
-        RefusedError: If the text does not compile; the message is clang's.
-    """
+    """Returns the library of a kernel, after building it if the cache has none."""
     flags = _kernel_flags(found, text)
     if traced:
         flags = (*flags, *TRACE_FLAGS)

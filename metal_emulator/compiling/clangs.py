@@ -23,34 +23,24 @@ ENVIRONMENT = "MLX_MARLIN_CLANG"
 
 @dataclass(frozen=True)
 class Compiler:
-    """A clang and a linker as command lines.
+    """A clang and a linker as command lines."""
 
-    Attributes:
-        clang: Command that compiles to an object file.
-        linker: Command that links object files to a shared library.
-        identity: A string that changes when the compiler changes.
-        separate_traps: Flags that prevent the merging of checks of different lines.
-        traps_name_checks: Whether the number in a trap identifies the failed check.
-    """
-
-    clang: tuple[str, ...]
-    linker: tuple[str, ...]
-    identity: str
+    clang: tuple[str, ...]  # Command that compiles to an object file
+    linker: tuple[str, ...]  # Command that links object files to a shared library
+    identity: str  # A string that changes when the compiler changes
+    # Flags that prevent the merging of checks of different lines
     separate_traps: tuple[str, ...] = ("-fno-sanitize-merge",)
+    # Whether the number in a trap identifies the failed check
     traps_name_checks: bool = True
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A compiler that may work.
+    """A compiler that may work."""
 
-    Attributes:
-        name: Name in messages.
-        make: Returns the compiler; raises OSError if it cannot be run, ValueError if it
-            is not clang 19 or later.
-    """
-
-    name: str
+    name: str  # Name in messages
+    # Returns the compiler; raises OSError if it cannot be run, ValueError if it is not
+    # clang 19 or later
     make: Callable[[], Compiler]
 
 

@@ -53,10 +53,6 @@ def search() -> tuple[Compiler | None, tuple[str, ...]]:
     """Tries the compilers in order, once per process.
 
     A compiler whose libraries are in the cache is not run.
-
-    Returns:
-        The first compiler that builds the runtime and `PROBE`, or None, and the errors
-        of the compilers before it.
     """
     failures: list[str] = []
     for candidate in clangs.candidates():

@@ -42,18 +42,7 @@ class ExceededError(RefusedError):
 
 
 def run(command: tuple[str, ...], folder: Path | None = None, text: str = "") -> str:
-    """Runs a compiler and returns what it prints.
-
-    Args:
-        command: The command line.
-        folder: The current folder, if not this process's.
-        text: What it reads from its standard input.
-
-    Raises:
-        RefusedError: If its exit status is not 0.
-        ExceededError: If it was stopped at a limit, or a signal ended it.
-        OSError: If it cannot be started.
-    """
+    """Runs a compiler and returns what it prints."""
     limits = (MEMORY_BYTES // 1024, FILE_BYTES // 512, SECONDS)
     shell = ("/bin/sh", "-c", _SHELL, "sh", *map(str, limits))
     with tempfile.TemporaryFile() as printed:

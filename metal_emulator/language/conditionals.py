@@ -25,9 +25,6 @@ def active(text: str) -> str:
     """Returns a text on the same lines, without conditions and what they leave out.
 
     A text that it refuses is returned as it is: the compiler says why.
-
-    Raises:
-        CompileError: If the preprocessor is stopped at a limit.
     """
     tokens = Tokens(text)
     parts = _parts(tokens)

@@ -55,17 +55,11 @@ def _skip_alignment(tokens: Tokens, at: int) -> int:
 
 @dataclass(frozen=True)
 class Declaration:
-    """`threadgroup type name[dimensions], ...;`.
+    """`threadgroup type name[dimensions], ...;`."""
 
-    Attributes:
-        type: The type of the elements.
-        variables: Names and dimensions.
-        end: The last token: the `;`, or the last token of a macro without one.
-    """
-
-    type: str
-    variables: list[tuple[str, str]]
-    end: int
+    type: str  # The type of the elements
+    variables: list[tuple[str, str]]  # Names and dimensions
+    end: int  # The last token: the `;`, or the last token of a macro without one
 
     @classmethod
     def parse(cls, tokens: Tokens, begin: int) -> Declaration | None:

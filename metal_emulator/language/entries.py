@@ -99,11 +99,7 @@ def entries(tokens: Tokens) -> list[Entry]:
 def prepared(
     tokens: Tokens, constants: Mapping[str | int, function_constants.Value]
 ) -> str:
-    """Returns a text that defines what `chosen` names, with values of constants.
-
-    Raises:
-        ValueError: If a constant is wrong.
-    """
+    """Returns a text that defines what `chosen` names, with values of constants."""
     function_constants.give(tokens, constants)
     for kernel in kernel_functions(tokens):
         _make_static(tokens, kernel.keyword)
@@ -116,12 +112,7 @@ def prepared(
 
 
 def chosen(entry: Entry | None, text: str) -> str:
-    """Returns definitions of the macros in a prepared text, on one line each.
-
-    Args:
-        entry: The entry that is compiled.
-        text: The prepared text.
-    """
+    """Returns definitions of the macros in a prepared text, on one line each."""
     count = text.count(_MACRO)
     lines = [f"#define {_MACRO}{number}(...)" for number in range(count)]
     if entry and entry.number >= 0:

@@ -29,30 +29,15 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Translation:
-    """A kernel as C++.
+    """A kernel as C++."""
 
-    Attributes:
-        text: The translation unit, with `#line` directives for the Metal text.
-        buffers: The memory parameters, in order.
-        body_line: Line of the Metal text at which the body begins, from 1.
-    """
-
-    text: str
-    buffers: tuple[Buffer, ...]
-    body_line: int
+    text: str  # The translation unit, with `#line` directives for the Metal text
+    buffers: tuple[Buffer, ...]  # The memory parameters, in order
+    body_line: int  # Line of the Metal text at which the body begins, from 1
 
 
 def translate(kernel: str, text: str) -> Translation:
-    """Translates the Metal source that MLX has generated.
-
-    Args:
-        kernel: Name of the kernel function.
-        text: Metal source.
-
-    Raises:
-        CompileError: If MLX has ended the parameter list too early, which it does for
-            two outputs and a shape if the source uses no attribute.
-    """
+    """Translates the Metal source that MLX has generated."""
     start = text.rindex(f"[[kernel]] void {kernel}(")
     found = _SIGNATURE.match(text, start)
     if found is None or _PARAMETER.match(text, found.end()):

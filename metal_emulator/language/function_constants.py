@@ -30,32 +30,20 @@ _VECTOR = re.compile(r"(?P<scalar>[a-z]+)(?P<size>[234])")
 
 @dataclass(frozen=True)
 class FunctionConstant:
-    """A function constant of a text.
+    """A function constant of a text."""
 
-    Attributes:
-        name: The name.
-        type: Its type, as `plain_type`.
-        index: Its index, or None if it is no sum of numbers and macros.
-        begin: The token `constant`.
-        attribute: The `[` of its attribute.
-    """
-
-    name: str
-    type: str
-    index: int | None
-    begin: int
-    attribute: int
+    name: str  # The name
+    type: str  # Its type, as `plain_type`
+    index: int | None  # Its index, or None if it is no sum of numbers and macros
+    begin: int  # The token `constant`
+    attribute: int  # The `[` of its attribute
 
     def __str__(self) -> str:
         index = "" if self.index is None else f" ({self.index})"
         return f"{self.name}{index}: {self.type}"
 
     def literal(self, value: Value) -> str:
-        """Returns a value as Metal text.
-
-        Raises:
-            ValueError: If it is no value of the type.
-        """
+        """Returns a value as Metal text."""
         vector = _VECTOR.fullmatch(self.type)
         if not vector:
             return self._scalar(self.type, value)
@@ -139,16 +127,7 @@ def _sum(text: str, macros: Mapping[str, str], depth: int = 8) -> int | None:
 
 
 def give(tokens: Tokens, constants: Mapping[str | int, Value]) -> None:
-    """Writes the values of constants into a text.
-
-    Args:
-        tokens: The text.
-        constants: Values by name or index.
-
-    Raises:
-        ValueError: If the text has no such constant, a value is given twice or not of
-            its type.
-    """
+    """Writes the values of constants into a text."""
     known = list(function_constants(tokens))
     chosen: dict[str, str] = {}
     for key, value in constants.items():
@@ -244,12 +223,7 @@ def _statement_begin(tokens: Tokens, at: int) -> int:
 
 
 def unset_message(text: str, loader: str) -> str:
-    """Returns that a function constant lacks its value, or "" if none is missing.
-
-    Args:
-        text: The Metal text.
-        loader: The loader's message, which names a symbol without a definition.
-    """
+    """Returns that a function constant lacks its value, or "" if none is missing."""
     for constant in function_constants(Tokens(text)):
         # A name in a namespace has its length before it.
         if re.search(rf"(\b|_|\d){re.escape(constant.name)}(\b|E)", loader):

@@ -20,14 +20,6 @@ def flattened(text: str, name: str, folders: Sequence[Path]) -> str:
 
     A file is looked up in the folder of the file that includes it, then in `folders`.
     An `#include` whose file is in neither stays: it may be in an inactive `#if`.
-
-    Args:
-        text: Metal source.
-        name: Its name, in messages.
-        folders: Where its files are.
-
-    Raises:
-        ValueError: If a file is no text in UTF-8.
     """
     return _Includes(folders).text_of(text, name, None)
 

@@ -19,19 +19,13 @@ _MEMORY = frozenset({"", "buffer"})
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a kernel.
+    """A parameter of a kernel."""
 
-    Attributes:
-        type: The text before the name, including `*` or `&`, as `plain_type`.
-        name: The name, or "" if it is not understood.
-        attribute: The Metal attribute without arguments, or "".
-        index: The argument of the attribute, or ""; also "" if a function constant
-            decides whether there is the parameter.
-    """
-
-    type: str
-    name: str
-    attribute: str
+    type: str  # The text before the name, including `*` or `&`, as `plain_type`
+    name: str  # The name, or "" if it is not understood
+    attribute: str  # The Metal attribute without arguments, or ""
+    # The argument of the attribute, or ""; also "" if a function constant decides
+    # whether there is the parameter
     index: str
 
     @property
@@ -52,21 +46,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class KernelFunction:
-    """A kernel function of a text.
+    """A kernel function of a text."""
 
-    Attributes:
-        name: The name.
-        template: Names of the template parameters, in order.
-        parameters: The parameters, in order.
-        host_name: Its name for the host: that of its attribute, or `name`.
-        keyword: The token `kernel`.
-    """
-
-    name: str
-    template: tuple[str, ...]
-    parameters: tuple[Parameter, ...]
-    host_name: str
-    keyword: int
+    name: str  # The name
+    template: tuple[str, ...]  # Names of the template parameters, in order
+    parameters: tuple[Parameter, ...]  # The parameters, in order
+    host_name: str  # Its name for the host: that of its attribute, or `name`
+    keyword: int  # The token `kernel`
 
 
 def kernel_functions(tokens: Tokens) -> Iterator[KernelFunction]:

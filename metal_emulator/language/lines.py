@@ -37,11 +37,7 @@ class Location:
 
 
 class SourceMap:
-    """Names lines of a generated kernel by the header and source of its author.
-
-    Attributes:
-        text: The Metal text.
-    """
+    """Names lines of a generated kernel by the header and source of its author."""
 
     def __init__(self, text: str, header: str, body_line: int) -> None:
         self.text = text
@@ -87,16 +83,7 @@ def shorten(file: str) -> str:
 
 
 def locations(library: Path, offset: int) -> list[Location]:
-    """Returns the Metal lines of an address in a library, innermost call first.
-
-    Args:
-        library: ELF file with line tables.
-        offset: Address relative to where the file is loaded.
-
-    Returns:
-        The lines; none if the address is not in Metal text or the file has no readable
-        line tables, as on macOS, where they remain in the object files.
-    """
+    """Returns the Metal lines of an address in a library, innermost call first."""
     return locations_by_offset(library, [offset])[offset]
 
 

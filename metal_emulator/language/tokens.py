@@ -24,17 +24,11 @@ _OPENING = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass
 class Token:
-    """A token and its replacement.
+    """A token and its replacement."""
 
-    Attributes:
-        kind: space, text, number, name or mark.
-        text: The token as read; rules examine only this.
-        written: The replacement.
-    """
-
-    kind: str
-    text: str
-    written: str
+    kind: str  # space, text, number, name or mark
+    text: str  # The token as read; rules examine only this
+    written: str  # The replacement
 
 
 class Tokens:

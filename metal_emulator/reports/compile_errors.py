@@ -19,13 +19,7 @@ _PSEUDO_FILES = frozenset({"<scratch space>", "<built-in>"})
 
 
 def compile_message(name: str, source: lines.SourceMap, diagnostics: str) -> str:
-    """Returns the compiler's messages with lines of the kernel for generated ones.
-
-    Args:
-        name: The kernel.
-        source: Maps generated lines to lines of the kernel.
-        diagnostics: The output of clang.
-    """
+    """Returns the compiler's messages with lines of the kernel for generated ones."""
     result = [f"kernel {name} does not compile:"]
     for line in diagnostics.splitlines():
         found = _DIAGNOSTIC.match(line)

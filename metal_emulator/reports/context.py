@@ -64,12 +64,7 @@ class FaultContext:
         return int(x * y * z)
 
     def locations(self, address: int, *, returns: bool) -> list[lines.Location]:
-        """Returns the Metal lines of an instruction, innermost call first.
-
-        Args:
-            address: Address of the instruction, or a return address.
-            returns: Whether it is a return address; the call precedes it.
-        """
+        """Returns the Metal lines of an instruction, innermost call first."""
         offset = address - self.kernel.base - (1 if returns else 0)
         return lines.locations(self.kernel.path, offset) if offset >= 0 else []
 

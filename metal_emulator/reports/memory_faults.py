@@ -81,13 +81,7 @@ def earlier_access(fault: FaultContext) -> Iterator[str]:
 
 
 def canary_message(name: str, buffer: MappedArgument, side: int) -> str:
-    """Returns the message on an output whose surrounding bytes were changed.
-
-    Args:
-        name: The kernel.
-        buffer: The output.
-        side: As `MappedArgument.canary` returns it.
-    """
+    """Returns the message on an output whose surrounding bytes were changed."""
     argument = buffer.argument
     where = "before" if side == 1 else "behind"
     return (

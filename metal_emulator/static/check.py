@@ -69,14 +69,10 @@ _HOST_NAME = re.compile(
 
 @dataclass
 class _Unit:
-    """A translation unit and the names of its lines.
+    """A translation unit and the names of its lines."""
 
-    Attributes:
-        text: Metal source with a `#line` directive before every part.
-        sources: The source map of each part, by the file name in `#line`.
-    """
-
-    text: str = ""
+    text: str = ""  # Metal source with a `#line` directive before every part
+    # The source map of each part, by the file name in `#line`
     sources: dict[str, SourceMap] = field(default_factory=dict)
 
     def add(self, file: str, first_line: int, text: str) -> None:
@@ -202,15 +198,10 @@ def _recorded(kernel: Any, call: Mapping[str, Any]) -> Dispatch:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The text that MLX adds to the header for one call, with a generic kernel name.
+    """The text that MLX adds to the header for one call, with a generic kernel name."""
 
-    Attributes:
-        function: Template line, signature and body.
-        instance: Explicit instantiation; empty if the kernel is not a template.
-    """
-
-    function: str
-    instance: str
+    function: str  # Template line, signature and body
+    instance: str  # Explicit instantiation; empty if the kernel is not a template
 
     @classmethod
     def of(cls, header: str, dispatch: Dispatch) -> _Piece:
@@ -249,16 +240,7 @@ def _plain_instance(found: re.Match[str]) -> str:
 
 
 def _report(name: str, unit: _Unit, macos: str | None) -> frozenset[Operands]:
-    """Checks a unit and returns the operand types of its multiplications.
-
-    Args:
-        name: Name of the unit, for the message.
-        unit: The unit.
-        macos: The oldest system, or None for any.
-
-    Raises:
-        CompileError: If the source violates a rule of Metal.
-    """
+    """Checks a unit and returns the operand types of its multiplications."""
     tokens = Tokens(unit.text)
     broken = [*findings(tokens), *(() if macos is None else too_new(tokens, macos))]
     found = [

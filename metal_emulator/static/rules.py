@@ -56,14 +56,7 @@ Finding = tuple[int, str]
 
 
 def findings(tokens: Tokens) -> Iterator[Finding]:
-    """Finds violations of the rules.
-
-    Args:
-        tokens: Metal source without MLX's preamble.
-
-    Yields:
-        The number of line breaks before the violation, and a message.
-    """
+    """Finds violations of the rules."""
     line = 0
     lines = []
     for token in tokens:

@@ -14,15 +14,10 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Requirement:
-    """The oldest versions that have a word.
+    """The oldest versions that have a word."""
 
-    Attributes:
-        metal: Version of the language.
-        macos: Version of the system.
-    """
-
-    metal: Version
-    macos: Version
+    metal: Version  # Version of the language
+    macos: Version  # Version of the system
 
 
 _METAL_3_1 = Requirement((3, 1), (14, 0))
@@ -57,11 +52,7 @@ _LANGUAGES: tuple[tuple[int, Version], ...] = (
 
 
 def parsed(macos: str) -> Version:
-    """Returns a version of macOS as numbers.
-
-    Raises:
-        ValueError: If it is not written like "26.2", "26.2.1" or "26".
-    """
+    """Returns a version of macOS as numbers."""
     found = re.fullmatch(r"(\d+)(?:\.(\d+)(?:\.\d+)?)?", macos)
     if found is None:
         raise ValueError(f"macos={macos!r}, expected a version such as '26.2'")
@@ -69,28 +60,13 @@ def parsed(macos: str) -> Version:
 
 
 def language_of(macos: str) -> Version:
-    """Returns the version of the language in which MLX compiles a custom kernel.
-
-    Args:
-        macos: The version of macOS, such as "26.2".
-
-    Raises:
-        ValueError: If it is no version.
-    """
+    """Returns the version of the language in which MLX compiles a custom kernel."""
     system, _ = parsed(macos)
     return next(metal for first, metal in _LANGUAGES if system >= first)
 
 
 def too_new(tokens: Tokens, macos: str) -> Iterator[Finding]:
-    """Finds words that a version of macOS lacks.
-
-    Args:
-        tokens: Metal source.
-        macos: The version, such as "26.2".
-
-    Yields:
-        The number of line breaks before the first use of each, and a message.
-    """
+    """Finds words that a version of macOS lacks."""
     system, language = parsed(macos), language_of(macos)
     line, seen = 0, set()
     for token in tokens:
