@@ -25,7 +25,7 @@ class Signature:
 
     @classmethod
     def of(cls, entry: Entry, outputs: Sequence[str] | None) -> Signature:
-        """Checks the parameters of an entry; `outputs` None: all that may be written."""
+        """Checks the parameters of an entry; `outputs` None: all written."""
         for each in entry.parameters:
             known = each.is_memory or each.attribute in {*ATTRIBUTES, "threadgroup"}
             if not each.name or not known:

@@ -4,29 +4,10 @@
 
 namespace metal {
 
-enum memory_order : uint {
-  memory_order_relaxed = __ATOMIC_RELAXED,
-  memory_order_acquire = __ATOMIC_ACQUIRE,
-  memory_order_release = __ATOMIC_RELEASE,
-  memory_order_acq_rel = __ATOMIC_ACQ_REL,
-  memory_order_seq_cst = __ATOMIC_SEQ_CST,
-};
-enum thread_scope : uint {
-  thread_scope_thread,
-  thread_scope_simdgroup,
-  thread_scope_threadgroup,
-  thread_scope_device,
-};
-
 template <class T>
 struct atomic {
   T value;
 };
-using atomic_int = atomic<int>;
-using atomic_uint = atomic<uint>;
-using atomic_bool = atomic<bool>;
-using atomic_float = atomic<float>;
-using atomic_ulong = atomic<ulong>;
 
 namespace detail {
 

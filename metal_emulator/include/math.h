@@ -217,7 +217,7 @@ METAL_FUNC auto fma(A a, B b, C c) {
       [](auto x, auto y, auto z) EMU_INLINE {
         using E = decltype(x);
         // A product of two halves or bfloats is exact in float.
-        if constexpr (emu::same<E, float>)
+        if constexpr (metal::is_same_v<E, float>)
           return __builtin_fmaf(x, y, z);
         else
           return E(emu::round_sum<E>(float(x) * float(y), float(z)));

@@ -41,7 +41,8 @@ METAL_FUNC void give(float* matrix, u32 at, metal::vec<T, 2> pair) {
 
 }  // namespace emu
 
-// A meeting with a frame of its own, whose return address tells the place in the source.
+// A meeting with a frame of its own, whose return address tells the place in the
+// source.
 #define EMU_MEETING \
   inline __attribute__((noinline, convergent, nomerge, no_sanitize("thread")))
 
@@ -66,10 +67,6 @@ struct simdgroup_matrix {
  private:
   vec<T, 2> elements_;
 };
-
-using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
-using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
-using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
 template <class T, int Columns, int Rows = Columns>
 METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {

@@ -6,7 +6,8 @@ namespace metal {
 
 template <class T, int Columns, int Rows>
 struct matrix {
-  static_assert(emu::same<T, float> || emu::same<T, half> || emu::same<T, bfloat>,
+  static_assert(metal::is_same_v<T, float> || metal::is_same_v<T, half> ||
+                    metal::is_same_v<T, bfloat>,
                 "matrices are half, bfloat or float");
   static_assert(Columns >= 2 && Columns <= 4 && Rows >= 2 && Rows <= 4,
                 "matrices have two to four columns and rows");
@@ -30,8 +31,8 @@ struct matrix {
     static_assert(Columns == 4, "wrong number of columns for this matrix");
   }
   template <class... Scalars,
-            class = emu::enable_if<sizeof...(Scalars) == Columns * Rows &&
-                                   (__is_arithmetic(Scalars) && ...)>>
+            class = metal::enable_if_t<sizeof...(Scalars) == Columns * Rows &&
+                                       (__is_arithmetic(Scalars) && ...)>>
   METAL_FUNC constexpr matrix(Scalars... scalars) : columns{} {
     const T values[] = {T(scalars)...};
     for (int i = 0; i < Columns; ++i) columns[i] = column(values + i * Rows);
@@ -60,20 +61,6 @@ struct matrix {
     return column(values);
   }
 };
-
-#define EMU_MATRICES(type)              \
-  using type##2x2 = matrix<type, 2, 2>; \
-  using type##2x3 = matrix<type, 2, 3>; \
-  using type##2x4 = matrix<type, 2, 4>; \
-  using type##3x2 = matrix<type, 3, 2>; \
-  using type##3x3 = matrix<type, 3, 3>; \
-  using type##3x4 = matrix<type, 3, 4>; \
-  using type##4x2 = matrix<type, 4, 2>; \
-  using type##4x3 = matrix<type, 4, 3>; \
-  using type##4x4 = matrix<type, 4, 4>;
-EMU_MATRICES(half)
-EMU_MATRICES(float)
-#undef EMU_MATRICES
 
 #define EMU_SUM(op)                                                  \
   template <class T, int C, int R>                                   \

@@ -8,9 +8,6 @@
 
 using namespace metal;
 
-using bfloat16_t = bfloat;
-using float16_t = half;
-
 struct complex64_t {
   float real;
   float imag;
@@ -100,11 +97,6 @@ template <class T, class U>
 METAL_FUNC T ceildiv(T n, U m) {
   return (n + m - 1) / m;
 }
-
-template <bool Condition, class T, class F>
-struct ConditionalType {
-  using type = conditional_t<Condition, T, F>;
-};
 
 template <class T, class U>
 METAL_FUNC T cast_to(U value) {

@@ -124,17 +124,6 @@ inline u32 lanes_here() { return self().simdgroup().exist; }
 
 namespace metal {
 
-enum class mem_flags : uint {
-  mem_none = 0,
-  mem_device = 1,
-  mem_threadgroup = 2,
-  mem_texture = 4,
-  mem_threadgroup_imageblock = 8,
-};
-METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return mem_flags(uint(a) | uint(b));
-}
-
 METAL_FUNC void threadgroup_barrier(mem_flags flags) {
   mslemu_threadgroup_barrier(uint(flags));
 }

@@ -2,28 +2,7 @@
 #pragma once
 #include "simd.h"
 
-// Names that clang defines by itself in this mode.
-#define atomic_int metal_atomic_int
-#define atomic_uint metal_atomic_uint
-#define atomic_float metal_atomic_float
-#define atomic_long metal_atomic_long
-#define atomic_ulong metal_atomic_ulong
-
 namespace metal {
-
-enum memory_order : uint {
-  memory_order_relaxed = 0,
-  memory_order_acquire = 2,
-  memory_order_release = 3,
-  memory_order_acq_rel = 4,
-  memory_order_seq_cst = 5,
-};
-enum thread_scope : uint {
-  thread_scope_thread,
-  thread_scope_simdgroup,
-  thread_scope_threadgroup,
-  thread_scope_device,
-};
 
 template <class T>
 struct atomic {
@@ -34,11 +13,6 @@ struct atomic {
  private:
   T value;
 };
-using atomic_int = atomic<int>;
-using atomic_uint = atomic<uint>;
-using atomic_bool = atomic<bool>;
-using atomic_float = atomic<float>;
-using atomic_ulong = atomic<ulong>;
 
 #define EMU_UPDATE(space, name) \
   template <class T>            \

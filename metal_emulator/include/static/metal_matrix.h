@@ -42,20 +42,6 @@ struct matrix {
   column_type operator[](int) &&;
 };
 
-#define EMU_MATRICES(type)              \
-  using type##2x2 = matrix<type, 2, 2>; \
-  using type##2x3 = matrix<type, 2, 3>; \
-  using type##2x4 = matrix<type, 2, 4>; \
-  using type##3x2 = matrix<type, 3, 2>; \
-  using type##3x3 = matrix<type, 3, 3>; \
-  using type##3x4 = matrix<type, 3, 4>; \
-  using type##4x2 = matrix<type, 4, 2>; \
-  using type##4x3 = matrix<type, 4, 3>; \
-  using type##4x4 = matrix<type, 4, 4>;
-EMU_MATRICES(half)
-EMU_MATRICES(float)
-#undef EMU_MATRICES
-
 template <class T, int C, int R>
 matrix<T, C, R> operator+(matrix<T, C, R>, matrix<T, C, R>);
 template <class T, int C, int R>

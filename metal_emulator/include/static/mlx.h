@@ -6,9 +6,6 @@
 
 using namespace metal;
 
-using bfloat16_t = bfloat;
-using float16_t = half;
-
 template <class T>
 struct complex_t {
   T real;
@@ -102,11 +99,6 @@ template <class T, class U>
 constexpr T ceildiv(T n, U m) {
   return (n + m - 1) / m;
 }
-
-template <bool Condition, class T, class F>
-struct ConditionalType {
-  using type = conditional_t<Condition, T, F>;
-};
 
 template <class T, class U>
 T cast_to(U);

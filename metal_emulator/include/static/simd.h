@@ -4,16 +4,6 @@
 
 namespace metal {
 
-enum class mem_flags : uint {
-  mem_none = 0,
-  mem_device = 1,
-  mem_threadgroup = 2,
-  mem_texture = 4,
-  mem_threadgroup_imageblock = 8,
-};
-constexpr mem_flags operator|(mem_flags a, mem_flags b) {
-  return mem_flags(uint(a) | uint(b));
-}
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 
@@ -103,9 +93,6 @@ struct simdgroup_matrix {
  private:
   vec<T, 2> elements_;
 };
-using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
-using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
-using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
 template <class T, int Columns, int Rows = Columns>
 simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value);

@@ -6,7 +6,8 @@ namespace emu::tensor {
 
 // A NaN that no arithmetic makes: what an element holds until the kernel sets it.
 template <class T>
-constexpr auto kNeverSet = static_cast<unsigned short>(same<T, half> ? 0xFEED : 0xFFED);
+constexpr auto kNeverSet =
+    static_cast<unsigned short>(metal::is_same_v<T, half> ? 0xFEED : 0xFFED);
 template <>
 inline constexpr uint kNeverSet<float> = 0xFFEDFACE;
 
@@ -82,14 +83,14 @@ class CooperativeTensor {
 
   // From and to memory. Every lane accesses its own elements.
   template <class Tensor>
-  METAL_FUNC enable_if<is_view<Tensor>> load(const Tensor& source) {
+  METAL_FUNC metal::enable_if_t<is_view<Tensor>> load(const Tensor& source) {
     static constexpr Operation operation{"cooperative_tensor::load", true,
                                          Operations::kMatrixMemory};
     mslemu_arrive(&operation);
     copy_from(source);
   }
   template <class Tensor>
-  METAL_FUNC enable_if<is_view<Tensor>> store(const Tensor& target) const {
+  METAL_FUNC metal::enable_if_t<is_view<Tensor>> store(const Tensor& target) const {
     static constexpr Operation operation{"cooperative_tensor::store", true,
                                          Operations::kMatrixMemory};
     mslemu_arrive(&operation);
@@ -118,8 +119,8 @@ constexpr bool is_cooperative<CooperativeTensor<T, d, role>> = true;
 // The first element that was never set, or the capacity. Not inlined: a kernel
 // multiplies in many places.
 template <class T, u32 Capacity>
-inline __attribute__((noinline, no_sanitize("thread"))) u32 find_unset(
-    const T* elements) {
+inline __attribute__((noinline, no_sanitize("thread"))) u32
+find_unset(const T* elements) {
   using Bits = bare<decltype(kNeverSet<T>)>;
   for (u32 i = 0; i < Capacity; ++i) {
     Bits bits;

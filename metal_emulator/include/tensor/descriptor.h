@@ -4,16 +4,6 @@
 #include "memory_tensor.h"
 #include "sentence.h"
 
-namespace metal {
-
-// The threads that perform an operation together.
-template <int Simdgroups>
-struct execution_simdgroups {};
-using execution_simdgroup = execution_simdgroups<1>;
-struct execution_thread {};
-
-}  // namespace metal
-
 namespace mpp::tensor_ops {
 
 struct matmul2d_descriptor {

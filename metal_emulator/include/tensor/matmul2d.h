@@ -10,8 +10,8 @@ constexpr Operations kTensor = Operations(5);
 template <int Length>
 using Numbers = metal::vec<float, Length>;
 
-// What a float operand keeps with `relaxed_precision`: ten bits of its fraction, rounded
-// to nearest even, as in TF32. A model: Apple states no width.
+// What a float operand keeps with `relaxed_precision`: ten bits of its fraction,
+// rounded to nearest even, as in TF32. A model: Apple states no width.
 inline float relaxed(float value) {
   uint bits = __builtin_bit_cast(uint, value);
   if ((bits >> 23 & 0xFF) == 0xFF) return value;
@@ -25,7 +25,7 @@ METAL_FUNC void gather(float* matrix, const T* const* lanes) {
   for (u32 lane = 0; lane < kLanes; ++lane)
     for (u32 i = 0; i < shape.capacity(); ++i) {
       float value = float(lanes[lane][i]);
-      if constexpr (is_relaxed && same<T, float>) value = relaxed(value);
+      if constexpr (is_relaxed && metal::is_same_v<T, float>) value = relaxed(value);
       matrix[table<shape>.index[lane][i]] = value;
     }
 }
@@ -101,9 +101,9 @@ class matmul2d {
   using Tensor = emu::tensor::CooperativeTensor<T, d, role>;
 
   static constexpr bool is_size(int size) { return size == 16 || size == 32; }
-  static constexpr bool kCooperativeInputs =
-      is_size(d.m) && is_size(d.n) && is_size(d.k) &&
-      (d.m == 32 || d.n == 32 || d.k == 32);
+  static constexpr bool kCooperativeInputs = is_size(d.m) && is_size(d.n) &&
+                                             is_size(d.k) &&
+                                             (d.m == 32 || d.n == 32 || d.k == 32);
   static constexpr emu::Operation operation{emu::tensor::name<d>.text, true,
                                             emu::tensor::kTensor};
 
@@ -127,8 +127,9 @@ class matmul2d {
   METAL_FUNC void run(const Tensor<A, Role::kLeft>& left,
                       const Tensor<B, Role::kRight>& right,
                       Tensor<C, Role::kDestination>& destination) const {
-    static_assert(kCooperativeInputs,
-                  "with two cooperative operands m, n and k are 16 or 32, one of them 32");
+    static_assert(
+        kCooperativeInputs,
+        "with two cooperative operands m, n and k are 16 or 32, one of them 32");
     emu::tensor::require_set(left);
     emu::tensor::require_set(right);
     if constexpr (d.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate)
@@ -139,7 +140,7 @@ class matmul2d {
 
   // Operands in memory: every lane reads its elements of them, zero beyond the sizes.
   template <class A, class Right, class C>
-  METAL_FUNC emu::enable_if<emu::tensor::is_view<Right>> run(
+  METAL_FUNC metal::enable_if_t<emu::tensor::is_view<Right>> run(
       const Tensor<A, Role::kLeft>& left, const Right& right,
       Tensor<C, Role::kDestination>& destination) const {
     using B = typename emu::tensor::ViewOf<Right>::element;
@@ -153,7 +154,7 @@ class matmul2d {
   }
   template <class Left, class Right, class C>
   METAL_FUNC
-      emu::enable_if<emu::tensor::is_view<Left> && emu::tensor::is_view<Right>>
+      metal::enable_if_t<emu::tensor::is_view<Left> && emu::tensor::is_view<Right>>
       run(const Left& left, const Right& right,
           Tensor<C, Role::kDestination>& destination) const {
     static_assert(d.k != metal::dynamic_extent,

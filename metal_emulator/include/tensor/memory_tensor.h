@@ -14,7 +14,6 @@ struct dextents {
   METAL_FUNC constexpr dextents(Index inner, Index outer) : sizes{inner, outer} {}
   METAL_FUNC constexpr Index extent(int dimension) const { return sizes[dimension]; }
 };
-struct tensor_inline {};
 
 }  // namespace metal
 

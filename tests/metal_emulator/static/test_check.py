@@ -1,5 +1,8 @@
 """The static check refuses what Metal refuses, by the line, and nothing else."""
 
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -7,7 +10,7 @@ import pytest
 
 import metal_emulator
 from metal_emulator import CompileError, check, check_text
-from metal_emulator.compiling import limited
+from metal_emulator.compiling import build, limited
 from metal_emulator.static import check as static_check
 from metal_emulator.static import messages
 from support.marks import needs_emulator
@@ -30,6 +33,30 @@ float v = x[i];
 {}
 """
 BODY_LINE = 4
+
+
+TWICE = {
+    *("Limits", "Role", "Slice", "atomic", "complex64_t", "dextents", "element_of"),
+    *("matmul2d", "matmul2d_descriptor", "matrix", "quad_vote", "remove_addrspace_t"),
+    *("simd_vote", "simdgroup_matrix", "tensor"),
+}
+"""Types whose members differ: with address spaces, and with what runs."""
+DECLARED = re.compile(
+    r"^(?:(?:struct|class|enum class|enum) (\w+)[^;{]*\{|using (\w+) =)", re.MULTILINE
+)
+
+
+def test_both_builds_declare_a_type_once_unless_its_members_differ() -> None:
+    def declared(files: Iterable[Path]) -> set[str]:
+        texts = (file.read_text(encoding="utf-8") for file in files)
+        return {
+            name for text in texts for found in DECLARED.findall(text) for name in found
+        } - {""}
+
+    static = {*(build.INCLUDE / "static").rglob("*.h")}
+    emulated = {*build.INCLUDE.rglob("*.h")} - static
+
+    assert declared(static) & declared(emulated) == TWICE
 
 
 def checked(line: str, header: str = "", **changes: Any) -> frozenset[tuple[str, ...]]:

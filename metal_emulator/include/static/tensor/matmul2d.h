@@ -3,15 +3,6 @@
 #pragma once
 #include "memory_tensor.h"
 
-namespace metal {
-
-template <int Simdgroups>
-struct execution_simdgroups {};
-using execution_simdgroup = execution_simdgroups<1>;
-struct execution_thread {};
-
-}  // namespace metal
-
 ushort __metal_get_thread_index_in_simdgroup(ushort);
 
 namespace mpp {

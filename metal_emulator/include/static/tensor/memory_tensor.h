@@ -21,7 +21,6 @@ struct dextents {
   template <class... Sizes>
   constexpr dextents(Sizes...) {}
 };
-struct tensor_inline {};
 
 template <class T, class Extents, class Kind>
 struct tensor {
