@@ -52,10 +52,11 @@ MOST_LINES = {
 """Lines of Python that a room may have; "" is the folder of the package itself. They
 are lowered to what is reached: a change that needs more removes as much in its room."""
 MOST_FOUND = {
-    "lines of tests": 86_250,
-    "files of mlx_marlin": 380,
-    "files under 60 lines": 92,
-    "thousandths of lines that import": 78,
+    "lines of tests": 85_137,
+    "lines of metal_emulator": 7_016,
+    "files of mlx_marlin": 318,
+    "files under 60 lines": 67,
+    "thousandths of lines that import": 73,
     "public classes with the name of another": 15,
     "docstrings torn from their value": 7,
 }
@@ -157,7 +158,7 @@ def test_nothing_grows_that_is_to_shrink() -> None:
     tests = [*Path(__file__).parent.rglob("*.py")]
     lines = {
         file: len(file.read_text(encoding="utf-8").splitlines())
-        for file in (*ours, *tests)
+        for file in (*FILES, *tests)
     }
     importing = sum(
         node.end_lineno - node.lineno + 1
@@ -175,6 +176,7 @@ def test_nothing_grows_that_is_to_shrink() -> None:
     all_lines = sum(lines[file] for file in ours)
     found = {
         "lines of tests": sum(lines[file] for file in tests),
+        "lines of metal_emulator": sum(lines[file] for file in {*FILES} - {*ours}),
         "files of mlx_marlin": len(ours),
         "files under 60 lines": sum(lines[file] < 60 for file in ours),
         "thousandths of lines that import": 1000 * importing // all_lines,
