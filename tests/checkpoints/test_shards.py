@@ -1,4 +1,4 @@
-"""Arrays are written one at a time, and any reader of safetensors reads them."""
+"""Arrays are written to files of a size, and any reader of safetensors reads them."""
 
 import json
 from pathlib import Path

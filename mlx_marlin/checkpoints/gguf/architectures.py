@@ -329,7 +329,7 @@ def layers_of(container: Container) -> Layers:
         raise container.refusal(key, "is not above 0")
     for less in ("nextn_predict_layers", "attention.shared_kv_layers"):
         key = f"{prefix}.{less}"
-        others = container.integer(key) if key in container.metadata else 0
+        others = container.integer(key, 0)
         if others >= counts[-1]:
             raise container.refusal(key, f"is not below {counts[-1]}")
         counts.append(counts[-1] - others)

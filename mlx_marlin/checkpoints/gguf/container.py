@@ -75,15 +75,12 @@ class Cursor:
 
     def number(self, letter: str, what: str = "a number") -> int:
         """Returns the next integer, of `struct`'s type `letter`."""
-        value: int = self.scalar(letter, what)  # type: ignore[assignment]
-        return value
+        return int(self.scalar(letter, what))
 
     def scalar(self, letter: str, what: str) -> bool | int | float:
         """Returns the next scalar, of `struct`'s type `letter`."""
-        step = struct.calcsize("<" + letter)
-        value: bool | int | float = struct.unpack("<" + letter, self.take(step, what))[
-            0
-        ]
+        format = struct.Struct("<" + letter)
+        value: bool | int | float = format.unpack(self.take(format.size, what))[0]
         return value
 
     def text(self, what: str, longest: int = LONGEST_TEXT) -> str:
@@ -250,7 +247,7 @@ class Container:
         self._parts: dict[str, Container] = {}
         if number == 0:
             self._add_parts()
-        elif self._split(number) != number:
+        elif self.integer("split.no", number) != number:
             raise self.refusal("split.no", f"must be {number}, as in the file's name")
 
     def data(self, info: TensorInfo) -> memoryview:
@@ -278,8 +275,10 @@ class Container:
             raise self.refusal(key, "is not a string")
         return value
 
-    def integer(self, key: str) -> int:
-        """Returns an integer of the metadata."""
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Returns an integer of the metadata, or the default if it is missing."""
+        if default is not None and key not in self.metadata:
+            return default
         value = self._value(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.refusal(key, "is not an integer of at least 0")
@@ -303,12 +302,9 @@ class Container:
             raise ValueError(f"{self.path}: metadata {key!r} is missing")
         return self.metadata[key]
 
-    def _split(self, default: int) -> int:
-        return self.integer("split.no") if "split.no" in self.metadata else default
-
     def _add_parts(self) -> None:
         """Adds the tensors of the other files of a divided model."""
-        count = self.integer("split.count") if "split.count" in self.metadata else 1
+        count = self.integer("split.count", 1)
         if count > 1:
             for number, file in enumerate(self._later_parts(count), 1):
                 part = Container(file, number)
@@ -318,7 +314,7 @@ class Container:
                         raise ValueError(f"{file}: tensor {tensor!r} is in two parts")
                     self.tensors[tensor], self._parts[tensor] = info, part
         total = "split.tensors.count"
-        if total in self.metadata and self.integer(total) != len(self.tensors):
+        if self.integer(total, len(self.tensors)) != len(self.tensors):
             raise self.refusal(total, f"must be {len(self.tensors)}, as in all parts")
 
     def _later_parts(self, count: int) -> list[Path]:
@@ -334,7 +330,7 @@ class Container:
             self.path.with_name(f"{name[1]}-{number:05}-of-{count:05}.gguf")
             for number in range(1, count + 1)
         ]
-        if self._split(0) != 0 or files[0] != self.path:
+        if self.integer("split.no", 0) != 0 or files[0] != self.path:
             raise self.refusal("split.no", f"expected the first part, {files[0].name}")
         return files[1:]
 
@@ -351,9 +347,7 @@ class Container:
 
     def _alignment(self) -> int:
         key = "general.alignment"
-        if key not in self.metadata:
-            return DEFAULT_ALIGNMENT
-        alignment = self.integer(key)
+        alignment = self.integer(key, DEFAULT_ALIGNMENT)
         if alignment == 0 or alignment & (alignment - 1):
             raise self.refusal(key, "is not a power of two")
         return alignment

@@ -59,8 +59,7 @@ def _in_pairs(key: str) -> Rule:
     def index(container: Container, rows: int) -> Index:
         prefix = f"{container.text('general.architecture')}.attention."
         heads = container.integer(f"{prefix}head_count")
-        if f"{prefix}{key}" in container.metadata:
-            heads = container.integer(f"{prefix}{key}")
+        heads = container.integer(f"{prefix}{key}", heads)
         if heads == 0 or rows % (2 * heads):
             raise ValueError(
                 f"{rows} rows cannot be divided into pairs of {heads} heads"

@@ -45,9 +45,7 @@ class Facts:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Returns an integer of at least 0."""
-        if default is not None and key not in self:
-            return default
-        return self.container.integer(self.prefix + key)
+        return self.container.integer(self.prefix + key, default)
 
     def count(self, key: str, default: int | None = None) -> int:
         """Returns an integer above 0."""
