@@ -17,7 +17,7 @@ from cuda_weights import Format
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import result_files, selection, tuned_results
+from mlx_marlin.backends import measured_results, result_files, selection
 from mlx_marlin.lm.generation import decode, random_prompts
 from mlx_marlin.products import this_machine
 
@@ -49,7 +49,7 @@ def rates(model: nn.Module, vocabulary: int) -> dict[int, float]:
 def print_verdicts() -> None:
     """Prints the results of products, and the times of forward passes."""
     device, backend = this_machine.device(), selection.backend()
-    machine = tuned_results.machine(device, backend)
+    machine = measured_results.machine(device, backend)
     stored = result_files.read(result_files.folder(), machine)
     for result in stored.results.values():
         times = ", ".join(f"{us:.1f} {name}" for name, us in result.medians_us.items())

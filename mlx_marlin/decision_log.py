@@ -41,7 +41,7 @@ def stock(call: Explained, reason: str) -> None:
         _write(call, f"stock MLX: {reason}")
 
 
-def tuned(model: str, settings: str) -> None:
+def measured(model: str, settings: str) -> None:
     """Logs that measured settings are used for a model."""
     if is_on():
         tell(f"{model}: measured settings, {settings}")

@@ -10,7 +10,7 @@ import pytest
 
 import metal_emulator
 from mlx_marlin import guard, state, tables, warn_once
-from mlx_marlin.backends import devices, graph, selection, tuned_results
+from mlx_marlin.backends import devices, graph, measured_results, selection
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 from mlx_marlin.guard import checks
 from mlx_marlin.lm.tracing import attention
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 profiles.register()
 
 # What somebody has measured here must not decide what a test sees.
-os.environ[tuned_results.ENVIRONMENT] = "0"
+os.environ[measured_results.ENVIRONMENT] = "0"
 # Nor must the width of the terminal that the tests are run in, nor that of 80 which
 # readline writes for the workers of pytest-xdist.
 os.environ["COLUMNS"] = str(tables.PIPED)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 import mlx_marlin
 from mlx_marlin import guard, state
-from mlx_marlin.backends import devices, selection, tuned_results
+from mlx_marlin.backends import devices, measured_results, selection
 from mlx_marlin.backends.metal.device import ARCHITECTURE_ENVIRONMENT
 
 FILE = Path(__file__).parent / "data" / "recorded_bits.json"
@@ -107,7 +107,7 @@ def settings(chip: str, architecture: str) -> dict[str, str]:
         selection.ENVIRONMENT: "emulator",
         devices.ENVIRONMENT: chip,
         ARCHITECTURE_ENVIRONMENT: architecture,
-        tuned_results.ENVIRONMENT: "0",
+        measured_results.ENVIRONMENT: "0",
         guard.ENVIRONMENT: "0",
     }
 

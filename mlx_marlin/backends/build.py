@@ -34,7 +34,7 @@ REDUCE_ROWS = 4
 REDUCE_THREADGROUP = 256
 """Threads of a threadgroup of the reduce kernel. It has no barriers and no threadgroup
 memory, so any size is correct; this one is whole simdgroups and every device allows
-it. It was not tuned."""
+it. It was not measured."""
 STAND_INS = {
     SECOND[0]: "w",
     SECOND[1]: "scales",

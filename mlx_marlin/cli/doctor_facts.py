@@ -33,8 +33,8 @@ def collect() -> Facts:
         "back_end": _guarded(back_end),
         "compilers": _guarded(installation.compilers),
         "cache": _guarded(cache_facts),
-        "tuned": _guarded(tuned_results),
-        "models": _guarded(tuned_models),
+        "tuned": _guarded(measured_results),
+        "models": _guarded(measured_settings),
         "verdicts": _guarded(verdicts),
     }
     facts["problems"] = problems(facts)
@@ -92,14 +92,14 @@ def cache_facts() -> Facts:
     return {"root": str(root), "folders": [*map(asdict, folders)]}
 
 
-def tuned_results() -> Facts:
+def measured_results() -> Facts:
     """Returns the files of measured results, and what was measured on this machine."""
+    from mlx_marlin.backends import measured_results as measured
     from mlx_marlin.backends import result_files, selection
-    from mlx_marlin.backends import tuned_results as tuned
     from mlx_marlin.products import this_machine
 
     folder = result_files.folder()
-    machine = tuned.machine(this_machine.device(), selection.choice()[0])
+    machine = measured.machine(this_machine.device(), selection.choice()[0])
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -107,7 +107,7 @@ def tuned_results() -> Facts:
     products, models = stored.results.values(), stored.forwards.values()
     return {
         "folder": str(folder),
-        "on": _is_on(tuned.ENVIRONMENT),
+        "on": _is_on(measured.ENVIRONMENT),
         "products": _measured(products, lambda each: each.stock),
         "models": _measured(models, lambda each: bool(each.stock_rows)),
         "ignored": [str(warning.message) for warning in caught],
@@ -133,22 +133,22 @@ def _measured(found: Collection[Any], has_stock: Callable[[Any], bool]) -> Facts
     }
 
 
-def tuned_models() -> Facts:
+def measured_settings() -> Facts:
     """Returns the settings that tuning found for models on this machine."""
     from mlx_marlin import warn_once
+    from mlx_marlin.backends import measured_results as measured
     from mlx_marlin.backends import result_files, selection
-    from mlx_marlin.backends import tuned_results as tuned
     from mlx_marlin.lm import measured_models
     from mlx_marlin.lm.race.settings import name_of
     from mlx_marlin.products import this_machine
 
     warn_once.forget()
-    rows = tuned.settings(this_machine.device(), selection.choice()[0])
+    rows = measured.settings(this_machine.device(), selection.choice()[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [*measured_models.decoded(rows.values(), result_files.folder())]
     return {
-        "on": _is_on(tuned.ENVIRONMENT),
+        "on": _is_on(measured.ENVIRONMENT),
         "ignored": [str(warning.message) for warning in caught],
         "variable": measured_models.VARIABLE,
         "value_here": os.environ.get(measured_models.VARIABLE),

@@ -66,11 +66,11 @@ def downloaded(name: str) -> Path:
 
 def clock(seconds: float) -> "Clock":
     """Returns the clock of this machine."""
-    from mlx_marlin.backends import devices, selection, tuned_results
+    from mlx_marlin.backends import devices, measured_results, selection
     from mlx_marlin.measure import clocks
     from mlx_marlin.products import this_machine
 
-    if tuned_results.stands_for_another(selection.backend()):
+    if measured_results.stands_for_another(selection.backend()):
         raise ValueError(
             f"{devices.ENVIRONMENT} selects a device to plan for, but this command "
             f"measures this machine: unset it"

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import metal_emulator
 from mlx_marlin import guard, progress
-from mlx_marlin.backends import graph, planner, registry, selection, tuned_results
+from mlx_marlin.backends import graph, measured_results, planner, registry, selection
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.measure import clocks, operands, tuner
 from mlx_marlin.measure.profiling import (
@@ -159,7 +159,7 @@ def _plan(
 ) -> Plan:
     """Returns the plan of a kernel, or of the fastest one.
 
-    That is a tuned plan if there is one for this machine.
+    That is a measured plan if there is one for this machine.
     """
     reason = registry.of_device(device).unsupported(problem, device)
     if reason is not None:
@@ -168,10 +168,10 @@ def _plan(
         overrides = PlanOverrides()
         overrides["kernel"] = kernel
         return planner.make(problem, device=device, **overrides)
-    tuned = None
+    found = None
     if is_measured:
-        tuned = tuned_results.find(problem, device, selection.backend())
-    plan = None if tuned is None else tuned.plan
+        found = measured_results.find(problem, device, selection.backend())
+    plan = None if found is None else found.plan
     return plan if isinstance(plan, Plan) else planner.choose(problem, device)
 
 
@@ -197,8 +197,8 @@ def on_gpu() -> bool:
     missing = selection.missing()
     if missing is not None:
         raise ValueError(f"{missing}: nothing can be measured")
-    backend = selection.backend()
-    return backend in selection.ON_GPU and not tuned_results.stands_for_another(backend)
+    is_other = measured_results.stands_for_another(selection.backend())
+    return selection.backend() in selection.ON_GPU and not is_other
 
 
 def assumed(

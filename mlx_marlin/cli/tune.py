@@ -9,11 +9,11 @@ from pathlib import Path
 
 from mlx_marlin import guard, progress, state, tables
 from mlx_marlin.backends import (
+    measured_results,
     planner,
     registry,
     result_files,
     selection,
-    tuned_results,
 )
 from mlx_marlin.cli import arguments, models, output, tune_model
 from mlx_marlin.cli.arguments import BOTH
@@ -197,7 +197,7 @@ def _why_not(problem: Problem) -> str | None:
 def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
     """Measures the problems, and stores every result immediately."""
     target, folder = this_machine.device(), result_files.folder()
-    here = tuned_results.machine(target, selection.backend())
+    here = measured_results.machine(target, selection.backend())
     written = ResultFile(machine=machine.facts(target), date=date.today().isoformat())
     outcomes: list[Outcome] = []
     total = sum(tuner.steps(problem, target, clock) for problem in found)

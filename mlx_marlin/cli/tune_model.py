@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_marlin import progress, state, tables
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.measured_models import VARIABLE, TunedModel
+from mlx_marlin.lm.measured_models import VARIABLE, MeasuredModel
 from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race.settings import (
     MARGIN,
@@ -73,7 +73,7 @@ def tune(name: str, rows: Sequence[int], minutes: float) -> None:
 
     Nothing is kept if it is interrupted, or if no settings could be compared.
     """
-    if reason := measured_models.why_not_tuned():
+    if reason := measured_models.why_not_measured():
         print(f"{name}: {NOT_MEASURED}: {reason}")
         return
     ended = monotonic() + minutes * 60
@@ -92,7 +92,7 @@ def tune(name: str, rows: Sequence[int], minutes: float) -> None:
 
 def dry_run(name: str, rows: Sequence[int]) -> str:
     """Returns which settings of a model would be compared."""
-    if reason := measured_models.why_not_tuned():
+    if reason := measured_models.why_not_measured():
         return f"{name}: {NOT_MEASURED}: {reason}"
     basic = "; ".join(map(str, basic_settings()))
     return (
@@ -135,9 +135,9 @@ def _values(name: str, rows: Sequence[int], search: Search, ended: float) -> "Va
     return values
 
 
-def _result(name: str, key: str, search: Search, values: "Values") -> TunedModel:
+def _result(name: str, key: str, search: Search, values: "Values") -> MeasuredModel:
     speedups = search.result.speedups if search.result else {}
-    return TunedModel(
+    return MeasuredModel(
         model=measured_models.name_of_model(name),
         key=key,
         settings=search.result.settings if search.result else None,
@@ -179,7 +179,7 @@ def _line(
     }
 
 
-def _conclusion(result: TunedModel, file: Path) -> str:
+def _conclusion(result: MeasuredModel, file: Path) -> str:
     """Returns what `optimize` does from now on, and the file that keeps it."""
     chosen = f"optimize(model) uses {name_of(result.settings)} from now on"
     if result.settings is None:

@@ -81,8 +81,8 @@ class DryRun:
 
         With the measured speed; None if there are none.
         """
-        tuned = self.recipe.tuned
-        return None if tuned is None else f"{name_of(tuned.settings)}: {tuned.reason}"
+        found = self.recipe.measured
+        return None if found is None else f"{name_of(found.settings)}: {found.reason}"
 
     @property
     def converted(self) -> tuple[str, ...]:
@@ -112,13 +112,13 @@ class DryRun:
         blocks = [
             (each.name, each.block, each.action, each.reason) for each in self.blocks
         ]
-        tuned = f"measured settings, {self.tuned}" if self.tuned else None
+        measured = f"measured settings, {self.tuned}" if self.tuned else None
         parts = (
             self.recipe,
             _table(HEADS, layers),
             blocks and _table(BLOCK_HEADS, blocks),
             self.float16,
-            tuned,
+            measured,
         )
         return "\n".join(str(each) for each in parts if each)
 
@@ -146,10 +146,10 @@ def dry_run(
     `float16`: what `compute="float16"` converts.
     `tracing`: the module that traces blocks; None if there are none.
     """
-    conversion, tuned = recipe.conversion, recipe.tuned
+    conversion, measured = recipe.conversion, recipe.measured
     # Whether a block can be traced depends on classes. Unpacked layers share arrays.
     unpacked = replace(conversion, layout="mlx")
-    stock = tuned.reason if tuned and recipe.is_stock else None
+    stock = measured.reason if measured and recipe.is_stock else None
     layers = ((name, whole(layer)) for name, layer in named_layers(model))
     return DryRun(
         recipe,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_marlin import decision_log, regular_files, versions
-from mlx_marlin.backends import result_files, tuned_results
+from mlx_marlin.backends import measured_results, result_files
 from mlx_marlin.backends.metal import detection
 from mlx_marlin.evidence import codec
 from mlx_marlin.lm.race.settings import ModelSettings, name_of
@@ -41,7 +41,7 @@ IGNORED = ("path", "name", "transformers_version", "model_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TunedModel:
+class MeasuredModel:
     """What `tune` found for models of one shape."""
 
     model: str  # Name of the model that was measured (`name_of_model`)
@@ -74,7 +74,7 @@ class TunedModel:
         return f"measured here on {self.date}: {speeds} rows"
 
 
-def why_not_tuned() -> str | None:
+def why_not_measured() -> str | None:
     """Returns why settings are not measured in this process, or None."""
     from mlx_marlin.backends import selection
 
@@ -88,28 +88,28 @@ def why_not_tuned() -> str | None:
     return None
 
 
-def find(model: "nn.Module") -> TunedModel | None:
+def find(model: "nn.Module") -> MeasuredModel | None:
     """Returns the settings that were measured for a model, or None, and logs them.
 
-    There are none where they are not measured (`why_not_tuned`), and with
+    There are none where they are not measured (`why_not_measured`), and with
     `MLX_MARLIN_TUNED=0` or `MLX_MARLIN_DEVICE`.
     """
-    if why_not_tuned() is not None:
+    if why_not_measured() is not None:
         return None
-    rows = tuned_results.settings(*_target())
+    rows = measured_results.settings(*_target())
     key = key_of(model) if rows else None
     found = next(decoded([rows[key]] if key in rows else [], _file()), None)
     if found is not None:
-        decision_log.tuned(found.model, f"{name_of(found.settings)}: {found.reason}")
+        decision_log.measured(found.model, f"{name_of(found.settings)}: {found.reason}")
     return found
 
 
-def decoded(rows: Iterable[Any], file: Path) -> Iterator[TunedModel]:
+def decoded(rows: Iterable[Any], file: Path) -> Iterator[MeasuredModel]:
     """Yields what rows of a file encode; warns once of each that is not valid."""
     for row in rows:
         try:
             with regular_files.decoding():
-                found: TunedModel = codec.decoded(TunedModel, row)
+                found: MeasuredModel = codec.decoded(MeasuredModel, row)
         except ValueError as error:
             warn_once(
                 f"settings of a model: {error}",
@@ -120,11 +120,11 @@ def decoded(rows: Iterable[Any], file: Path) -> Iterator[TunedModel]:
             yield found
 
 
-def keep(found: TunedModel) -> Path:
+def keep(found: MeasuredModel) -> Path:
     """Keeps settings, which replace older ones of models of the shape."""
-    here = tuned_results.machine(*_target())
+    here = measured_results.machine(*_target())
     row = codec.encoded(found)
-    tuned_results.keep(result_files.folder(), here, settings=[row])
+    measured_results.keep(result_files.folder(), here, settings=[row])
     return _file()
 
 
@@ -137,7 +137,7 @@ def _target() -> tuple["PlanningDevice", str]:
 
 
 def _file() -> Path:
-    return result_files.folder() / tuned_results.machine(*_target()).file_name
+    return result_files.folder() / measured_results.machine(*_target()).file_name
 
 
 def set_for_model(arguments: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def set_for_model(arguments: Sequence[str]) -> None:
     It is set if `tune` found a value for the model on this machine, `MLX_MARLIN_TUNED`
     is not 0, and the user has set neither it nor one of `CHOICES`.
     """
-    off = os.environ.get(tuned_results.ENVIRONMENT) == "0"
+    off = os.environ.get(measured_results.ENVIRONMENT) == "0"
     if off or any(os.environ.get(name) for name in (VARIABLE, *CHOICES)):
         return
     name = model_of(arguments)
@@ -157,7 +157,7 @@ def set_for_model(arguments: Sequence[str]) -> None:
     found = next((each for each in every if each.model == model), None)
     if found is not None and found.max_ops_per_buffer is not None:
         os.environ[VARIABLE] = str(found.max_ops_per_buffer)
-        decision_log.tuned(found.model, f"{VARIABLE}={found.max_ops_per_buffer}")
+        decision_log.measured(found.model, f"{VARIABLE}={found.max_ops_per_buffer}")
 
 
 def _rows_before_mlx() -> Iterator[Any]:
@@ -169,9 +169,9 @@ def _rows_before_mlx() -> Iterator[Any]:
         chip=detection.chip_name() or "",
         architecture="",
         cores=detection.gpu_cores() or 0,
-        system=tuned_results.system(),
+        system=measured_results.system(),
         mlx=versions.installed("mlx") or "",
-        kernels=tuned_results.kernels("metal"),
+        kernels=measured_results.kernels("metal"),
     )
     folder = result_files.folder()
     for each in result_files.machines(folder, here):

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import measured_results, selection
 from mlx_marlin.lm import measured_models
 from mlx_marlin.lm.known_layers import is_packed_faster, is_tracing_faster
 from mlx_marlin.lm.layer_conversion import LayerConversion
-from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.measured_models import MeasuredModel
 from mlx_marlin.lm.options import FUSIONS, fusions
 from mlx_marlin.lm.race.settings import DEFAULTS, STOCK
 from mlx_marlin.planning.measurement import Forwards
@@ -35,8 +35,8 @@ class Recipe:
         fuse: The fusions of traced blocks.
         compute: The dtype to compute in; None for the model's own.
         given: Names of the options that the caller has given.
-        tuned: The result of tuning that `layout`, `join`, `trace` and `fuse` are from;
-            None if they are not.
+        measured: What `layout`, `join`, `trace` and `fuse` are from; None if they were
+            not measured.
         measure: Whether a model that was never timed here is timed.
         key: What the times of the whole model are kept by; "" if it cannot be read.
         raced: The times that are kept; `layout` is from them if it is not given.
@@ -49,7 +49,7 @@ class Recipe:
     fuse: frozenset[str]
     compute: str | None
     given: frozenset[str]
-    tuned: TunedModel | None
+    measured: MeasuredModel | None
     backend: str
     measure: bool = True
     key: str = ""
@@ -58,7 +58,7 @@ class Recipe:
     @property
     def decides_layout(self) -> bool:
         """Whether the race decides the layout, because nothing else does."""
-        return "layout" not in self.given and self.tuned is None
+        return "layout" not in self.given and self.measured is None
 
     @property
     def layout(self) -> str:
@@ -67,7 +67,7 @@ class Recipe:
 
     def with_layout(self, layout: str) -> "Recipe":
         """Returns this recipe with another layout, and the default of `join` for it."""
-        join = self.join if "join" in self.given or self.tuned else None
+        join = self.join if "join" in self.given or self.measured else None
         if join is None:
             join = is_tracing_faster() and layout != "mlx"
         conversion = replace(self.conversion, layout=layout)
@@ -76,7 +76,7 @@ class Recipe:
     @property
     def is_stock(self) -> bool:
         """Whether the model is left to stock MLX, because that was faster."""
-        return self.tuned is not None and self.tuned.settings is None
+        return self.measured is not None and self.measured.settings is None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -104,8 +104,8 @@ class Recipe:
         if option in self.given:
             return "given"
         is_raced = self.raced is not None and self.decides_layout
-        is_tuned = self.tuned is not None and option in DEFAULTS.options
-        if is_tuned or (is_raced and option == "layout"):
+        is_measured = self.measured is not None and option in DEFAULTS.options
+        if is_measured or (is_raced and option == "layout"):
             return "measured"
         return f"default on {self.backend}"
 
@@ -130,8 +130,8 @@ def resolve(
 ) -> Recipe:
     """Returns what `optimize` does with a model.
 
-    Tuned settings are used if nothing is given that they, or the layers measured with
-    them, depend on.
+    Measured settings are used if nothing is given that they depend on, or the layers
+    measured with them.
 
     `trace`: none for the default.
     `fuse`: none for the default.
@@ -141,10 +141,10 @@ def resolve(
     given = {name for name, value in named.items() if value is not None}
     given |= _differing(conversion)
     not_measured = frozenset() if measure else frozenset({"measure"})
-    tuned = None if given - {"group_size", "bits"} else measured_models.find(model)
-    if tuned is not None:
-        settings = tuned.settings or DEFAULTS
-        if tuned.settings is not None:
+    measured = None if given - {"group_size", "bits"} else measured_models.find(model)
+    if measured is not None:
+        settings = measured.settings or DEFAULTS
+        if measured.settings is not None:
             conversion = replace(conversion, layout=settings.layout)
         join, trace, fuse = settings.join, settings.trace, settings.fuse
     faster = is_tracing_faster()
@@ -157,7 +157,7 @@ def resolve(
         fuse=fused if trace else frozenset(),
         compute=compute,
         given=not_measured | given,
-        tuned=tuned,
+        measured=measured,
         backend=selection.backend(),
         measure=measure,
     )
@@ -175,7 +175,7 @@ def _with_measurements(model: nn.Module, recipe: Recipe) -> Recipe:
     digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:8]
     recipe = replace(recipe, key=f"{key}-{digest}")
     device = this_machine.device()
-    raced = tuned_results.forwards(device, recipe.backend).get(recipe.key)
+    raced = measured_results.forwards(device, recipe.backend).get(recipe.key)
     recipe = replace(recipe, raced=raced)
     if raced is None or not recipe.decides_layout or raced.layout == recipe.layout:
         return recipe

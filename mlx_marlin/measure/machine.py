@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_marlin import versions
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import measured_results, selection
 from mlx_marlin.measure.rows import MachineFacts
 from mlx_marlin.planning.device import PlanningDevice
 
@@ -18,7 +18,7 @@ GIT_SECONDS = 5.0
 def facts(device: PlanningDevice) -> MachineFacts:
     """Returns the facts of this machine."""
     backend = selection.backend()
-    machine = tuned_results.machine(device, backend)
+    machine = measured_results.machine(device, backend)
     is_on_gpu = backend in selection.ON_GPU
     memory = int(mx.device_info().get("memory_size", 0)) if is_on_gpu else 0
     return MachineFacts(

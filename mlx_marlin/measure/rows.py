@@ -81,7 +81,7 @@ class ProductRow:
     problem: Problem  # The product, with the layout of the arm's weight
     # "ours", "mx.quantized_matmul", "dequantize + matmul", the kernel of a plan that
     # was asked for, such as "gemm_staged, 2 buffers", or "candidate: " and the name of
-    # a plan that was tuned
+    # a plan that `tune` measured
     arm: str
     clock: str  # One of `CLOCKS`
     timing: Timing  # The time

@@ -12,7 +12,7 @@ Block = tuple[int, int, int, int]
 
 DECODE_THREADGROUP = 128
 """Threads of a threadgroup of the `dequantize` kernel. Simdgroups are independent of
-each other, so any number of them is correct; it was not tuned."""
+each other, so any number of them is correct; it was not measured."""
 LEAST_ROWS = 65
 """Fewest rows of such a plan; for fewer the kernels decode the weight once anyway."""
 MOST_TEMPORARY = 256 * 2**20

@@ -12,7 +12,7 @@ CodeForm = Literal["offset", "exact", "least_offset", "bfloat", "half_by_float"]
 """Forms of a code that Metal kernels multiply (docs/design.md)."""
 
 STAGED = ((1, 0), (2, 0), (3, 0), (2, 1))
-"""(buffers, loaders) of `gemm_staged` that are listed, tuned and compared."""
+"""(buffers, loaders) of `gemm_staged` that are listed, measured and compared."""
 
 ACCEPTED: dict[Strategy, frozenset[str]] = {
     "data_parallel": frozenset(),

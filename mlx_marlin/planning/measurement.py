@@ -73,7 +73,7 @@ class Result:
             if not is_positive(time):
                 raise ValueError(f"medians_us of {name!r} is {time!r}, expected a time")
         if product_of(self.problem).invariant:
-            raise ValueError("invariant=True: bits that are promised are not tuned")
+            raise ValueError("invariant=True: bits that are promised are not measured")
         if self.live and not self.stock:
             raise ValueError("live=True with stock=False, expected stock=True")
         if isinstance(self.plan, Plan):
@@ -212,7 +212,7 @@ def is_positive(value: object) -> bool:
 
 def _check_plan(plan: Plan) -> None:
     if plan.reduction == "atomic":
-        raise ValueError("reduction='atomic': bits that are promised are not tuned")
+        raise ValueError("reduction='atomic': bits that are promised are not measured")
     work = plan.work
     if work.threadgroups > work.total:
         raise ValueError(

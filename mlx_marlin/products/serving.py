@@ -11,7 +11,7 @@ from typing import Literal
 import mlx.core as mx
 
 from mlx_marlin import guard
-from mlx_marlin.backends import planner, registry, selection, tuned_results
+from mlx_marlin.backends import measured_results, planner, registry, selection
 from mlx_marlin.backends.base import Backend
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.device import PlanningDevice
@@ -74,7 +74,7 @@ class Place:
         """Returns what was measured for a problem on this machine, or None."""
         if not self.is_here:
             return None
-        return tuned_results.find(problem, self.device, selection.backend())
+        return measured_results.find(problem, self.device, selection.backend())
 
 
 def here(fault: Callable[[AnyPlan], str | None] | None = None) -> Place:

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import mac, stages
 from mlx_marlin import cache
-from mlx_marlin.backends import devices, planner, selection, tuned_results
+from mlx_marlin.backends import devices, measured_results, planner, selection
 from mlx_marlin.measure import machine, result_file
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import CANDIDATE, OURS, STOCK, Stage
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         "XDG_CACHE_HOME": str(home / "cache"),
         "PYTHONPATH": str(ROOT),
         selection.ENVIRONMENT: "emulator",
-        tuned_results.ENVIRONMENT: "1",
+        measured_results.ENVIRONMENT: "1",
     }
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.mac", "--quick", "--folder", str(home)],

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_marlin import cache
-from mlx_marlin.backends import devices, graph, planner, tuned_results
+from mlx_marlin.backends import devices, graph, measured_results, planner
 from mlx_marlin.cli.main import main
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.problem import Problem
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kept(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Runs kernels in the emulator and keeps results in a folder of the test."""
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
-    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(measured_results.ENVIRONMENT)
     backend("emulator")
     return tmp_path / "tuned"
 

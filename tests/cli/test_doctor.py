@@ -14,7 +14,7 @@ import metal_emulator
 from benchmarks import mac
 from cli.conftest import Run
 from mlx_marlin import cache, guard, state
-from mlx_marlin.backends import devices, planner, result_files, tuned_results
+from mlx_marlin.backends import devices, measured_results, planner, result_files
 from mlx_marlin.backends.metal import device
 from mlx_marlin.cli import cache as cache_command
 from mlx_marlin.cli import doctor_facts, installation
@@ -39,7 +39,7 @@ def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     """Returns the root of a cache of the test's own."""
     place = tmp_path / "cache"
     monkeypatch.setattr(cache, "root", lambda: place)
-    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(measured_results.ENVIRONMENT)
     backend(None)
     return place
 
@@ -207,7 +207,7 @@ def test_tuned_results_are_counted(
 ) -> None:
     place = root / "tuned"
     place.mkdir(parents=True)
-    here = tuned_results.machine(devices.current(), "emulator").file_name
+    here = measured_results.machine(devices.current(), "emulator").file_name
     (place / here).write_text('{"results": [1, 2]}')
     (place / "another.json").write_text('{"results": [1]}')
     (place / "broken.json").write_text("{")
@@ -219,7 +219,7 @@ def test_tuned_results_are_counted(
     assert files["broken.json"]["results"] is None
     assert [each for each in files if files[each]["this_machine"]] == [here]
     assert "are ignored" in found["ignored"][0]
-    monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
+    monkeypatch.setenv(measured_results.ENVIRONMENT, "0")
     assert "switched off by MLX_MARLIN_TUNED=0" in printed("doctor")
 
 
@@ -335,7 +335,7 @@ def test_what_was_measured_here_is_counted(facts: Facts, printed: Run) -> None:
             ("c", "marlin", 2.0),  # stock MLX cannot read packed weights
         )
     ]
-    here = tuned_results.machine(devices.current(), "emulator")
+    here = measured_results.machine(devices.current(), "emulator")
     result_files.write(result_files.folder(), here, results, forwards)
 
     tuned = facts()["tuned"]
@@ -359,7 +359,9 @@ def test_check_runs_the_kernels_that_serve(
         plan=plan, stock=False, medians_us={label(plan): 1}, clock="", date=""
     )
     known = {tuned_one: result}
-    monkeypatch.setattr(tuned_results, "find", lambda problem, *_: known.get(problem))
+    monkeypatch.setattr(
+        measured_results, "find", lambda problem, *_: known.get(problem)
+    )
     many = problem_of(4096, 4096, 4096, layout="marlin")
 
     of_stock = doctor_facts.check([problem_of(1, 4096, 4096), tuned_one, many])

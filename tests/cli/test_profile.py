@@ -11,7 +11,7 @@ import pytest
 
 from cli.conftest import Run
 from mlx_marlin import guard
-from mlx_marlin.backends import planner, tuned_results
+from mlx_marlin.backends import measured_results, planner
 from mlx_marlin.cli import profile as command
 from mlx_marlin.cli import profiled
 from mlx_marlin.cli.main import main
@@ -258,7 +258,7 @@ def test_a_measured_plan_is_the_tuned_one(
         clock="wall time",
         date="2026-11-24",
     )
-    monkeypatch.setattr(tuned_results, "find", lambda *_: result)
+    monkeypatch.setattr(measured_results, "find", lambda *_: result)
 
     assert tuned.explain() in printed(f"profile {MEASURED} 64")
 

@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 
 import mlx_marlin
 from cli.conftest import Run
-from mlx_marlin.backends import devices, planner, result_files, tuned_results
+from mlx_marlin.backends import devices, measured_results, planner, result_files
 from mlx_marlin.cli import models
 from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.products import this_machine
@@ -40,7 +40,7 @@ def tuned(kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 plan=plan, stock=stock, medians_us=medians, clock="wall time", date=""
             )
         )
-    result_files.write(kept, tuned_results.machine(target, "emulator"), results)
+    result_files.write(kept, measured_results.machine(target, "emulator"), results)
     return kept
 
 

@@ -15,10 +15,10 @@ from mlx_marlin import guard
 from mlx_marlin.backends import (
     devices,
     graph,
+    measured_results,
     planner,
     result_files,
     selection,
-    tuned_results,
 )
 from mlx_marlin.cli.main import main
 from mlx_marlin.measure import clocks, operands, result_file, timing, tuner
@@ -111,7 +111,7 @@ def test_the_model_gives_the_same_file_every_time(kept: Path) -> None:
 def test_a_file_has_the_times_of_one_run_each_with_its_plan(
     kept: Path, tmp_path: Path, printed: Run
 ) -> None:
-    machine = tuned_results.machine(devices.current(), "emulator")
+    machine = measured_results.machine(devices.current(), "emulator")
     today = date.today().isoformat()
     other = replace(measured(replace(PROBLEM, m=8)), date=today)
     result_files.write(kept, machine, [other])
@@ -257,7 +257,7 @@ def test_on_a_gpu_the_whole_way_runs_by_the_wall_clock(
     said = printed("tune 4x64x256 --seconds 0.1 --layout mlx")
 
     (result,) = result_files.read(
-        kept, tuned_results.machine(here, on)
+        kept, measured_results.machine(here, on)
     ).results.values()
     assert result.clock == "wall time"
     arms = tuner.arms(PROBLEM, here, times_stock=True)

@@ -15,13 +15,13 @@ import pytest
 import mlx_marlin
 from cli.conftest import Run
 from mlx_marlin import cache, state
-from mlx_marlin.backends import devices, result_files, selection, tuned_results
+from mlx_marlin.backends import devices, measured_results, result_files, selection
 from mlx_marlin.backends.metal import detection
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import models
 from mlx_marlin.cli.main import main
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.measured_models import VARIABLE, TunedModel
+from mlx_marlin.lm.measured_models import VARIABLE, MeasuredModel
 from mlx_marlin.lm.race import conditions, settings_race
 from mlx_marlin.lm.race.settings import DEFAULTS, Comparison, ModelSettings
 from mlx_marlin.lm.race.settings_race import Arms, Job, Value
@@ -40,7 +40,7 @@ def root(backend: Choose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     place = tmp_path / "cache"
     monkeypatch.setattr(cache, "root", lambda: place)
     monkeypatch.setattr(selection, "has_device", lambda name: name == "metal")
-    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(measured_results.ENVIRONMENT)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(mlx_lm, "load", lambda *_, **__: (tiny_llama(), None))
     monkeypatch.setattr(conditions, "why_not", lambda *_: "there is no clock")
@@ -81,12 +81,12 @@ def is_joined() -> bool:
     return "joined" in model.layers[0].self_attn.q_proj
 
 
-def kept() -> TunedModel | None:
+def kept() -> MeasuredModel | None:
     state.reset()
     return measured_models.find(tiny_llama())
 
 
-def verdict() -> TunedModel:
+def verdict() -> MeasuredModel:
     found = kept()
     assert found is not None
     return found
@@ -266,7 +266,7 @@ def write(folder: Path | None = None, **others: Any) -> Path:
         "max_ops_per_buffer": 200,
         "date": "2026-11-25",
     }
-    file = measured_models.keep(TunedModel(**fields | others))
+    file = measured_models.keep(MeasuredModel(**fields | others))
     state.reset()
     return file
 
@@ -300,7 +300,7 @@ def test_doctor_tells_the_settings_and_the_variable(
         patch.setenv(VARIABLE, "200")
         assert export not in doctor()
     with monkeypatch.context() as patch:
-        patch.setenv(tuned_results.ENVIRONMENT, "0")
+        patch.setenv(measured_results.ENVIRONMENT, "0")
         out = doctor()
     assert export not in out
     assert out.count("switched off by MLX_MARLIN_TUNED=0") == 2
@@ -341,7 +341,7 @@ def test_lm_sets_what_won(
     other = shutil.copytree(folder, tmp_path / "other")
     assert variable(arguments=["--model", str(other)]) is None
     assert variable("--join") is None
-    for name in (*measured_models.CHOICES, tuned_results.ENVIRONMENT):
+    for name in (*measured_models.CHOICES, measured_results.ENVIRONMENT):
         with monkeypatch.context() as patch:
             patch.setenv(name, "0")
             assert variable() is None

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import graph, planner, result_files, tuned_results
+from mlx_marlin.backends import graph, measured_results, planner, result_files
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.measurement import Result, label
 from mlx_marlin.planning.plan import Plan
@@ -112,8 +112,8 @@ def test_what_was_measured_of_a_product_says_nothing_of_gate_and_up(
         plan=plan, stock=False, medians_us=times, clock="wall time", date="2026-11-22"
     )
     stored = result_files.Stored(results={plain: result})
-    monkeypatch.setattr(tuned_results, "_found", cache(lambda *_: stored))
-    found = tuned_results.find(plain, H200, "cuda")
+    monkeypatch.setattr(measured_results, "_found", cache(lambda *_: stored))
+    found = measured_results.find(plain, H200, "cuda")
     assert found is not None
     assert found.plan == plan
     layer, x = layer_of(), mx.random.normal((1, 128)).astype(mx.float16)

@@ -11,7 +11,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import result_files, source, tuned_results
+from mlx_marlin.backends import measured_results, result_files, source
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.measure import timing
 from mlx_marlin.planning.measurement import STOCK
@@ -33,7 +33,7 @@ WAIT = "for (long long start = clock64(); clock64() - start < 2000000;) {}\n"
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
-    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(measured_results.ENVIRONMENT)
     monkeypatch.setattr(timing, "NOISE", 1.0)  # other tests run on the same GPU
     state.reset()
     yield tmp_path
@@ -49,7 +49,7 @@ def model() -> Any:
 
 
 def results() -> list[Any]:
-    machine = tuned_results.machine(this_machine.device(), "cuda")
+    machine = measured_results.machine(this_machine.device(), "cuda")
     found = result_files.read(result_files.folder(), machine)
     return [*found.results.values()]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends import planner, registry, selection, tuned_results
+from mlx_marlin.backends import measured_results, planner, registry, selection
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -84,7 +84,7 @@ def given(
     fault: Any = lambda _: None,
 ) -> serving.Place:
     """Returns this process, with what was measured and whether it may hand over."""
-    patch.setattr(tuned_results, "find", lambda *_: measured)
+    patch.setattr(measured_results, "find", lambda *_: measured)
     patch.setattr(selection, "may_hand_over", lambda: may)
     return serving.Place(device=DEFAULT, fault=fault)
 

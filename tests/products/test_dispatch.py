@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import devices, graph, planner, selection, tuned_results
+from mlx_marlin.backends import devices, graph, measured_results, planner, selection
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
@@ -309,7 +309,7 @@ def test_another_machine_is_decided_for_without_what_is_known_of_this_one(
     checked: list[Any] = []
     monkeypatch.setattr(planner, "stock_reason", lambda *_: "stock is predicted")
     monkeypatch.setattr(selection, "may_hand_over", lambda: not forced)
-    monkeypatch.setattr(tuned_results, "find", lambda *_: measured)
+    monkeypatch.setattr(measured_results, "find", lambda *_: measured)
     chip = devices.named("M3 Max")
     place = serving.Place(device=chip, is_here=is_here, fault=checked.append)
 

@@ -11,7 +11,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import devices, selection, tuned_results
+from mlx_marlin.backends import devices, measured_results, selection
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
@@ -127,7 +127,7 @@ def simulated(
     """Makes a device of a back end seem available."""
     simulated = SimulatedMac()
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
-    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(measured_results.ENVIRONMENT)
     backend(None)
     monkeypatch.setattr(selection, "has_device", lambda each: each == name)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
@@ -143,5 +143,5 @@ def simulated(
 
 def forget_process() -> None:
     """Forgets what a new process would not know."""
-    tuned_results._of_process.clear()
+    measured_results._of_process.clear()
     state.reset()

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import result_files, selection, tuned_results
+from mlx_marlin.backends import measured_results, result_files, selection
 from mlx_marlin.evidence import codec
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.lm import measured_models, recipe
-from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.measured_models import MeasuredModel
 from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race import conditions
 from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
@@ -32,7 +32,9 @@ JOINED = ModelSettings(join=True)
 ALL = ModelSettings(layout="marlin", join=True, trace=True, fuse=("residual",))
 
 
-def result(model: nn.Module, chosen: ModelSettings | None, **others: Any) -> TunedModel:
+def result(
+    model: nn.Module, chosen: ModelSettings | None, **others: Any
+) -> MeasuredModel:
     fields: dict[str, Any] = {
         "model": "tiny",
         "key": measured_models.model_key(model),
@@ -41,7 +43,7 @@ def result(model: nn.Module, chosen: ModelSettings | None, **others: Any) -> Tun
         "max_ops_per_buffer": None,
         "date": "2026-11-25",
     }
-    return TunedModel(**(fields | others))
+    return MeasuredModel(**(fields | others))
 
 
 def keep(chosen: ModelSettings | None, **others: Any) -> Path:
@@ -61,7 +63,7 @@ def kept(
 ) -> Iterator[Path]:
     """Keeps results in a folder of the test, as if this machine had a Metal device."""
     monkeypatch.setattr(cache, "folder", tmp_path.joinpath)
-    monkeypatch.delenv(tuned_results.ENVIRONMENT)
+    monkeypatch.delenv(measured_results.ENVIRONMENT)
     monkeypatch.setattr(selection, "has_device", lambda name: name == "metal")
     backend(None)
     assert selection.backend() == "metal"
@@ -195,7 +197,7 @@ def test_a_dry_run_and_the_log_say_that_tuned_settings_are_used(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        (tuned_results.ENVIRONMENT, "0"),
+        (measured_results.ENVIRONMENT, "0"),
         ("MLX_MARLIN_DEVICE", "Apple M1"),
         *(
             (selection.ENVIRONMENT, name)
@@ -211,7 +213,7 @@ def test_the_environment_turns_it_off(
     state.reset()
 
     assert measured_models.find(tiny_llama()) is None
-    assert bool(measured_models.why_not_tuned()) == (name == selection.ENVIRONMENT)
+    assert bool(measured_models.why_not_measured()) == (name == selection.ENVIRONMENT)
 
 
 def test_a_newer_result_replaces_an_older_one_of_the_same_model(kept: Path) -> None:
@@ -234,10 +236,10 @@ def test_a_result_of_another_version_is_not_used(
     kept: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     keep(JOINED)
-    own = tuned_results.machine
+    own = measured_results.machine
     changed = 3 if name == "cores" else "0.1.2"
     monkeypatch.setattr(
-        tuned_results,
+        measured_results,
         "machine",
         lambda *a, **k: replace(own(*a, **k), **{name: changed}),
     )

@@ -15,9 +15,9 @@ import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import (
     devices,
+    measured_results,
     result_files,
     selection,
-    tuned_results,
 )
 from mlx_marlin.backends.metal import backend as metal_backend
 from mlx_marlin.lm.race import (
@@ -66,12 +66,12 @@ def one_layer(mac: SimulatedMac, **options: Any) -> Any:
     return model.layers[0]
 
 
-def results_of(model: nn.Module, m: int) -> Iterator[tuned_results.Measured | None]:
+def results_of(model: nn.Module, m: int) -> Iterator[measured_results.Measured | None]:
     """Yields what was measured of each product of a model with a number of rows."""
     for product in at_load.products_of(model, at_load.Target.of(None)):
         problem = product.problem(m, "mlx")
         assert problem is not None
-        yield tuned_results.find(problem, M3_MAX, selection.backend())
+        yield measured_results.find(problem, M3_MAX, selection.backend())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_who_wins_everywhere_serves_all(
     assert [m for m, _ in mac.raced] == [*RACED]
     assert {reasons[m] is None for m in range(2, 65)} == {is_ours}
     assert is_ours or "measured here" in str(reasons[6])
-    machine = tuned_results.machine(M3_MAX, "metal")
+    machine = measured_results.machine(M3_MAX, "metal")
     stored = result_files.read(result_files.folder(), machine).results.values()
     times = [(each.us, each.medians_us[STOCK]) for each in stored]
     assert times == [(us, 10.0)] * len(RACED)

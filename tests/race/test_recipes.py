@@ -16,10 +16,10 @@ from mlx_lm.models import llama
 
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import measured_results, selection
 from mlx_marlin.lm import measured_models, recipe
 from mlx_marlin.lm.layer_conversion import LayerConversion
-from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.measured_models import MeasuredModel
 from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race import forward_race, product_race
 from mlx_marlin.lm.race.settings import ModelSettings
@@ -78,7 +78,7 @@ def test_a_recipe_follows_what_was_given_then_the_race_then_the_back_end(
                 return None
             return Forwards(key=key, layout=found, seconds={}, date="")
 
-    monkeypatch.setattr(tuned_results, "forwards", lambda *_: Known())
+    monkeypatch.setattr(measured_results, "forwards", lambda *_: Known())
     for given in GIVEN:
         told = resolved(model, given)
 
@@ -123,17 +123,17 @@ def test_measured_settings_replace_the_defaults_together_or_not_at_all(
         return
     model = tiny_llama()
     key = measured_models.model_key(model)
-    monkeypatch.setattr(tuned_results, "forwards", lambda *_: {})
+    monkeypatch.setattr(measured_results, "forwards", lambda *_: {})
     for settings in SETTINGS:
         fields: Any = dict.fromkeys(("model", "date"), "x")
-        tuned = TunedModel(
+        tuned = MeasuredModel(
             **fields, key=key, settings=settings, speedups={}, max_ops_per_buffer=None
         )
         measured_models.keep(tuned)
         state.reset()
         for given in GIVEN:
             told = resolved(model, given)
-            assert told.tuned == (None if given else tuned)
+            assert told.measured == (None if given else tuned)
             if given:
                 wanted = expected(False, given)
             elif settings is None:
@@ -142,7 +142,7 @@ def test_measured_settings_replace_the_defaults_together_or_not_at_all(
                 wanted = settings.options
             assert told.options.items() >= wanted.items()
             assert told.is_stock == (settings is None and not given)
-            assert not (told.tuned and told.decides_layout)
+            assert not (told.measured and told.decides_layout)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_marlin.backends import devices, result_files, selection, tuned_results
+from mlx_marlin.backends import devices, measured_results, result_files, selection
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.measurement import Result
 from mlx_marlin.planning.problem import Problem
@@ -16,7 +16,7 @@ PROBLEM = Problem(m=4, n=64, k=256)
 
 def results(kept: Path) -> dict[Problem, Result]:
     return result_files.read(
-        kept, tuned_results.machine(devices.current(), "emulator")
+        kept, measured_results.machine(devices.current(), "emulator")
     ).results
 
 

@@ -15,7 +15,7 @@ from mlx_marlin.backends.cuda import detection
 from mlx_marlin.evidence import codec
 from mlx_marlin.guard import verdicts
 from mlx_marlin.lm import measured_models
-from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.measured_models import MeasuredModel
 from mlx_marlin.lm.options import FUSIONS
 from mlx_marlin.lm.race.settings import ModelSettings
 from mlx_marlin.planning.measurement import Forwards, Measured, Result, label
@@ -161,7 +161,7 @@ def read_verdict(file: Path) -> int:
 
 def model_file(place: Path) -> Path:
     settings = ModelSettings(trace=True, fuse=(next(iter(FUSIONS)),))
-    model = TunedModel(
+    model = MeasuredModel(
         model="m",
         key="k",
         settings=settings,

@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import cache, state
-from mlx_marlin.backends import devices, graph, planner, result_files, tuned_results
+from mlx_marlin.backends import devices, graph, measured_results, planner, result_files
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue
@@ -26,7 +26,7 @@ from support.results import PROBLEM, measured
 
 
 def found_of(problem: Problem) -> Measured | None:
-    return tuned_results.find(problem, DEFAULT, "emulator")
+    return measured_results.find(problem, DEFAULT, "emulator")
 
 
 def result_of(problem: Problem) -> Result | None:
@@ -38,7 +38,7 @@ def keep(
     kept: Path, result: Result, device: Any = DEFAULT, on: str = "emulator"
 ) -> None:
     """Writes a result as if it had been measured on a device by a back end."""
-    result_files.write(kept, tuned_results.machine(device, on), [result])
+    result_files.write(kept, measured_results.machine(device, on), [result])
 
 
 def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
@@ -50,7 +50,7 @@ def test_results_are_read_once_until_they_are_forgotten(kept: Path) -> None:
     state.reset()
     assert result_of(PROBLEM) == measured(PROBLEM)
     assert found_of(replace(PROBLEM, m=5)) is None
-    assert tuned_results.find(PROBLEM, DEFAULT, "metal") is None
+    assert measured_results.find(PROBLEM, DEFAULT, "metal") is None
     result_files.clear(kept)
     assert result_of(PROBLEM) == measured(PROBLEM)
 
@@ -124,19 +124,21 @@ def test_the_nearest_measured_rows_decide_about_others(
     problem: AnyProblem,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuned_results, "_of_process", {})
-    here = tuned_results.machine(DEFAULT, "emulator")
+    monkeypatch.setattr(measured_results, "_of_process", {})
+    here = measured_results.machine(DEFAULT, "emulator")
     found = {m: result_at(problem, m, m in stock, m in decoded) for m in rows}
     result_files.write(kept, here, [*found.values()][:-1])
     with monkeypatch.context() as patch:
         patch.setattr(cache, "write", Mock(side_effect=OSError("full")))
         with pytest.raises(OSError, match="full"):
-            tuned_results.keep(kept, here, [*found.values()][-1:])
+            measured_results.keep(kept, here, [*found.values()][-1:])
 
     other = replace(PROBLEM, n=128)
-    tuned_results.leave_to_stock(here, other)
+    measured_results.leave_to_stock(here, other)
     for left in (False, True, False):
-        change = tuned_results.leave_to_stock if left else tuned_results.begin_again
+        change = (
+            measured_results.leave_to_stock if left else measured_results.begin_again
+        )
         change(here, with_rows(problem, 77))
         state.reset()
         assert found_of(other) is not None
@@ -184,10 +186,10 @@ def test_the_environment_turns_reading_off(
     kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(kept, measured(PROBLEM))
-    monkeypatch.setenv(tuned_results.ENVIRONMENT, "0")
+    monkeypatch.setenv(measured_results.ENVIRONMENT, "0")
 
     assert found_of(PROBLEM) is None
-    monkeypatch.setenv(tuned_results.ENVIRONMENT, "1")
+    monkeypatch.setenv(measured_results.ENVIRONMENT, "1")
     state.reset()
     assert found_of(PROBLEM) is not None
 
@@ -201,8 +203,8 @@ def test_times_of_this_chip_are_not_those_of_a_named_one(
 
     monkeypatch.setenv(devices.ENVIRONMENT, "M3 Max")
 
-    assert tuned_results.find(PROBLEM, m3, "metal") is None
-    assert tuned_results.find(PROBLEM, m3, "emulator") is not None
+    assert measured_results.find(PROBLEM, m3, "metal") is None
+    assert measured_results.find(PROBLEM, m3, "emulator") is not None
 
 
 HALF = {"dtype": mx.float16}
@@ -228,7 +230,7 @@ def test_a_cached_call_asks_for_nothing(
     kept: Path, ran: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlx_marlin.quantized_matmul(X, *NATIVE)
-    monkeypatch.setattr(tuned_results, "find", None)
+    monkeypatch.setattr(measured_results, "find", None)
 
     mlx_marlin.quantized_matmul(X, *NATIVE)
 
@@ -239,7 +241,7 @@ def test_a_bad_file_is_told_once_and_the_model_decides(
     kept: Path, ran: list[Plan]
 ) -> None:
     kept.mkdir()
-    here = tuned_results.machine(devices.current(), "emulator")
+    here = measured_results.machine(devices.current(), "emulator")
     (kept / here.file_name).write_text("nonsense")
 
     with pytest.warns(RuntimeWarning, match="are ignored"):
@@ -301,7 +303,7 @@ def test_importing_the_package_reads_nothing() -> None:
     program = """
 import sys
 import mlx_marlin
-print([name for name in ("backends.tuned_results", "planning", "cache", "tuning")
+print([name for name in ("backends.measured_results", "planning", "cache", "tuning")
        if f"mlx_marlin.{name}" in sys.modules])
 """
     answer = run_python(program)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_marlin import decision_log, state
-from mlx_marlin.backends import children, result_files, selection, tuned_results
+from mlx_marlin.backends import children, measured_results, result_files, selection
 from mlx_marlin.lm.known_layers import is_packed_faster
 from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
@@ -61,14 +61,14 @@ class Race:
         limit = SECONDS if self.recipe.raced is None else MORE_SECONDS
         self.deadline = self._began + limit
         self.target = Target.of(None)
-        self.machine = tuned_results.machine(self.target.device, selection.backend())
+        self.machine = measured_results.machine(self.target.device, selection.backend())
         self.folder = result_files.folder()
         self._has_stopped = False
         self._is_converted = False
         self._has_timed = False
         self._is_kept = True
         self._unwritten: list[Result] = []
-        stored = tuned_results.known(self.folder, self.machine)
+        stored = measured_results.known(self.folder, self.machine)
         self._kernels = StockKernels()
         given_up = self.recipe.raced is not None and self.recipe.raced.is_given_up
         self._is_given_up = given_up
@@ -229,7 +229,7 @@ class Race:
         """Times products, and leaves to stock MLX what there is no time for."""
         race = self.products
         for problem in (p for each in found for p in race.problems(each, 1).values()):
-            tuned_results.begin_again(self.machine, problem)
+            measured_results.begin_again(self.machine, problem)
         left = [each for each in found if race.left(each)]
         if not left:
             return
@@ -254,7 +254,7 @@ class Race:
         for each in products:
             problem = self.products.problems(each, 1).get("mlx")
             if problem is not None:
-                tuned_results.leave_to_stock(self.machine, problem)
+                measured_results.leave_to_stock(self.machine, problem)
 
     def _options(self) -> dict[str, Any]:
         """Returns the options of `optimize` that convert a model like this one."""
@@ -364,7 +364,7 @@ class Race:
         self, results: Sequence[Result], forwards: Sequence[Forwards] = ()
     ) -> None:
         try:
-            tuned_results.keep(self.folder, self.machine, results, forwards)
+            measured_results.keep(self.folder, self.machine, results, forwards)
             self._is_kept = True
         except OSError as error:
             self._is_kept = False

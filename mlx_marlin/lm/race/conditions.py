@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin.backends import selection, tuned_results
+from mlx_marlin.backends import measured_results, selection
 from mlx_marlin.layers.sharded_linear import SHARDED
 from mlx_marlin.lm.known_layers import is_sharded
 from mlx_marlin.lm.module_tree import computing_layers
@@ -28,13 +28,13 @@ def why_not(model: nn.Module, recipe: Recipe) -> str | None:
     backend = selection.backend()
     if not recipe.measure:
         return "measure=False"
-    if os.environ.get(tuned_results.ENVIRONMENT) == "0":
-        return f"{tuned_results.ENVIRONMENT}=0"
+    if os.environ.get(measured_results.ENVIRONMENT) == "0":
+        return f"{measured_results.ENVIRONMENT}=0"
     if backend not in selection.ON_GPU or selection.missing():
         return "there is no GPU here"
     if not selection.may_hand_over():
         return f"{selection.ENVIRONMENT} is set, so stock MLX serves no call of ours"
-    if tuned_results.stands_for_another(backend):
+    if measured_results.stands_for_another(backend):
         return "plans are made for another chip than this machine's"
     device = this_machine.device()
     if device.unsupported is not None:

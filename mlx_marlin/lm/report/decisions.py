@@ -67,13 +67,13 @@ def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
     found = serving.problem_of(request) if request.transpose else None
     problem = found if isinstance(found, Problem) else None
     measured = target.serving.measured(problem) if problem else None
-    tuned = None if measured is None else measured.result
-    kernel, stock = _stock(problem, tuned, target)
+    timed = None if measured is None else measured.result
+    kernel, stock = _stock(problem, timed, target)
     if isinstance(answer, Refusal):
         # Stock MLX has to decode packed weights, for which there is no model.
         time = stock if request.layout == "mlx" else None
     else:
-        time = _time(answer, tuned, target)
+        time = _time(answer, timed, target)
     origin = _origin(answer, problem, measured, target)
     return _decision(rows, answer, request.invariant, time, (kernel, stock), origin)
 
@@ -171,7 +171,7 @@ def _kernel(plan: AnyPlan) -> str:
 
 
 def _stock(
-    problem: Problem | None, tuned: Result | None, target: Target
+    problem: Problem | None, timed: Result | None, target: Target
 ) -> tuple[str | None, Time | None]:
     """Returns stock MLX's kernel and its time for a product in MLX's layout."""
     native = None if problem is None else in_stock_mlx(problem)
@@ -179,13 +179,13 @@ def _stock(
         return None, None
     predicted = target.backend.predict_stock(native, target.device)
     kernel = None if predicted is None else predicted.call.kernel
-    if tuned is not None and STOCK in tuned.medians_us:
-        return kernel, _measured(tuned, STOCK)
+    if timed is not None and STOCK in timed.medians_us:
+        return kernel, _measured(timed, STOCK)
     seconds = target.backend.stock_seconds(native, target.device)
     return kernel, None if seconds is None else _predicted(seconds)
 
 
-def _time(plan: AnyPlan, tuned: Result | None, target: Target) -> Time | None:
+def _time(plan: AnyPlan, timed: Result | None, target: Target) -> Time | None:
     """Returns the time of a plan of ours."""
     if isinstance(plan, DequantizePlan):
         if not plan.transposed:
@@ -193,8 +193,8 @@ def _time(plan: AnyPlan, tuned: Result | None, target: Target) -> Time | None:
         seconds = target.backend.seconds(plan, target.device)
         return None if seconds is None else _predicted(seconds)
     assert isinstance(plan, Plan)
-    if tuned is not None and plan == tuned.plan and tuned.us is not None:
-        return _measured(tuned, label(plan))
+    if timed is not None and plan == timed.plan and timed.us is not None:
+        return _measured(timed, label(plan))
     return _predicted(planner.predict(plan, target.device).seconds)
 
 
@@ -202,5 +202,5 @@ def _predicted(seconds: float) -> Time:
     return Time(us=seconds * 1e6, origin="predicted")
 
 
-def _measured(tuned: Result, name: str) -> Time:
-    return Time(us=tuned.medians_us[name], origin="measured", clock=tuned.clock)
+def _measured(timed: Result, name: str) -> Time:
+    return Time(us=timed.medians_us[name], origin="measured", clock=timed.clock)

@@ -28,7 +28,7 @@ from mlx_marlin.lm.layer_conversion import (
     is_marlin_layer,
     layout_where_packed,
 )
-from mlx_marlin.lm.measured_models import TunedModel
+from mlx_marlin.lm.measured_models import MeasuredModel
 from mlx_marlin.lm.module_tree import (
     common_path,
     named_layers,
@@ -41,7 +41,7 @@ from mlx_marlin.products.request import Gather, Request
 from mlx_marlin.weights import dtypes
 
 DEFAULTS = LayerConversion()
-"""What `optimize(model)` converts where nothing was tuned."""
+"""What `optimize(model)` converts where nothing was measured."""
 SORTED_PAIRS = 64
 """Pairs from which mlx-lm sorts the experts."""
 CHOICES = (
@@ -66,7 +66,7 @@ class Target:
     # results. Otherwise the model decides for a GPU of this kind
     is_here: bool
     # The settings that tuning found for the model, which `optimize` uses
-    tuned: TunedModel | None = None
+    measured: MeasuredModel | None = None
     # The layout that tuning or the race found for the model, or None
     layout: str | None = None
 
@@ -112,14 +112,14 @@ class Target:
 
     def why_not(self, layer: nn.Module) -> str:
         """Returns why `optimize` does not convert a layer."""
-        if self.tuned is not None and DEFAULTS.applies_to(layer):
-            return self.tuned.reason
+        if self.measured is not None and DEFAULTS.applies_to(layer):
+            return self.measured.reason
         return DEFAULTS.why_not(layer)
 
     @property
     def _conversion(self) -> LayerConversion | None:
         """What `optimize` converts in this process; None if stock MLX is faster."""
-        if self.tuned is not None and self.tuned.settings is None:
+        if self.measured is not None and self.measured.settings is None:
             return None
         return replace(DEFAULTS, layout=self.layout)
 

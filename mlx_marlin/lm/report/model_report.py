@@ -135,8 +135,8 @@ def report(
     check_model(model)
     counts, target = check(rows, chip)
     if target.is_here:
-        recipe = resolve(model, DEFAULTS)
-        target = replace(target, tuned=recipe.tuned, layout=recipe.conversion.layout)
+        made = resolve(model, DEFAULTS)
+        target = replace(target, measured=made.measured, layout=made.conversion.layout)
     layers = [
         LayerReport(group=group, decisions=_decisions(group.product, counts, target))
         for group in groups_of(model, target)
@@ -229,9 +229,9 @@ def _notes(
                 "optimize(model) also joins layers that share x here; a report on the "
                 "converted model shows them joined"
             )
-    if target.tuned is not None:
-        settings = name_of(target.tuned.settings)
-        yield f"optimize(model) uses {settings}, {target.tuned.reason}"
+    if target.measured is not None:
+        settings = name_of(target.measured.settings)
+        yield f"optimize(model) uses {settings}, {target.measured.reason}"
     if any(product.choices for product in quantized):
         yield "experts: rows are tokens, and each token chooses several experts"
 

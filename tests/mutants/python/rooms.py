@@ -78,16 +78,16 @@ ROOMS = {
     ),
     "results": _room(
         0.95,
-        "backends/planner.py backends/tuned_results.py backends/result_files.py",
+        "backends/planner.py backends/measured_results.py backends/result_files.py",
         "planning/test_who_serves.py planning/test_choice.py cuda/test_handover.py "
-        "tuning/test_tuned_results.py tuning/test_results_used.py "
+        "tuning/test_measured_results.py tuning/test_results_used.py "
         "tuning/test_damaged_results.py race/test_what_is_kept.py",
     ),
     "guard": _room(0.95, "guard/*.py", "guard"),
     "planning": _room(
         0.95,
         "planning/**/*.py",
-        "planning tuning/test_measurement.py tuning/test_tuned_results.py "
+        "planning tuning/test_measurement.py tuning/test_measured_results.py "
         "cli/test_plan.py metal/test_expert_plans.py "
         "products/test_dequantizing.py cuda/test_rotation_plans.py",
     ),

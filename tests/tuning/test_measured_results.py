@@ -14,7 +14,13 @@ import pytest
 from hypothesis import assume
 
 from mlx_marlin import cache
-from mlx_marlin.backends import planner, registry, result_files, source, tuned_results
+from mlx_marlin.backends import (
+    measured_results,
+    planner,
+    registry,
+    result_files,
+    source,
+)
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
@@ -188,24 +194,24 @@ def test_one_warning_tells_the_first_fault_and_counts_the_others(
 def test_newer_results_of_the_file_replace_what_could_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuned_results, "_of_process", {})
+    monkeypatch.setattr(measured_results, "_of_process", {})
     other, newer = measured(replace(PROBLEM, m=9)), measured(PROBLEM, stock=True)
     with monkeypatch.context() as patch:
         patch.setattr(cache, "write", Mock(side_effect=OSError("full")))
         with pytest.raises(OSError, match="full"):
-            tuned_results.keep(tmp_path, HERE, [measured(PROBLEM), other], MODELS)
-    kept = tuned_results.known(tmp_path, HERE)
+            measured_results.keep(tmp_path, HERE, [measured(PROBLEM), other], MODELS)
+    kept = measured_results.known(tmp_path, HERE)
     assert kept.results == by_problem(measured(PROBLEM), other)
     assert [*kept.forwards.values()] == MODELS
 
-    tuned_results.keep(tmp_path, HERE, [newer])
+    measured_results.keep(tmp_path, HERE, [newer])
 
-    known = tuned_results.known(tmp_path, HERE)
+    known = measured_results.known(tmp_path, HERE)
     assert known.results == by_problem(newer, other)
     assert [*known.forwards.values()] == MODELS
     newest, model = measured(PROBLEM, rank=1), replace(MODELS[1], date="newest")
     result_files.write(tmp_path, HERE, [newest], [model])  # by another process
-    known = tuned_results.known(tmp_path, HERE)
+    known = measured_results.known(tmp_path, HERE)
     assert known.results == by_problem(newest, other)
     assert [*known.forwards.values()] == [MODELS[0], model]
 
@@ -225,7 +231,9 @@ def test_whatever_times_depend_on_has_a_file_of_its_own(
 def test_the_emulator_is_a_machine_of_its_own() -> None:
     m3 = Device.named("M3 Max", 30)
 
-    real, emulated = (tuned_results.machine(m3, name) for name in ("metal", "emulator"))
+    real, emulated = (
+        measured_results.machine(m3, name) for name in ("metal", "emulator")
+    )
 
     assert (real.chip, real.cores, real.architecture) == (m3.name, 30, m3.arch)
     assert emulated.chip == "emulator for Apple M3 Max"
@@ -244,10 +252,10 @@ def test_a_machine_has_its_system_and_the_kernels_of_its_back_end(
     monkeypatch.setattr(platform, "release", lambda: "6.10.2-generic")
     digests = {}
     for name in ("metal", "cuda", "emulator"):
-        tuned_results.kernels.cache_clear()
-        here = tuned_results.machine(DEFAULT, name)
+        measured_results.kernels.cache_clear()
+        here = measured_results.machine(DEFAULT, name)
         assert here.system == system
-        assert here.kernels == tuned_results.kernels(name)
+        assert here.kernels == measured_results.kernels(name)
         digests[name] = here.kernels
 
     assert digests["metal"] == digests["emulator"] != digests["cuda"]
@@ -265,10 +273,10 @@ def test_a_field_of_a_plan_more_changes_the_machine(
         def more(type_: Any, changed: Any = changed) -> list[Any]:
             return [*fields(type_), *fields(Machine)[: type_ is changed]]
 
-        monkeypatch.setattr(tuned_results, "fields", more)
-        tuned_results.kernels.cache_clear()
-        digests.add(tuned_results.kernels(backend))
-    tuned_results.kernels.cache_clear()
+        monkeypatch.setattr(measured_results, "fields", more)
+        measured_results.kernels.cache_clear()
+        digests.add(measured_results.kernels(backend))
+    measured_results.kernels.cache_clear()
 
     launches = registry.named(backend).traits.launches
     assert len(digests) == 1 + len({*shared, *launches})
@@ -280,8 +288,8 @@ def test_a_shader_that_changes_changes_the_machine(
 ) -> None:
     def kernels() -> str:
         source.digest_of_shaders.cache_clear()
-        tuned_results.kernels.cache_clear()
-        return tuned_results.machine(DEFAULT, "metal").kernels
+        measured_results.kernels.cache_clear()
+        return measured_results.machine(DEFAULT, "metal").kernels
 
     before = kernels()
     monkeypatch.setattr(source, "shader_folder", lambda: tmp_path)
