@@ -38,7 +38,7 @@ AS_MLX = {
 MOST_LINES = {
     "backends": 9409,
     "checkpoints": 5982,
-    "cli": 5541,
+    "cli": 5521,
     "evidence": 113,
     "guard": 1992,
     "layers": 1568,

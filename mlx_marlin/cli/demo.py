@@ -30,16 +30,8 @@ MODEL_FOLDERS = (
 """Where the demo's own model is: in the installed package or in the checkout."""
 
 HELD_OUT_MODULES = (
-    "bisect",
-    "calendar",
-    "configparser",
-    "fractions",
-    "graphlib",
-    "heapq",
-    "queue",
-    "sched",
-    "shlex",
-    "textwrap",
+    *("bisect", "calendar", "configparser", "fractions", "graphlib"),
+    *("heapq", "queue", "sched", "shlex", "textwrap"),
 )
 """Modules of the standard library that the demo's model was not trained on."""
 

@@ -74,14 +74,8 @@ def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:
 
 
 COLORS = (
-    "#0077BB",
-    "#EE7733",
-    "#009988",
-    "#CC3311",
-    "#AA3377",
-    "#997700",
-    "#33BBEE",
-    "#555555",
+    *("#0077BB", "#EE7733", "#009988", "#CC3311"),
+    *("#AA3377", "#997700", "#33BBEE", "#555555"),
 )
 """Colours of series, repeated in order: Paul Tol's vibrant scheme and others,
 distinguishable with colour blindness."""

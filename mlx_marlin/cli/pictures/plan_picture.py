@@ -21,14 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = (
-    "#77AADD",
-    "#EE8866",
-    "#EEDD88",
-    "#FFAABB",
-    "#99DDFF",
-    "#44BB99",
-    "#BBCC33",
-    "#AAAA00",
+    *("#77AADD", "#EE8866", "#EEDD88", "#FFAABB"),
+    *("#99DDFF", "#44BB99", "#BBCC33", "#AAAA00"),
 )
 """Colours of threadgroups, repeated in order: Paul Tol's light scheme, which is legible
 under black text and distinguishable with colour blindness."""
