@@ -27,6 +27,7 @@ from benchmarks.rates_fit import (
     present,
     rows_of,
 )
+from benchmarks.stock import decision
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.measure import result_file, rows
@@ -84,7 +85,7 @@ def changed_plans(problems: Sequence[Problem], device: Device, found: Fit) -> li
         return [
             (
                 planner.choose(problem, device).explain(),
-                planner.stock_reason(problem, device) is not None,
+                not decision.by_our_kernels(problem, device),
             )
             for problem in problems
         ]

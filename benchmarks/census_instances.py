@@ -17,12 +17,10 @@ from metal_emulator.dispatch import Dispatch, record
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.launch import Launch, Operand
-from mlx_marlin.backends.metal import operand_probe, source, tensor_probe
-from mlx_marlin.backends.metal.cost import residency
-from mlx_marlin.backends.metal.cost.counts import loop_cost
-from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS
+from mlx_marlin.backends.metal import probes, source
+from mlx_marlin.backends.metal.kernel_choice import PROBED
 from mlx_marlin.backends.metal.launches import launches
-from mlx_marlin.backends.metal.operands import PROBED
+from mlx_marlin.backends.metal.main_loop import MATRIX_OPS, loop_cost
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.block_plans import (
@@ -140,7 +138,7 @@ def _counts(plan: object) -> dict[str, int | None]:
     """Returns our counts of a plan's first kernel."""
     assert isinstance(plan, MetalPlan)
     return {
-        "registers": residency.registers(plan),
+        "registers": plan.registers,
         "instructions": _instructions(plan),
     }
 
@@ -187,14 +185,14 @@ def _probes() -> Iterator[Instance]:
     rows, and no layout of one with 32 is published.
     """
     for form in PROBED:
-        yield _of_launch(operand_probe.probe(form).launch, chosen=ARCHITECTURES)
+        yield _of_launch(probes.probe(form).launch, chosen=ARCHITECTURES)
     for dtype in ("float16", "bfloat16"):
         problem = problem_of(16, 4096, 4096, dtype=dtype)
         plan = planner.make(problem, device=named("M5"), kernel="gemm_tensor")
         assert isinstance(plan, MetalPlan)
-        for probe in tensor_probe.probes(plan):
+        for probe in probes.probes(plan):
             yield _of_launch(probe.launch, chosen=TENSOR_ARCHITECTURES)
-        launch = tensor_probe.layout_probe(dtype).launch
+        launch = probes.layout_probe(dtype).launch
         text = launch.source
         wide = text.header.replace("Descriptor(32,16,32", "Descriptor(32,32,32")
         assert wide != text.header

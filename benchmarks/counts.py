@@ -17,12 +17,16 @@ from pathlib import Path
 import mlx_marlin
 from benchmarks import agx
 from mlx_marlin.backends.metal.candidates import body_of
-from mlx_marlin.backends.metal.cost.counts import LARGEST_GROUP, form_key, format_key
-from mlx_marlin.backends.metal.cost.main_loop import MATRIX_OPS
 from mlx_marlin.backends.metal.device import DEFAULT
+from mlx_marlin.backends.metal.kernel_choice import BFLOAT_BITS, MIXED_BITS
+from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS
 from mlx_marlin.backends.metal.launches import launches
-from mlx_marlin.backends.metal.limits import GEMV_ROWS
-from mlx_marlin.backends.metal.operands import BFLOAT_BITS, MIXED_BITS
+from mlx_marlin.backends.metal.main_loop import (
+    LARGEST_GROUP,
+    MATRIX_OPS,
+    form_key,
+    format_key,
+)
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, step_k

@@ -18,7 +18,7 @@ from cuda_weights import Format, biases_of_stock, zero_native
 
 import mlx_marlin
 from mlx_marlin.backends import selection
-from mlx_marlin.backends.cuda import arguments as cuda_arguments
+from mlx_marlin.backends.cuda import launches as cuda_arguments
 
 
 def needed(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import product
 
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.backends.metal.cost.main_loop import loop_of
+from mlx_marlin.backends.metal.main_loop import loop_of
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 

@@ -11,18 +11,20 @@ of these once for a tile of rows; how many rows an expert has is binomial, and f
 them are priced as dot products. Stock MLX is taken to read one from memory for every
 choice; the second ratio is what would be left if caches served every repeated expert.
 
-Usage: python benchmarks/predicted.py
+Usage: python -m benchmarks.predicted
 """
 
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.stock import experts as stock_experts
+from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.cost.rates import memory_seconds
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.search import gather_handover, gather_seconds
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from mlx_marlin.backends.metal.experts import gather_seconds
+from mlx_marlin.backends.metal.handover import reason_of_experts
+from mlx_marlin.backends.metal.rates import memory_seconds
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 
@@ -174,8 +176,9 @@ def expert_seconds(
         gather = GatherProblem(
             problem=problem, experts=experts.count, is_sorted=is_sorted
         )
-        stock, ours = gather_seconds(gather, device)
-        served = stock if gather_handover(gather, device) else ours
+        stock = stock_experts.stock_seconds(gather, device)
+        stays = reason_of_experts(gather, device) is not None
+        served = stock if stays else gather_seconds(gather, device)
         once = gather.chosen_experts * problem.weight_bytes
         cached = memory_seconds(round(once), device)
         yield layers * stock, layers * served, layers * min(stock, cached)

@@ -1,7 +1,7 @@
 """Fits the cost model's constants to measured products.
 
-Fitted are the rates of the chip's generation (`backends.metal.cost.rates`), the overlap
-in stock's matrix kernels (`backends.metal.stock.prediction`), and what a chain adds to
+Fitted are the rates of the chip's generation (`backends.metal.rates`), the overlap
+in stock's matrix kernels (`benchmarks.stock.prediction`), and what a chain adds to
 each product, which the model does not have. The sum of squared logarithms of measured
 over predicted times is minimized, with large errors weighted less. What a file does not
 determine, alone or in combination, stays near its present value. Rows of `gemm_staged`,
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.log_fit import Vector, fitted
+from benchmarks.stock import prediction
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.cost import rates
-from mlx_marlin.backends.metal.cost.rates import Rates
+from mlx_marlin.backends.metal import rates
 from mlx_marlin.backends.metal.device import Device, chips, key
-from mlx_marlin.backends.metal.stock import prediction
+from mlx_marlin.backends.metal.rates import Rates
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import CHAIN, STOCK, ProductRow
 
@@ -34,7 +34,7 @@ UNCERTAIN = 0.2
 STARTS = (0.75, 1.0, 1.25)
 """Factors on the bandwidth to start from: far off, no row may depend on it."""
 
-PLANNING = ("mlx_marlin.backends", "mlx_marlin.planning")
+PLANNING = ("mlx_marlin.backends", "mlx_marlin.planning", "benchmarks.stock")
 """Packages whose caches depend on the constants."""
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from benchmarks.stock.kernels import stock_call
 from metal_emulator import Counters, trace
 from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.stock.kernels import stock_call
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.decompositions import data_parallel
 from mlx_marlin.planning.work.work import Work

@@ -14,16 +14,16 @@ import mlx.core as mx
 from benchmarks import agx, mlx_texts
 from benchmarks.agx import TYPES, Counts, Text
 from benchmarks.rival_calls import RIVAL_ROWS, dspark
+from benchmarks.stock.kernels import stock_call
 from mlx_marlin.backends.launch import Launch
-from mlx_marlin.backends.metal.cost.main_loop import (
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.launches import launches
+from mlx_marlin.backends.metal.main_loop import (
     MATRIX_OPS,
     WEIGHTS_PER_TRIP,
     readers,
 )
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.stock.kernels import stock_call
 from mlx_marlin.planning.problem import Problem
 
 UNROLLED = re.compile(r"for \(int ([tred]) ")

@@ -4,9 +4,9 @@ Each constant is fitted to the rows of `tests/data/published_times.json` that it
 and that no note rules out: the value with the least sum of squared logarithms of model
 over published. Each is fitted again to a part of these rows and judged by the others,
 which shows whether it says something about times that it was not fitted to. The
-constants in use are in `mlx_marlin/backends/metal/cost/rates.py`; nothing is written.
+constants in use are in `mlx_marlin/backends/metal/rates.py`; nothing is written.
 
-Usage: python benchmarks/stock_fit.py
+Usage: python -m benchmarks.stock_fit
 """
 
 import math
@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from mlx_marlin.backends.metal.cost import rates
-from mlx_marlin.backends.metal.stock import prediction
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
+from benchmarks.stock import prediction
+from benchmarks.stock.prediction import stock_prediction
+from mlx_marlin.backends.metal import rates
 from stock_times import ROWS, Row
 
 MISSED = "q"

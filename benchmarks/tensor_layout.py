@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlx_marlin.backends import devices
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.tensor_probe import ELEMENTS, layout_probe
+from mlx_marlin.backends.metal.probes import ELEMENTS, layout_probe
 from mlx_marlin.guard.known_answers import output_of_probe
 
 DTYPES = ("float16", "bfloat16")

@@ -13,9 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.stock.decision import stock_seconds
+from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -180,7 +181,7 @@ def speed(problem: Problem, device: Device) -> float:
         if isinstance(served, Plan)
         else backend.seconds(served, device)
     )
-    return float(backend.stock_seconds(problem, device) / ours)
+    return float(stock_seconds(problem, device) / ours)
 
 
 def _cell(problem: Problem, device: Device) -> str:

@@ -125,15 +125,11 @@ def described(pair: Pair) -> str:
     The wording of messages has no part in it.
     """
     choice = planner.compare(pair.problem, device=named(pair.device))
-    ours, stock = choice.prediction.seconds, choice.stock
+    ours = choice.prediction.seconds
     served = "ours" if choice.reason is None else "stock"
     if planner.choose_dequantize(choice.plan.problem, choice.device) is not None:
         served += ", decoded once"
-    other = "" if stock is None else f", stock {stock.seconds * 1e6:.2f} us"
-    return (
-        f"{summary(choice.plan)}: {ours * 1e6:.2f} us{other}, {served} "
-        f"#{digest(choice)}"
-    )
+    return f"{summary(choice.plan)}: {ours * 1e6:.2f} us, {served} #{digest(choice)}"
 
 
 def summary(plan: Plan) -> str:
@@ -150,15 +146,11 @@ def summary(plan: Plan) -> str:
 
 def digest(choice: Choice) -> str:
     """Returns a digest of the candidates with their times, and of what else differs."""
-    stock, dense = (
-        choice.stock,
-        planner.choose_dequantize(choice.plan.problem, choice.device),
-    )
+    dense = planner.choose_dequantize(choice.plan.problem, choice.device)
     values = [
         [(values_of(each.plan), number(each.seconds)) for each in choice.candidates],
         values_of(choice.plan),
         number(choice.prediction.seconds),
-        stock and (stock.call.kernel, stock.call.threadgroups, number(stock.seconds)),
         choice.reason is None,
         dense and (dense.transposed, dense.chunk),
     ]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.prediction import StockPrediction, stock_prediction
 from mlx_marlin.planning.problem import problem_of
 
 FILE = Path(__file__).parent / "data" / "published_times.json"

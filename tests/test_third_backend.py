@@ -132,9 +132,6 @@ class NumPy:
     def choose_gather(self, gather: GatherProblem, device: Host) -> HostGatherPlan:
         return HostGatherPlan(gather=gather, fragments_m=1, simdgroups_k=1)
 
-    def predict_stock(self, problem: Problem, device: Host) -> None:
-        return None
-
     def handover(
         self, problem: Any, device: Host, ours: Callable[[], Prediction]
     ) -> str | None:

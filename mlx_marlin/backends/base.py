@@ -110,18 +110,6 @@ class Backend(Protocol):
         """Returns how many threadgroups of a plan are resident on a core."""
         ...
 
-    def predict_stock(self, problem: Problem, device: Any) -> Any:
-        """Returns the predicted times of stock MLX, or None if there is no model.
-
-        They have `call` (with `kernel` and `threadgroups`), `seconds`,
-        `independent_seconds`, `bound` and `explain`, as in `Prediction`.
-        """
-        ...
-
-    def stock_seconds(self, problem: AnyProblem, device: Any) -> float | None:
-        """Returns the predicted time of stock MLX with norm and epilogue, or None."""
-        ...
-
     def handover(
         self, problem: AnyProblem, device: Any, predicted: Callable[[], Prediction]
     ) -> str | None:

@@ -92,7 +92,6 @@ def compare(
         plan=candidates[0].plan,
         device=device,
         prediction=prediction,
-        stock=backend.predict_stock(problem, device),
         reason=backend.handover(problem, device, lambda: prediction),
         candidates=candidates,
     )

@@ -253,36 +253,21 @@ def explanation(choice: Choice) -> str:
         f"device    {chip.variant}: {chip.figures}",
         f"plan      {choice.plan.explain()}",
         f"cost      {choice.prediction.explain()}",
-        f"stock     {_stock(choice)}",
         f"served by {_server(choice)}",
     ]
     return "\n".join(lines)
-
-
-def _stock(choice: Choice) -> str:
-    if choice.stock is None:
-        return "no model of stock MLX on this device"
-    text: str = choice.stock.explain()
-    return text.removeprefix("stock MLX: ")
 
 
 def _server(choice: Choice) -> str:
     """Returns who serves the product and why."""
     problem = choice.plan.problem
     if choice.reason:
-        return f"stock MLX: {choice.reason} (model, not measured)"
-    if choice.stock is None:
-        return "this plan"
+        return f"stock MLX: {choice.reason}"
     if problem.layout != "mlx":
         return "this plan: stock MLX cannot read a packed weight"
     if problem.invariant:
         return "this plan: stock MLX's bits of a row depend on the number of rows"
-    stock = registry.of_device(choice.device).stock_seconds(problem, choice.device)
-    if stock is None:
-        return "this plan"
-    ratio = stock / choice.prediction.seconds
-    kernel = choice.stock.call.kernel
-    return f"this plan: {ratio:.2f} times as fast as {kernel} (model, not measured)"
+    return "this plan, where nobody has measured"
 
 
 def pictures(choice: Choice) -> str:

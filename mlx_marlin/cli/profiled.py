@@ -144,7 +144,7 @@ def _subject(
     """Returns what computes a product."""
     is_measured = why_not is not None
     if kernel == STOCK:
-        subject = _of_stock(problem, device, is_measured)
+        subject = _of_stock(problem, is_measured)
     else:
         plan = _plan(problem, device, kernel, is_measured)
         subject = Subject(problem=problem, plan=plan)
@@ -175,14 +175,13 @@ def _plan(
     return plan if isinstance(plan, Plan) else planner.choose(problem, device)
 
 
-def _of_stock(problem: Problem, device: PlanningDevice, is_measured: bool) -> Subject:
+def _of_stock(problem: Problem, is_measured: bool) -> Subject:
     """Returns stock MLX's product."""
     native = in_stock_mlx(problem)
     if native is None:
         raise ValueError(f"stock MLX has no groups of {problem.group_size}")
-    has_model = registry.of_device(device).predict_stock(native, device) is not None
-    if not (is_measured or has_model):
-        raise ValueError(f"there is no model of stock MLX on {device.name}")
+    if not is_measured:
+        raise ValueError("the time of stock MLX is measured, not predicted")
     return Subject(problem=native, plan=None)
 
 
@@ -204,12 +203,11 @@ def on_gpu() -> bool:
 def assumed(
     subjects: Sequence[Subject], device: PlanningDevice, seconds: float
 ) -> list[Profile]:
-    """Returns profiles with a given time; that of stock MLX is predicted."""
+    """Returns profiles of plans with a given time."""
     return [
-        _predicted(subject, device)
-        if subject.plan is None
-        else of_plan(subject.plan, device, seconds, "assumed")
+        of_plan(subject.plan, device, seconds, "assumed")
         for subject in subjects
+        if subject.plan is not None
     ]
 
 
@@ -270,10 +268,7 @@ def _profile(
 def _predicted(
     subject: Subject, device: PlanningDevice, with_counts: bool = False
 ) -> Profile:
-    if subject.plan is None:
-        stock = registry.of_device(device).predict_stock(subject.problem, device)
-        assert stock is not None  # else it is not among the subjects
-        return of_stock(subject.problem, device, stock.seconds, "predicted")
+    assert subject.plan is not None  # stock MLX is not among the subjects
     seconds = planner.predict(subject.plan, device).seconds
     counts = _counts(subject.plan) if with_counts else None
     return of_plan(subject.plan, device, seconds, "predicted", counts)

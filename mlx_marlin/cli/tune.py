@@ -11,7 +11,6 @@ from mlx_marlin import guard, progress, state, tables
 from mlx_marlin.backends import (
     measured_results,
     planner,
-    registry,
     result_files,
     selection,
 )
@@ -156,19 +155,13 @@ def listing(problem: Problem, target: PlanningDevice) -> Table:
     times_stock = selection.backend() in selection.ON_GPU
     arms = tuner.arms(problem, target, times_stock=times_stock)
     unit = "us by the model, not measured"
-    rows = [
-        {"plan": tuner.name(arm), unit: _predicted(arm, problem, target)}
-        for arm in arms
-    ]
+    rows = [{"plan": tuner.name(arm), unit: _predicted(arm, target)} for arm in arms]
     return Table(title=problem.explain(), rows=rows)
 
 
-def _predicted(arm: Arm, problem: Problem, target: PlanningDevice) -> float | None:
-    """Returns the predicted microseconds, or None without a cost model."""
-    if arm is not None:
-        return planner.predict(arm, target).seconds * 1e6
-    stock = registry.of_device(target).predict_stock(problem, target)
-    return None if stock is None else stock.seconds * 1e6
+def _predicted(arm: Arm, target: PlanningDevice) -> float | None:
+    """Returns the predicted microseconds; None for stock MLX, which has no model."""
+    return None if arm is None else planner.predict(arm, target).seconds * 1e6
 
 
 def _tunable(found: list[Problem]) -> list[Problem]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from mlx_marlin.backends import planner, registry
+from mlx_marlin.backends import planner
 from mlx_marlin.lm.optimize import optimize
 from mlx_marlin.measure import timing
 from mlx_marlin.measure.rows import (
@@ -168,36 +168,28 @@ def predict(
     prompt: int = PROMPT,
     new: int = NEW,
 ) -> Iterator[GenerationRow]:
-    """Predicts the rows of `measure` from the products of quantized layers alone.
+    """Predicts our rows of `measure` from the products of quantized layers alone.
 
     Attention, norms and the host are left out, so rates are upper bounds.
     """
-    backend = registry.of_device(device)
-    predictions: dict[str, Callable[[Problem], float]] = {
-        STOCK_MODEL: lambda problem: backend.predict_stock(problem, device).seconds,
-        OURS: lambda problem: (
-            planner.predict(planner.choose(problem, device), device).seconds
-        ),
-    }
 
-    def of_pass(predicted: Callable[[Problem], float], rows: int) -> Timing:
-        seconds = sum(
-            count * predicted(replace(problem, m=rows))
-            for problem, count in counts.items()
-        )
+    def of_pass(rows: int) -> Timing:
+        seconds = 0.0
+        for problem, count in counts.items():
+            plan = planner.choose(replace(problem, m=rows), device)
+            seconds += count * planner.predict(plan, device).seconds
         return Timing(seconds=seconds, method="cost model")
 
     for count in streams:
-        for arm, predicted in predictions.items():
-            yield GenerationRow(
-                model=name,
-                arm=arm,
-                streams=count,
-                prompt_tokens=prompt,
-                new_tokens=new,
-                prompt=of_pass(predicted, count * prompt),
-                step=of_pass(predicted, count),
-            )
+        yield GenerationRow(
+            model=name,
+            arm=OURS,
+            streams=count,
+            prompt_tokens=prompt,
+            new_tokens=new,
+            prompt=of_pass(count * prompt),
+            step=of_pass(count),
+        )
 
 
 def first_tokens(

@@ -13,7 +13,6 @@ from mlx_marlin.measure import operands
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.rows import (
-    CHAIN,
     CLOCKS,
     DEQUANTIZED,
     OURS,
@@ -21,7 +20,7 @@ from mlx_marlin.measure.rows import (
     ProductRow,
     Timing,
 )
-from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
@@ -92,14 +91,12 @@ def measure(
     faults = [f"{_label(arm)} is left out: {why}" for arm, why in checked if why]
     every = [*usable, _quantized(native), _dequantized(native)]
     timed = [arm for arm in every if arm.plan or clock.times_stock]
-    modelled = [arm for arm in every if arm not in timed]
     products = {_key(arm): arm.product for arm in timed}
     clocks = zip(CLOCKS, (clock.measure, clock.measure_independent), strict=True)
     rows = []
     for name, measured in clocks:
         spreads = measured(products, inputs) if products else {}
         rows += [_row(arm, name, clock.timing(spreads[_key(arm)])) for arm in timed]
-        rows += [_row(arm, name, _predicted(arm, device, name)) for arm in modelled]
     return Measured(rows=rows, faults=faults, notes=_drifts(rows))
 
 
@@ -199,22 +196,6 @@ def _row(arm: Arm, clock: str, timing: Timing) -> ProductRow:
         plan=arm.plan,
         handover=arm.handover,
     )
-
-
-def _predicted(arm: Arm, device: PlanningDevice, clock: str) -> Timing:
-    """Returns the cost model's time of stock MLX, or of decoding the weight first.
-
-    Products that run at the same time hide dispatches, of which the latter has two.
-    """
-    backend, problem = registry.of_device(device), arm.problem
-    stock = backend.predict_stock(replace(problem, layout="mlx"), device)
-    hidden = stock.seconds - stock.independent_seconds if clock != CHAIN else 0.0
-    seconds = stock.seconds - hidden
-    if arm.name != STOCK:
-        dense = backend.seconds(dequantize_plan(problem), device)
-        assert dense is not None  # the emulator's back end has a model of it
-        seconds = dense - 2 * hidden
-    return Timing(seconds=seconds, method="cost model")
 
 
 def _drifts(rows: Sequence[ProductRow]) -> list[str]:

@@ -20,8 +20,6 @@ class Choice:
         plan: The chosen plan.
         device: The device it was chosen for.
         prediction: Predicted times of the plan.
-        stock: Predicted times of stock MLX, as `Backend.predict_stock` returns them;
-            None on CUDA, which has no such model.
         reason: Why stock MLX serves the product instead; None if the plan does.
         candidates: All plans that were compared, the chosen one first.
     """
@@ -29,7 +27,6 @@ class Choice:
     plan: Plan
     device: PlanningDevice
     prediction: Prediction
-    stock: Any
     reason: str | None
     candidates: tuple[Candidate, ...]
 
@@ -40,23 +37,17 @@ class Choice:
     def explain(self) -> str:
         """Returns one line with the plan, its predicted time and who serves it."""
         served = "stock MLX" if self.reason else "our kernels"
-        stock = self.stock and f", stock MLX {_us(self.stock.seconds)} us"
         return (
             f"{self.plan.explain()}; predicted {_us(self.prediction.seconds)} us on "
-            f"{self.device.variant}{stock or ''} (model, "
-            f"not measured); served by {served}"
+            f"{self.device.variant} (model, not measured); served by {served}"
         )
 
     def table(self) -> str:
         """Returns a table of all candidates: predicted time, bottleneck, verdict."""
         heads = ["strategy", "threadgroups", "simdgroups", "slots", "busy", "us"]
         rows = [[*heads, "bound by", ""], *map(self._row, self.candidates)]
-        stock = self.stock
-        if stock is None:
-            return aligned(rows)
-        call = [stock.call.kernel, f"{stock.call.threadgroups}", "", ""]
-        times = ["", _us(stock.seconds), stock.bound]
-        rows.append([*call, *times, self.reason or "stock MLX, slower by the model"])
+        if self.reason:
+            rows.append(["stock MLX", *[""] * 6, self.reason])
         return aligned(rows)
 
     def figures(self) -> dict[str, Any]:
@@ -73,9 +64,6 @@ class Choice:
             "independent_us": round(self.prediction.independent_seconds * 1e6, 2)
             if self.prediction.launch
             else None,
-            "stock_us": self.stock and round(self.stock.seconds * 1e6, 2),
-            "stock_independent_us": self.stock
-            and round(self.stock.independent_seconds * 1e6, 2),
             "bytes": plan.problem.bytes,
             "workspace_bytes": plan.workspace_bytes,
             "dispatches": plan.dispatches,

@@ -1,6 +1,6 @@
 // Known answers of one 8x8 product of the types that OPERAND has for bfloat: threadgroup k
 // computes w[n, k'] = code(n, k) if k' is k, else 0, times x[k', m]. So every product of three
-// indices is a result of its own. mlx_marlin/backends/metal/operand_probe.py has the same values.
+// indices is a result of its own. mlx_marlin/backends/metal/probes.py has the same values.
 
 // Returns w[n, k]: different numbers that need every significant bit, 11 of a half or 8 of a
 // bfloat.

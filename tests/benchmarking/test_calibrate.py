@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import calibrate, rates_fit
 from benchmarks.rates_fit import Constants
+from benchmarks.stock import prediction
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.cost import rates
+from mlx_marlin.backends.metal import rates
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock import prediction
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import OURS, STOCK, ProductRow, Timing

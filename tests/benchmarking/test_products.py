@@ -10,14 +10,11 @@ import pytest
 
 from mlx_marlin import guard
 from mlx_marlin.backends import devices, graph, planner, registry, selection
-from mlx_marlin.backends.metal.cost import rates
-from mlx_marlin.backends.metal.dequantize import dequantize_seconds
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.measure import clocks, operands, products, timing
 from mlx_marlin.measure.products import Measured
 from mlx_marlin.measure.rows import CLOCKS, DEQUANTIZED, OURS, STOCK
-from mlx_marlin.planning.dequantize_plan import dequantize_plan
+from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.products import packing, serving, this_machine
 from mlx_marlin.products.serving import Refusal
@@ -62,23 +59,14 @@ def test_in_the_emulator_every_time_is_the_cost_models(
 
     assert (measured.faults, measured.notes) == ([], [])
     found = {(row.arm, row.problem.layout, row.clock): row for row in measured.rows}
-    arms = [(OURS, "mlx"), (OURS, "marlin"), (STOCK, "mlx"), (DEQUANTIZED, "mlx")]
+    arms = [(OURS, "mlx"), (OURS, "marlin")]
     assert {*found} == {(*arm, clock) for arm in arms for clock in CLOCKS}
     assert len(found) == len(measured.rows)
-    for (arm, layout, _), row in found.items():
+    for (_, layout, _), row in found.items():
         assert row.timing.source == "predicted"
         assert row.problem == replace(SMALL, layout=layout)
         assert row.timing.method == "cost model"
-        ours = planner.choose(row.problem, DEFAULT) if arm == OURS else None
-        assert row.plan == ours
-    # Each product waits for a dispatch, or two, unless others run at the same time.
-    level = rates.level_seconds(DEFAULT)
-    stock = stock_prediction(SMALL, DEFAULT).seconds
-    dense = dequantize_seconds(SMALL, DEFAULT)
-    for arm, seconds, dispatches in ((STOCK, stock, 1), (DEQUANTIZED, dense, 2)):
-        chain, overlapped = (found[arm, "mlx", each].timing.seconds for each in CLOCKS)
-        assert chain == seconds
-        assert chain - overlapped == pytest.approx(dispatches * level)
+        assert row.plan == planner.choose(row.problem, DEFAULT)
 
 
 @sampled(1)
@@ -89,7 +77,7 @@ def test_formats_of_floats_are_compared_too(
     measured = measure(problem_of(4, 64, 256, mode=mode), "marlin")
 
     assert (measured.faults, measured.notes) == ([], [])
-    assert {row.arm for row in measured.rows} == {OURS, STOCK, DEQUANTIZED}
+    assert {row.arm for row in measured.rows} == {OURS}
 
 
 def instant(products: Any, drifts: Any) -> dict[Any, timing.Spread]:
@@ -193,7 +181,7 @@ def test_a_wrong_product_is_left_out_with_a_note(
 
     measured = measure()
 
-    assert {row.arm for row in measured.rows} == {STOCK, DEQUANTIZED}
+    assert not measured.rows
     (fault,) = measured.faults
     assert "ours (mlx layout)" in fault
     assert "is left out: its product is wrong" in fault
@@ -206,7 +194,7 @@ def test_a_kernel_that_fails_its_check_is_left_out(
 
     measured = measure()
 
-    assert {row.arm for row in measured.rows} == {STOCK, DEQUANTIZED}
+    assert not measured.rows
     assert "is left out: it does not compile" in measured.faults[0]
 
 
@@ -223,18 +211,25 @@ def test_a_call_that_stock_would_serve_is_timed_with_our_best_plan(
 
 
 def test_a_weight_that_is_decoded_once_is_timed_that_way(
-    measure: Callable[..., Measured], monkeypatch: pytest.MonkeyPatch
+    on_metal: clocks.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    decoded = []
+
+    def product(plan: DequantizePlan) -> graph.Product:
+        decoded.append(plan)
+        return operands.stock_product(plan.problem)
+
+    monkeypatch.setattr(graph, "dequantized_product", product)
     monkeypatch.setattr(
         serving, "serve_problem", lambda problem, *_, **__: dequantize_plan(problem)
     )
 
-    measured = measure(SMALL, "marlin")
+    measured = products.measure(SMALL, M3_MAX, on_metal, ("mlx",))
 
     ours = [row for row in measured.rows if row.arm == OURS]
-    assert (measured.faults, measured.notes) == ([], [])
+    assert not measured.faults
     assert {row.plan for row in ours} == {None}
-    assert ours[0].timing.seconds == dequantize_seconds(ours[0].problem, DEFAULT)
+    assert decoded == [dequantize_plan(SMALL)]
 
 
 def test_drift_is_noted(

@@ -12,16 +12,16 @@ import metal_emulator
 from benchmarks import agx, rival_calls, rival_slots, rivals
 from benchmarks.rival_calls import Counted
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal.cost.main_loop import (
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.launches import launches
+from mlx_marlin.backends.metal.main_loop import (
     MATRIX_OPS,
     WEIGHTS_PER_TRIP,
     loop_of,
     loop_slots,
     readers,
 )
-from mlx_marlin.backends.metal.cost.rates import rates_of
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.launches import launches
+from mlx_marlin.backends.metal.rates import rates_of
 from mlx_marlin.planning.problem import problem_of
 from support.profiles import sampled
 

@@ -94,7 +94,5 @@ def test_a_comparison_begins_with_the_choice_and_can_be_shown() -> None:
     assert choice.plan == planner.choose(problem, H200)
     assert choice.candidates[0].plan == choice.plan
     assert len({each.plan for each in choice.candidates}) == len(choice.candidates)
-    assert choice.stock is None
     assert "NVIDIA H200 (model, not measured); served by our" in choice.explain()
-    assert choice.figures()["stock_us"] is None
     assert choice.table().count("chosen") == 1

@@ -13,7 +13,7 @@ from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU, SwitchLinear
 
 import mlx_marlin
 from mlx_marlin.backends import graph, planner
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.lm.tracing.experts import GatedExperts
 from mlx_marlin.planning.gather_plan import GatherProblem

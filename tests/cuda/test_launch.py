@@ -7,7 +7,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends import arguments, graph
-from mlx_marlin.backends.cuda import arguments as cuda_arguments
+from mlx_marlin.backends.cuda import launches as cuda_arguments
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products import packing
 from mlx_marlin.products.packing import pack

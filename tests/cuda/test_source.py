@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends import planner, source
-from mlx_marlin.backends.cuda import arguments as cuda_arguments
 from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends.cuda import launches as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Epilogue

@@ -12,7 +12,7 @@ import metal_emulator
 from mlx_marlin import guard, state
 from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import tensor_probe
+from mlx_marlin.backends.metal import probes as metal_probes
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
@@ -114,14 +114,14 @@ def test_a_kernel_needs_all_of_its_probes(
     device = named("Apple M5 Max")
     problem = problem_of(16, 4096, 4096)
     plan = planner.make(problem, device=device, kernel="gemm_tensor")
-    probes = tensor_probe.probes(plan)
+    probes = metal_probes.probes(plan)
     assert len(probes) == 3
     faults = [lambda _: None] * 3
     faults[wrong] = lambda _: "planted"
     changed = [
         replace(probe, fault=fault) for probe, fault in zip(probes, faults, strict=True)
     ]
-    monkeypatch.setattr(tensor_probe, "probes", lambda _: changed)
+    monkeypatch.setattr(metal_probes, "probes", lambda _: changed)
 
     with pytest.warns(RuntimeWarning, match="planted"):
         reason = guard.why_not(plan)

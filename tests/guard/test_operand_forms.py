@@ -12,10 +12,10 @@ import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import operand_probe
+from mlx_marlin.backends.metal import probes
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.guard import known_answers
 from mlx_marlin.planning.explicit import CodeForm
@@ -102,7 +102,7 @@ def plan_of(operand: CodeForm, m: int = 16, device: Device = M4_PRO) -> MetalPla
 
 @forms
 def test_the_products_of_a_form_are_known(operand: CodeForm) -> None:
-    assert known_answers.fault_of_probe(operand_probe.probe(operand)) is None
+    assert known_answers.fault_of_probe(probes.probe(operand)) is None
 
 
 @forms
@@ -113,24 +113,24 @@ def test_a_gpu_that_computes_otherwise_is_noticed(
 ) -> None:
     planted(fault, monkeypatch)
 
-    said = known_answers.fault_of_probe(operand_probe.probe(operand))
+    said = known_answers.fault_of_probe(probes.probe(operand))
     assert (said is not None) == (operand in FAULTS[fault][1])
 
 
 @forms
 def test_the_probe_passes_the_static_check(operand: CodeForm) -> None:
-    check_statically(operand_probe.probe(operand))
+    check_statically(probes.probe(operand))
 
 
 @forms
 def test_every_product_is_compared(operand: CodeForm) -> None:
-    values = [*operand_probe.products(operand)]
+    values = [*probes.products(operand)]
     assert len({*values}) == len(values) == 512
 
     def below(value: float) -> float:
         return float(np.nextafter(np.float32(value), 0))
 
-    assert_compares(operand_probe.probe(operand), values, below, range(512))
+    assert_compares(probes.probe(operand), values, below, range(512))
 
 
 def test_plans_have_the_forms_that_a_chip_computes() -> None:

@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwiGLU
 
 from mlx_marlin import state
 from mlx_marlin.backends import graph
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing import fusion
 from mlx_marlin.lm.tracing.routing import Routing, stock_sum
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan

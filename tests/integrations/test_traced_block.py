@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models import cache as caches
 
 import mlx_marlin
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing.model_families import FAMILIES
 from mlx_marlin.lm.tracing.routing import Routing
 from mlx_marlin.planning.plan import Plan

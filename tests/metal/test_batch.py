@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.stock.prediction import stock_call, stock_prediction
 from metal_emulator import trace
 from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock.prediction import stock_call, stock_prediction
 from mlx_marlin.backends.planner import predict
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from mlx_marlin.backends import devices, planner, selection
-from mlx_marlin.backends.metal.experts import search
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan, gather_unsupported
 from mlx_marlin.guard import experts
 from mlx_marlin.planning.gather_plan import GATES, GatherProblem
 from mlx_marlin.planning.problem import Problem
@@ -154,7 +153,7 @@ def test_what_the_kernel_does_not_compute_is_told(
     gather = GatherProblem(
         problem=problem_of(**options), experts=6, gate=gate, bias=True
     )
-    reason = search.gather_unsupported(gather)
+    reason = gather_unsupported(gather)
     assert words in str(reason) if words else reason is None
 
 

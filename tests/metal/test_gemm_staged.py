@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.experiments.staging import barriers
-from mlx_marlin.backends.metal.operands import PROBED
+from mlx_marlin.backends.metal.kernel_choice import PROBED
+from mlx_marlin.backends.metal.plan import barriers
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

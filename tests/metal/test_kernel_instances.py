@@ -10,9 +10,8 @@ from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.candidates import plans
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
-from mlx_marlin.backends.metal.kernel_choice import default_kernel
-from mlx_marlin.backends.metal.limits import GEMV_ROWS, THREE_FRAGMENTS_M
-from mlx_marlin.backends.metal.operands import forms
+from mlx_marlin.backends.metal.kernel_choice import default_kernel, forms
+from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS, THREE_FRAGMENTS_M
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

@@ -16,7 +16,7 @@ import metal_emulator
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import arguments, graph, kernels, planner, selection
-from mlx_marlin.backends.metal import arguments as metal_arguments
+from mlx_marlin.backends.metal import launches as metal_arguments
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
 from mlx_marlin.backends import devices, graph, planner, selection
-from mlx_marlin.backends.metal.cost.main_loop import loop_of
+from mlx_marlin.backends.metal.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
 from mlx_marlin.layers.linear import MarlinLinear

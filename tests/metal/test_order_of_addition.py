@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends import graph, planner, selection
 from mlx_marlin.backends.devices import current, named
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan

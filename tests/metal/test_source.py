@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 
 from mlx_marlin.backends import arguments, source
-from mlx_marlin.backends.metal import arguments as metal_arguments
+from mlx_marlin.backends.metal import launches as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.operands import OPERANDS
+from mlx_marlin.backends.metal.kernel_choice import OPERANDS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experiments.staging import (
+from mlx_marlin.backends.metal.kernel_limits import THREADGROUP_LIMIT
+from mlx_marlin.backends.metal.plan import (
     BUFFERS,
+    MetalPlan,
     barriers,
     buffer_bytes,
 )
-from mlx_marlin.backends.metal.limits import THREADGROUP_LIMIT
-from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.measure import tuner
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 import metal_emulator
-from mlx_marlin.backends.metal.experiments.staging import barriers
+from mlx_marlin.backends.metal.plan import barriers
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.plan import Plan

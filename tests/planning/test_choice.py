@@ -7,16 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
-from mlx_marlin.backends.metal.cost.rates import level_seconds
-from mlx_marlin.backends.metal.cost.residency import product_registers
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.kernel_choice import default_kernel
-from mlx_marlin.backends.metal.limits import GEMV_ROWS
-from mlx_marlin.backends.metal.operands import operand_of
+from mlx_marlin.backends.metal.kernel_choice import default_kernel, operand_of
+from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS, product_registers
+from mlx_marlin.backends.metal.rates import level_seconds
 from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
@@ -345,44 +344,6 @@ def test_more_whole_tiles_than_there_are_leave_nothing_to_group(chip: str) -> No
         planner.make(Problem(m=300, n=32, k=1024), device=named(chip), whole=16)
 
 
-@pytest.mark.parametrize(
-    ("chip", "m", "n", "words"),
-    [
-        ("M3 Max", 1, 4096, "1 row is bound by reading the weight, 25.6 us by the mod"),
-        ("M3 Max", 8, 4096, None),
-        ("M3 Max", 16, 4096, None),
-        ("M3 Max", 32, 4096, "the model gives our kernels"),
-        # Without a measurement the model decides.
-        ("M1 Max", 4, 17408, None),
-        ("M5 Max", 4, 17408, "the model gives our kernels"),
-        # A larger margin holds where stock uses matrices, and on an Ultra.
-        ("M5 Max", 32, 151936, "leaving it takes 1.30"),
-        ("M3 Ultra", 5, 17408, "leaving it takes 1.70"),
-        ("M3 Ultra", 6, 17408, "leaving it takes 1.70"),
-        ("M3 Ultra", 8, 17408, None),
-    ],
-)
-def test_stock_serves_where_the_model_sees_no_gain(
-    chip: str, m: int, n: int, words: str | None
-) -> None:
-    problem = Problem(m=m, n=n, k=4096 if n == 4096 else 5120)
-    reason = planner.stock_reason(problem, Device.named(chip))
-
-    assert words in str(reason) if words else reason is None
-
-
-@pytest.mark.parametrize("chip", ["M3", "M3 Max", "M4", "M4 Pro", "M4 Max"])
-@pytest.mark.parametrize(("bits", "first"), [(2, 5), (3, 5), (4, 5), (6, 6), (8, 6)])
-def test_rows_below_those_of_the_measured_kernel_stay_with_stock(
-    chip: str, bits: int, first: int
-) -> None:
-    for m in range(2, 10):
-        problem = Problem(m=m, n=17408, k=5120, bits=bits)
-        reason = str(planner.stock_reason(problem, Device.named(chip)))
-        measured = f"measured to be faster than stock MLX from {first} rows on"
-        assert (measured in reason) == (m < first)
-
-
 @pytest.mark.parametrize(("bits", "first"), [(4, 5), (8, 6)])
 @pytest.mark.parametrize(("n", "k"), [(17408, 5120), (5120, 17408)])
 def test_our_kernels_serve_from_the_rows_that_won_on_the_measured_chip(
@@ -408,8 +369,8 @@ def test_rows_that_stock_has_no_tensor_kernel_for_are_served_on_m5(
     )
 
     assert choice.reason is None
-    assert choice.stock is not None
-    assert least < choice.stock.seconds / choice.prediction.seconds < 2.6
+    stock = stock_prediction(choice.plan.problem, choice.device)
+    assert least < stock.seconds / choice.prediction.seconds < 2.6
 
 
 @given(problems(formats=ANY_FORMAT), devices())
@@ -445,9 +406,6 @@ def test_a_comparison_tells_whom_it_compared_for_what(
     assert choice.device == chosen_for
     assert choice.plan == planner.make(problem, device=device, **overrides)
     assert choice.prediction == planner.predict(choice.plan, chosen_for)
-    assert choice.stock == registry.of_device(chosen_for).predict_stock(
-        problem, chosen_for
-    )
     seconds = [each.prediction.seconds for each in choice.candidates]
     assert len(seconds) > 1
     assert seconds == pytest.approx(sorted(seconds))

@@ -4,14 +4,13 @@ The numbers are computed by hand, or by the rule that a document states.
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.planning import choice, search
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
@@ -92,12 +91,6 @@ WHOLE, STRIPE, SPLIT = (
 BEST = Prediction(
     memory=1e-5, issue=0, loads=0, busy=0.8, fill=0.5, dispatch=1e-6, launch=2e-6
 )  # 28 us
-STOCK = SimpleNamespace(
-    seconds=35.123e-6,
-    independent_seconds=31.987e-6,
-    bound="loads",
-    call=SimpleNamespace(kernel="qmv_wide", threadgroups=17),
-)
 
 
 def chosen(plan: Plan = WHOLE, **changes: Any) -> Choice:
@@ -107,7 +100,6 @@ def chosen(plan: Plan = WHOLE, **changes: Any) -> Choice:
         "plan": plan,
         "device": M3_MAX,
         "prediction": BEST,
-        "stock": STOCK,
         "reason": None,
         "candidates": (Candidate((1.0,), BEST, plan), *others),
     }
@@ -124,8 +116,6 @@ def test_the_figures_of_a_choice_are_those_of_its_plan_and_predictions() -> None
         "busy": 0.8,
         "predicted_us": 28.0,
         "independent_us": 25.0,
-        "stock_us": 35.12,
-        "stock_independent_us": 31.99,
         # Codes, scales and biases of groups of 64, x and the result.
         "bytes": 256 * 1024 // 2 + 2 * 2 * 256 * 16 + 2 * 8 * (1024 + 256),
         "workspace_bytes": 2 * 8 * 256 * 4,
@@ -138,11 +128,10 @@ def test_the_figures_of_a_choice_are_those_of_its_plan_and_predictions() -> None
     }
 
 
-def test_a_choice_for_one_clock_without_a_model_of_stock_has_no_such_figures() -> None:
+def test_a_choice_for_one_clock_has_no_time_of_another() -> None:
     one_clock = replace(BEST, launch=0.0, busy=1 / 3)
-    figures = chosen(prediction=one_clock, stock=None, reason="it is slow").figures()
+    figures = chosen(prediction=one_clock, reason="it is slow").figures()
 
-    assert (figures["stock_us"], figures["stock_independent_us"]) == (None, None)
     assert (figures["predicted_us"], figures["independent_us"]) == (61.0, None)
     assert (figures["busy"], figures["splits"]) == (0.3333, 1)
     assert (figures["served_by"], figures["reason"]) == ("stock", "it is slow")
@@ -152,19 +141,18 @@ def test_a_choice_is_told_in_a_line() -> None:
     line = f"{WHOLE.explain()}; predicted 28.0 us on Apple M3 Max 40-core GPU"
     model = "(model, not measured); served by"
 
-    assert chosen().explain() == f"{line}, stock MLX 35.1 us {model} our kernels"
-    bare = chosen(stock=None, reason="it is slow")
+    assert chosen().explain() == f"{line} {model} our kernels"
+    bare = chosen(reason="it is slow")
     assert bare.explain() == f"{line} {model} stock MLX"
     assert repr(bare) == f"<Choice: {bare.explain()}>"
 
 
-def test_the_table_has_a_row_for_each_candidate_and_one_for_stock(
+def test_the_table_has_a_row_for_each_candidate_and_why_stock_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "aligned", lambda rows: rows)
     heads = ["strategy", "threadgroups", "simdgroups", "slots", "busy", "us"]
     figures = ["0.80", "28.0", "memory"]
-    stock = ["qmv_wide", "17", "", "", "", "35.1", "loads"]
     ours: list[Any] = [
         [*heads, "bound by", ""],
         ["data_parallel", "8", "1x1x8", "1", *figures, "chosen"],
@@ -177,9 +165,8 @@ def test_the_table_has_a_row_for_each_candidate_and_one_for_stock(
 
     served, left = chosen().table(), chosen(reason="it is slow").table()
 
-    assert served == [*ours, [*stock, "stock MLX, slower by the model"]]
-    assert left == [*ours, [*stock, "it is slow"]]
-    assert chosen(stock=None).table() == ours
+    assert served == ours
+    assert left == [*ours, ["stock MLX", *[""] * 6, "it is slow"]]
 
 
 @pytest.mark.parametrize(

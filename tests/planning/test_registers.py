@@ -9,11 +9,9 @@ import pytest
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.choice import candidates
-from mlx_marlin.backends.metal.cost.residency import fits, registers
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
-from mlx_marlin.backends.metal.experts.search import gather_unsupported
-from mlx_marlin.backends.metal.limits import NORM_ROWS
+from mlx_marlin.backends.metal.experts import MetalGatherPlan, gather_unsupported
+from mlx_marlin.backends.metal.kernel_limits import NORM_ROWS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -34,6 +32,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 PARTS = 7  # coprime to the numbers of kinds: each part has some of all
+
+
+def fits(plan: MetalPlan | MetalGatherPlan, device: Device) -> bool:
+    return plan.registers <= device.core.thread_registers
 
 
 def every_problem() -> Iterator[Problem]:
@@ -127,7 +129,7 @@ def test_registers_are_near_the_counts_of_a_compiler(
 
     assert isinstance(plan, MetalPlan)
     assert plan.fragments_m == fragments_m
-    assert abs(registers(plan) - halves / 2) <= 5
+    assert abs(plan.registers - halves / 2) <= 5
 
 
 def test_ranges_gates_and_batches_take_more() -> None:
@@ -143,7 +145,7 @@ def test_ranges_gates_and_batches_take_more() -> None:
             strategy=strategy,  # type: ignore[arg-type]
         )
         assert isinstance(plan, MetalPlan)
-        return registers(plan)
+        return plan.registers
 
     plain = count()
     assert count("stripe") == plain + 7

@@ -12,12 +12,10 @@ import pytest
 import kernel_times
 from kernel_times import speed
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.backends.metal import tensor_gates
-from mlx_marlin.backends.metal.cost import rates, residency
-from mlx_marlin.backends.metal.cost.main_loop import loop_of
-from mlx_marlin.backends.metal.cost.predict import predict
-from mlx_marlin.backends.metal.cost.tensor import tensor_loop
+from mlx_marlin.backends.metal import choice, rates
+from mlx_marlin.backends.metal.cost import predict, tensor_loop
 from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.main_loop import loop_of
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -99,7 +97,7 @@ def test_the_kernel_is_compared_where_published_gains_held(
 def test_the_weights_of_a_batch_count_together(m: int, n: int, k: int) -> None:
     for batch, compared in ((1, False), (2, True)):
         problem = problem_of(m, n, k, batch=batch)
-        assert tensor_gates.is_candidate(problem, M5_MAX) == compared
+        assert choice.is_candidate(problem, M5_MAX) == compared
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,7 @@ def test_17_to_32_rows_decode_each_weight_once(
     assert isinstance(plan, MetalPlan)
     assert plan.simdgroup_grid == grid
     assert plan.fragments_m == fragments_m
-    assert residency.registers(plan) == {2: 82, 4: 112}[fragments_m]
+    assert plan.registers == {2: 82, 4: 112}[fragments_m]
 
 
 def test_two_operations_a_simdgroup_have_fewer_slots_and_the_same_products() -> None:

@@ -180,17 +180,15 @@ def large_weight() -> tuple[tuple[mx.array, ...], PackedWeight]:
 @pytest.mark.parametrize(
     ("chip", "rows", "words"),
     [
-        ("M3 Max", 1, "bound by reading the weight"),
+        ("M3 Max", 1, "by the table of Apple M3 Max our kernels serve"),
         ("M3 Max", 8, None),
-        ("M4 Pro", 30, "times the speed of stock MLX's qmm_t"),
+        ("M4 Pro", 30, "not measured here"),
         ("M3 Max", 48, None),
-        ("M3 Max", 65, None),
-        ("M4 Pro", 64, "leaving it takes 1.15"),
+        ("M4 Pro", 64, "not measured here"),
         ("M1 Max", 48, None),
-        ("M1 Max", 64, None),
-        ("M1", 64, "leaving it takes 1.30"),
+        ("M1", 64, "not measured here"),
         ("M5", 8, None),
-        ("M5", 256, "stock MLX's qmm_t_nax in a chain"),
+        ("M5 Max", 1, "not measured here"),
     ],
 )
 def test_on_a_mac_stock_serves_what_it_serves_as_fast(
@@ -220,7 +218,7 @@ def test_on_a_mac_every_scheme_of_mlx_has_its_server(
     for rows in (1, 8, 30, 100):
         x = activations(rows, 128, dtype=mx.float16)
         reason = mlx_marlin.why_not(x, *made.native, **options)
-        assert reason is None or "model" in reason
+        assert reason is None or "table" in reason
         assert mlx_marlin.why_not(x, packed) is None
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mlx_marlin
 from mlx_marlin.backends import graph, planner, selection
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack, unpack

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin.backends.metal import arguments
+from mlx_marlin.backends.metal import launches
 from mlx_marlin.weights.formats import TILE_K, TILE_N, WIDTHS
 from support import shader_functions
 from support.marks import needs_emulator
@@ -38,7 +38,7 @@ def test_a_weight_of_a_batch_may_begin_beyond_32_bits(
     bits: int, n: int, k_tiles: int, batches: list[int]
 ) -> None:
     n, k_tiles = max(n, 2**12), max(k_tiles, 2**8)
-    tiles = arguments.repack_tiles(bits)
+    tiles = launches.repack_tiles(bits)
     last = (-(-k_tiles // tiles) - 1, -(-n // TILE_N) - 1)
     positions = [(*last, batch) for batch in (*batches, 2**16 - 1)]
 

@@ -12,7 +12,7 @@ import pytest
 
 import metal_emulator
 from mlx_marlin.backends import kernels
-from mlx_marlin.backends.metal import limits
+from mlx_marlin.backends.metal import kernel_limits
 from mlx_marlin.backends.metal.source import BODIES
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.epilogue import Heads
@@ -40,7 +40,7 @@ NO_PRODUCTS = {
 """Bodies of which there are no instances to choose from."""
 KERNELS = [
     *(f"marlin_{body}" for body in BODIES if body not in NO_PRODUCTS),
-    *(f"marlin_{kernel}_atomic" for kernel in limits.KERNELS),
+    *(f"marlin_{kernel}_atomic" for kernel in kernel_limits.KERNELS),
 ]
 MOST = 450
 """Instances that an ordinary run checks."""

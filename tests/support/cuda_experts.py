@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin.backends import graph
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing import routing
 from mlx_marlin.lm.tracing.routing import Routing
 from mlx_marlin.planning.gather_plan import GatherProblem

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_marlin.backends import graph
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.products.packing import pack
 from support import drawn_arrays, format_cases, oracles
 from support.epilogues import STEEPEST

@@ -4,7 +4,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from mlx_marlin.backends.metal.device import DEFAULT, Device
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction
 from mlx_marlin.backends.planner import predict
 from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
@@ -16,7 +15,6 @@ def chosen(plan: Plan, device: Device = DEFAULT) -> Choice:
         plan=plan,
         device=device,
         prediction=predict(plan, device),
-        stock=stock_prediction(plan.problem, device),
         reason=None,
         candidates=(),
     )

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 import metal_emulator
-from mlx_marlin.backends.metal import arguments, source
+from mlx_marlin.backends.metal import launches, source
 from mlx_marlin.planning.work.work import Work
 from mlx_marlin.weights import layout
 
@@ -67,7 +67,7 @@ def repack_offsets(
     positions: Sequence[tuple[int, int, int]], *, n: int, k: int, bits: int
 ) -> list[tuple[int, int]]:
     """Returns where the run of each threadgroup begins, in rows and in tiles."""
-    template = arguments.repack_template(bits, layout.order_of_group(64))
+    template = launches.repack_template(bits, layout.order_of_group(64))
     x, y, z = zip(*positions, strict=True)
     found = _called(
         f"block_of_threadgroup_{bits}",

@@ -14,11 +14,11 @@ import mlx.core as mx
 from metal_emulator import check
 from mlx_marlin.backends import arguments, planner, source
 from mlx_marlin.backends.cuda import declarations
-from mlx_marlin.backends.metal import arguments as metal_arguments
 from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal import launches as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
 from mlx_marlin.backends.metal.candidates import SIMDGROUPS_K
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,

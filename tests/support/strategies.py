@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experiments.staging import BUFFERS
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     THREE_FRAGMENTS_M,
 )
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.plan import BUFFERS, MetalPlan
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN, Epilogue
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan

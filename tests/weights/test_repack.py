@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metal_emulator
-from mlx_marlin.backends.metal import arguments
+from mlx_marlin.backends.metal.launches import repack_template, repack_tiles
 from mlx_marlin.planning.block_plans import REPACK_THREADS
 from mlx_marlin.products import packing
 from mlx_marlin.products.packing import pack, to_rows, to_tiles, unpack
@@ -243,8 +243,8 @@ def test_packing_and_unpacking_are_one_dispatch_on_metal(
 
     assert len(calls) == 2
     order = layout.order_of_group(weight["group_size"])
-    template = ", ".join(map(str, arguments.repack_template(bits, order).values()))
-    of_threadgroup = arguments.repack_tiles(bits)
+    template = ", ".join(map(str, repack_template(bits, order).values()))
+    of_threadgroup = repack_tiles(bits)
     threads = REPACK_THREADS * -(-k // (64 * of_threadgroup))
     for call, name, made in zip(calls, ("pack", "unpack"), (tiles, rows), strict=True):
         text = call["arguments"][1]

@@ -18,7 +18,7 @@ import pytest
 
 from mlx_marlin.backends import graph, source
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan

@@ -12,11 +12,11 @@ from mlx_marlin.backends.base import KernelCall, Prepared
 from mlx_marlin.backends.children import Ahead
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.cost import predict as predict
+from mlx_marlin.backends.cuda.cost import residency as residency
 from mlx_marlin.backends.cuda.device import DEFAULT, CudaDevice
 from mlx_marlin.backends.cuda.launches import BY_TYPE
 from mlx_marlin.backends.cuda.launches import launches as launches
 from mlx_marlin.backends.cuda.plan import CudaPlan
-from mlx_marlin.backends.cuda.residency import residency as residency
 from mlx_marlin.backends.cuda.search import candidates as candidates
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.traits import Traits
@@ -52,7 +52,7 @@ def unsupported(
 ) -> str | None:
     """Returns why the kernels cannot compute a problem on a device, or None."""
     if isinstance(problem, GatherProblem):
-        from mlx_marlin.backends.cuda.experts import search as experts
+        from mlx_marlin.backends.cuda import search as experts
 
         return experts.gather_unsupported(problem, device)
     if not transpose and problem.batch > 1:
@@ -62,21 +62,13 @@ def unsupported(
 
 def choose_gather(gather: GatherProblem, device: CudaDevice) -> GatherPlan:
     """Returns the plan for experts' products."""
-    from mlx_marlin.backends.cuda.experts import search as experts
+    from mlx_marlin.backends.cuda import search as experts
 
     return experts.choose_gather(gather, device)
 
 
 def seconds(plan: Any, device: CudaDevice) -> None:
     """Returns None: there is no model of these plans."""
-
-
-def predict_stock(problem: Problem, device: CudaDevice) -> None:
-    """Returns None: there is no model of stock MLX on CUDA."""
-
-
-def stock_seconds(problem: AnyProblem, device: CudaDevice) -> None:
-    """Returns None: there is no model of stock MLX on CUDA."""
 
 
 def handover(

@@ -6,7 +6,7 @@ the arrays that a kernel does not read are declared before it.
 
 from typing import NamedTuple
 
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
+from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.backends.source import (
     EPILOGUE_INPUTS,
     EPILOGUE_OPERANDS,

@@ -5,15 +5,9 @@ bfloat16 values per register. A tile is `simdgroups_n` packed tiles wide, each w
 `simdgroups_k` warps; a warp has one contiguous slice of the tile's k.
 """
 
-from typing import TYPE_CHECKING
-
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import Kernel
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_N
-
-if TYPE_CHECKING:
-    from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-    from mlx_marlin.backends.cuda.plan import CudaPlan
 
 OF_CUDA: tuple[Kernel, ...] = ("mma", "mma_staged", "wgmma")
 """Names of the CUDA kernels."""
@@ -108,27 +102,3 @@ def _why_not_normed(problem: Problem) -> str | None:
     if problem.invariant:
         return "our CUDA kernels normalize no rows with invariant=True"
     return None
-
-
-def check(plan: "CudaPlan | CudaGatherPlan") -> None:
-    """Checks the fields of a plan of "mma"."""
-    reason = why_not(plan.problem)
-    if reason is not None:
-        raise ValueError(f"kernel='mma': {reason}")
-    if plan.fragments_m not in FRAGMENTS_M:
-        raise ValueError(f"fragments_m={plan.fragments_m} is not one of {FRAGMENTS_M}")
-    check_counts(plan)
-    if plan.simdgroups_n * plan.simdgroups_k > MOST_SIMDGROUPS:
-        raise ValueError(
-            f"simdgroups_n={plan.simdgroups_n} x simdgroups_k={plan.simdgroups_k} is "
-            f"more than {MOST_SIMDGROUPS} simdgroups in a threadgroup"
-        )
-
-
-def check_counts(plan: "CudaPlan | CudaGatherPlan") -> None:
-    """Raises ValueError if a block cannot have these numbers of tiles and slices."""
-    if not 1 <= plan.simdgroups_n <= MOST_SIMDGROUPS_N or plan.simdgroups_k < 1:
-        raise ValueError(
-            f"simdgroups_n={plan.simdgroups_n} must be 1 to {MOST_SIMDGROUPS_N} and "
-            f"simdgroups_k={plan.simdgroups_k} at least 1"
-        )

@@ -8,13 +8,10 @@ products of four warps.
 """
 
 from math import lcm
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.problem import Problem
-
-if TYPE_CHECKING:
-    from mlx_marlin.backends.cuda.plan import CudaPlan
 
 
 class Traits(NamedTuple):
@@ -95,36 +92,6 @@ def buffers_of(fragments_m: int, simdgroups_k: int) -> tuple[int, ...]:
 def stage_bytes(tile_m: int) -> int:
     """Returns the bytes of a stage of x."""
     return tile_m * STAGE_K * 2
-
-
-def check(plan: "CudaPlan") -> None:
-    """Checks the fields of a plan."""
-    reason, traits = why_not(plan.problem), KERNELS[plan.kernel]
-    if reason is not None:
-        raise ValueError(f"kernel={plan.kernel!r}: {reason}")
-    fragments_m = plan.fragments_m
-    if fragments_m not in traits.fragments_m:
-        raise ValueError(
-            f"fragments_m={fragments_m} is not one of {traits.fragments_m}"
-        )
-    if plan.loaders != LOADERS:
-        raise ValueError(
-            f"{plan.kernel} has loaders={LOADERS}, got loaders={plan.loaders}"
-        )
-    limits.check_counts(plan)
-    if plan.simdgroups > traits.most_simdgroups:
-        raise ValueError(
-            f"simdgroups_n={plan.simdgroups_n} x simdgroups_k={plan.simdgroups_k} make "
-            f"{plan.simdgroups} simdgroups in a threadgroup, expected at most "
-            f"{traits.most_simdgroups}"
-        )
-    fitting = buffers_of(fragments_m, plan.simdgroups_k)
-    if plan.buffers not in fitting:
-        raise ValueError(
-            f"buffers={plan.buffers} is not one of {fitting} for "
-            f"fragments_m={fragments_m} and simdgroups_k={plan.simdgroups_k}: each "
-            f"stage is always the same loader's and the same slice's"
-        )
 
 
 def affordable_buffers(fragments_m: int, warps_k: int) -> list[int]:

@@ -1,12 +1,19 @@
-"""Plans of the CUDA kernels and their validity."""
+"""Plans of the CUDA kernels and their validity.
+
+For experts, a block computes a tile of columns of one expert and finds the rows that
+chose it. If there are fewer pairs (row, expert) than experts, a block belongs to a pair
+instead: the block of the first pair of an expert computes the rows of all its pairs,
+and the blocks of the others end immediately.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mlx_marlin.backends.cuda import limits, pipelined
 from mlx_marlin.backends.cuda.limits import OF_CUDA
+from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
+from mlx_marlin.planning.work.tiles import PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
 
 
@@ -61,7 +68,7 @@ class CudaPlan(Plan):
         if self.kernel not in OF_CUDA:
             raise ValueError(f"kernel={self.kernel!r} is not one of {OF_CUDA}")
         if self.is_pipelined:
-            pipelined.check(self)
+            _check_pipelined(self)
         else:
             self._check_mma()
         self._check_rows()
@@ -90,7 +97,7 @@ class CudaPlan(Plan):
                 f"{self.kernel} has buffers=0 and loaders=0, got "
                 f"buffers={self.buffers}, loaders={self.loaders}"
             )
-        limits.check(self)
+        _check_mma(self)
 
     def _check_rows(self) -> None:
         rows = limits.FRAGMENT_ROWS * self.fragments_m
@@ -127,3 +134,144 @@ class CudaPlan(Plan):
                 "invariant=True needs mma, and data_parallel or split_k, got "
                 f"kernel={self.kernel!r}, strategy={self.work.strategy!r}"
             )
+
+
+MAX_PAIRS_PER_ROW = 16
+"""Limit of the pairs of a row that a kernel is compiled for; it reads the rows from an
+array if there are more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGatherPlan(GatherPlan):
+    """How the CUDA kernel computes experts' products."""
+
+    backend: ClassVar[str] = "cuda"
+
+    simdgroups_n: int  # Packed tiles side by side in a block
+
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other."""
+        _check_mma(self)
+        layout, n = self.problem.layout, self.problem.n
+        if self.gather.bias and layout != "marlin":
+            raise ValueError(f"bias=True needs packed weights, got layout={layout!r}")
+        tiled = layout == "marlin" and n % TILE_N == 0
+        if self.gather.gate and (not tiled or self.simdgroups_n % 2):
+            raise ValueError(
+                f"gate={self.gather.gate!r} needs packed weights of whole tiles and an "
+                f"even simdgroups_n, got layout={layout!r}, n={n}, "
+                f"simdgroups_n={self.simdgroups_n}"
+            )
+
+    @property
+    def pairs_per_row(self) -> int:
+        """Consecutive pairs for which the kernel reads the same row of x; 0 if it reads
+        the rows of pairs from an array."""
+        pairs = self.gather.pairs_per_row
+        return pairs if pairs <= MAX_PAIRS_PER_ROW else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile: pairs that share one reading of the weight."""
+        return limits.FRAGMENT_ROWS * self.fragments_m
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile, of gate and up together."""
+        return TILE_N * self.simdgroups_n
+
+    @property
+    def has_ragged_tiles(self) -> bool:
+        """Whether the kernel takes an n that is no multiple of a packed tile."""
+        return self.gather.gate is None
+
+    @property
+    def by_pair(self) -> bool:
+        """Whether a block computes the tile of a pair, not of an expert."""
+        return self.problem.m < self.experts
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return SIMD_WIDTH * self.simdgroups_n * self.simdgroups_k
+
+    @property
+    def num_threadgroups(self) -> int:
+        """Blocks: one for each tile of columns of each expert, or of each pair."""
+        columns = self.problem.n * (2 if self.gather.gate else 1)
+        return -(-columns // self.columns) * min(self.problem.m, self.experts)
+
+    @property
+    def threadgroup_bytes(self) -> int:
+        """Bytes of shared memory: the sums of all warps and the list of pairs."""
+        warps = self.simdgroups_n * self.simdgroups_k
+        return self.rows * (warps * PADDED_COLUMNS * 4 + 4)
+
+    def explain(self) -> str:
+        """Returns a line on what will run; every figure is counted, not predicted."""
+        gate = self.gather.gate
+        return (
+            f"gather {self.rows}x{self.columns}, {self.simdgroups_n}x"
+            f"{self.simdgroups_k} warps (n x k), {self.problem.m} pairs over "
+            f"{self.experts} experts, {self.num_threadgroups} blocks of "
+            f"{'pairs' if self.by_pair else 'experts'}"
+            + ", bias" * self.gather.bias
+            + (f", {gate}(gate, up)" if gate else "")
+        )
+
+
+def _check_mma(plan: CudaPlan | CudaGatherPlan) -> None:
+    """Checks the fields of a plan of "mma"."""
+    reason = limits.why_not(plan.problem)
+    if reason is not None:
+        raise ValueError(f"kernel='mma': {reason}")
+    if plan.fragments_m not in limits.FRAGMENTS_M:
+        raise ValueError(
+            f"fragments_m={plan.fragments_m} is not one of {limits.FRAGMENTS_M}"
+        )
+    _check_counts(plan)
+    if plan.simdgroups_n * plan.simdgroups_k > limits.MOST_SIMDGROUPS:
+        raise ValueError(
+            f"simdgroups_n={plan.simdgroups_n} x simdgroups_k={plan.simdgroups_k} is "
+            f"more than {limits.MOST_SIMDGROUPS} simdgroups in a threadgroup"
+        )
+
+
+def _check_counts(plan: CudaPlan | CudaGatherPlan) -> None:
+    """Raises ValueError if a block cannot have these numbers of tiles and slices."""
+    if not 1 <= plan.simdgroups_n <= limits.MOST_SIMDGROUPS_N or plan.simdgroups_k < 1:
+        raise ValueError(
+            f"simdgroups_n={plan.simdgroups_n} must be 1 to "
+            f"{limits.MOST_SIMDGROUPS_N} and simdgroups_k={plan.simdgroups_k} at least "
+            f"1"
+        )
+
+
+def _check_pipelined(plan: CudaPlan) -> None:
+    """Checks the fields of a plan."""
+    reason, traits = pipelined.why_not(plan.problem), pipelined.KERNELS[plan.kernel]
+    if reason is not None:
+        raise ValueError(f"kernel={plan.kernel!r}: {reason}")
+    fragments_m = plan.fragments_m
+    if fragments_m not in traits.fragments_m:
+        raise ValueError(
+            f"fragments_m={fragments_m} is not one of {traits.fragments_m}"
+        )
+    if plan.loaders != pipelined.LOADERS:
+        raise ValueError(
+            f"{plan.kernel} has loaders={pipelined.LOADERS}, got loaders={plan.loaders}"
+        )
+    _check_counts(plan)
+    if plan.simdgroups > traits.most_simdgroups:
+        raise ValueError(
+            f"simdgroups_n={plan.simdgroups_n} x simdgroups_k={plan.simdgroups_k} make "
+            f"{plan.simdgroups} simdgroups in a threadgroup, expected at most "
+            f"{traits.most_simdgroups}"
+        )
+    fitting = pipelined.buffers_of(fragments_m, plan.simdgroups_k)
+    if plan.buffers not in fitting:
+        raise ValueError(
+            f"buffers={plan.buffers} is not one of {fitting} for "
+            f"fragments_m={fragments_m} and simdgroups_k={plan.simdgroups_k}: each "
+            f"stage is always the same loader's and the same slice's"
+        )

@@ -8,8 +8,7 @@ from functools import cache
 
 from mlx_marlin.backends import source
 from mlx_marlin.backends.cuda import declarations
-from mlx_marlin.backends.cuda.experts.plan import CudaGatherPlan
-from mlx_marlin.backends.cuda.plan import CudaPlan
+from mlx_marlin.backends.cuda.plan import CudaGatherPlan, CudaPlan
 from mlx_marlin.backends.source import NUMBERS, OPERANDS, SECOND, Source, read
 from mlx_marlin.planning.problem import Problem
 

@@ -6,29 +6,34 @@ The module implements `backends.base.Backend`.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from mlx_marlin.backends.base import KernelCall
 from mlx_marlin.backends.launch import Launch
+from mlx_marlin.backends.metal import experts, kernel_limits
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.choice import candidates as candidates
-from mlx_marlin.backends.metal.cost.predict import predict as predict
-from mlx_marlin.backends.metal.cost.residency import residency as residency
+from mlx_marlin.backends.metal.cost import predict as predict
 from mlx_marlin.backends.metal.device import DEFAULT, Device
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
-from mlx_marlin.backends.metal.kernel_choice import default_kernel, has_registers
-from mlx_marlin.backends.metal.launches import BY_TYPE
-from mlx_marlin.backends.metal.launches import launches as launches
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
+from mlx_marlin.backends.metal.kernel_choice import (
+    PROBED,
+    default_kernel,
+    has_registers,
+)
+from mlx_marlin.backends.metal.kernel_limits import (
     KERNELS,
     NORM_ROWS,
     OPERATION_FRAGMENTS,
     TENSOR_KERNEL,
 )
-from mlx_marlin.backends.metal.operands import PROBED
+from mlx_marlin.backends.metal.launches import BY_TYPE
+from mlx_marlin.backends.metal.launches import launches as launches
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
 from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
+from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
@@ -55,8 +60,6 @@ def unsupported(
 ) -> str | None:
     """Returns why the kernels cannot compute a problem, or None."""
     if isinstance(problem, GatherProblem):
-        from mlx_marlin.backends.metal.experts import search as experts
-
         return experts.gather_unsupported(problem)
     if problem.epilogue.gated and problem.invariant:
         return "our Metal kernels gate no products that are invariant"
@@ -78,38 +81,16 @@ def unsupported(
 
 def choose_gather(gather: GatherProblem, device: Device) -> GatherPlan:
     """Returns the plan for experts' products."""
-    from mlx_marlin.backends.metal.experts import search as experts
-
     return experts.choose_gather(gather, device)
 
 
 def seconds(plan: DequantizePlan | GatherPlan, device: Device) -> float:
     """Returns the predicted time of a plan that decodes first or is of experts."""
     if isinstance(plan, DequantizePlan):
-        from mlx_marlin.backends.metal.dequantize import dequantize_seconds
+        from mlx_marlin.backends.metal.cost import dequantize_seconds
 
         return dequantize_seconds(plan.problem, device)
-    from mlx_marlin.backends.metal.experts import search as experts
-
-    return experts.gather_seconds(plan.gather, device)[1]
-
-
-def predict_stock(problem: Problem, device: Device) -> Any:
-    """Returns the time that the model predicts for stock MLX."""
-    from mlx_marlin.backends.metal.stock.prediction import stock_prediction
-
-    return stock_prediction(problem, device)
-
-
-def stock_seconds(problem: AnyProblem, device: Device) -> float:
-    """Returns the predicted time of stock MLX with norm and epilogue."""
-    if isinstance(problem, GatherProblem):
-        from mlx_marlin.backends.metal.experts import search as experts
-
-        return experts.gather_seconds(problem, device)[0]
-    from mlx_marlin.backends.metal.stock import handover as stock
-
-    return stock.stock_seconds(problem, device)
+    return experts.gather_seconds(plan.gather, device)
 
 
 def handover(
@@ -120,12 +101,10 @@ def handover(
     A packed weight stays with these kernels, but operations that its product fuses may
     be predicted to be faster apart.
     """
+    from mlx_marlin.backends.metal import handover as rules
+
     if isinstance(problem, GatherProblem):
-        from mlx_marlin.backends.metal.experts import search as experts
-
-        return experts.gather_handover(problem, device)
-    from mlx_marlin.backends.metal.stock import handover as stock
-
+        return rules.reason_of_experts(problem, device)
     normed = problem.norm is not None
     if normed and not has_registers(problem, device, 0):
         return (
@@ -135,8 +114,10 @@ def handover(
     if problem.layout == "marlin" and (problem.epilogue.gated or normed):
         rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
         apart = predict(best(replace(problem, **rest), device), device).seconds
-        return stock.faster_apart(problem, device, apart, predicted().seconds)
-    return stock.handover(problem, device, predicted())
+        return rules.faster_apart(problem, device, apart, predicted().seconds)
+    if problem.layout == "marlin":
+        return None
+    return rules.reason(problem, device, predicted)
 
 
 def dequantize_first(
@@ -144,16 +125,15 @@ def dequantize_first(
 ) -> DequantizePlan | None:
     """Returns the plan that decodes the weight first, if it is faster.
 
-    For a weight in MLX's layout it must be faster by the margin of `handover`.
+    A table says so of a weight in MLX's layout, which stock MLX could serve too.
     """
-    from mlx_marlin.backends.metal.dequantize import dequantize_if_faster
+    from mlx_marlin.backends.metal.cost import dequantize_if_faster
 
-    others = predicted().seconds
-    if problem.layout == "mlx":
-        from mlx_marlin.backends.metal.stock.margin import margin_over_stock
+    if problem.layout == "marlin":
+        return dequantize_if_faster(problem, device, predicted().seconds)
+    from mlx_marlin.backends.metal.handover import is_decoded_first
 
-        margin = margin_over_stock(problem, device)
-        others = min(others, stock_seconds(problem, device)) / margin
+    others = inf if is_decoded_first(problem, device) else 0.0
     return dequantize_if_faster(problem, device, others)
 
 
@@ -168,9 +148,9 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     same weights, and variants with more registers than were counted for a thread; none
     is predicted to be much slower.
     """
-    from mlx_marlin.backends.metal.experiments import tuned
+    from mlx_marlin.backends.metal import choice
 
-    return tuned.experiments(problem, device)
+    return choice.experiments(problem, device)
 
 
 def detect_device() -> Device | None:
@@ -189,16 +169,21 @@ def system_build() -> str:
     return detection.os_build()
 
 
+def residency(plan: MetalPlan, device: Device) -> Residency:
+    """Returns how many threadgroups of a plan are resident on a core."""
+    return kernel_limits.residency(plan, plan.registers, device)
+
+
 def probes(plan: Any) -> Sequence[Any]:
     """Returns the checks of the operations that not every GPU is known to have."""
     if isinstance(plan, MetalPlan) and plan.has_tensor_operations:
-        from mlx_marlin.backends.metal import tensor_probe
+        from mlx_marlin.backends.metal import probes
 
-        return tensor_probe.probes(plan)
+        return probes.probes(plan)
     if getattr(plan, "operand", None) in PROBED:
-        from mlx_marlin.backends.metal import operand_probe
+        from mlx_marlin.backends.metal import probes
 
-        return (operand_probe.probe(plan.operand),)
+        return (probes.probe(plan.operand),)
     return ()
 
 
@@ -211,8 +196,6 @@ def alternative(
     right. Codes of a form that is probed may be exact ones instead.
     """
     if isinstance(plan, MetalGatherPlan):
-        from mlx_marlin.backends.metal.experts import search as experts
-
         probed = plan.operand in PROBED
         return experts.choose_gather(plan.gather, device, "exact") if probed else None
     if plan.operand in PROBED:

@@ -4,21 +4,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from mlx_marlin.backends.metal.cost.predict import SIMDGROUPS_TO_FILL, predict
-from mlx_marlin.backends.metal.cost.residency import TENSOR_REGISTERS
+from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
-from mlx_marlin.backends.metal.kernel_choice import default_kernel, has_registers
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.kernel_choice import (
+    default_kernel,
+    has_registers,
+    operand_of,
+)
+from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     MAX_SIMDGROUPS,
     MAX_SIMDGROUPS_M,
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
+    TENSOR_REGISTERS,
     THREADGROUP_LIMIT,
 )
-from mlx_marlin.backends.metal.operands import operand_of
-from mlx_marlin.backends.metal.plan import MetalPlan, columns_of_tile
+from mlx_marlin.backends.metal.plan import MetalPlan, buffer_bytes, columns_of_tile
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import INVARIANT_ROWS, Problem
 from mlx_marlin.planning.work import decompositions

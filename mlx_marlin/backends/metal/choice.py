@@ -1,20 +1,62 @@
-"""The choice among plans: which are offered, and their order."""
+"""The choice among plans: which are offered, their order, and what a tuner adds.
+
+Each gate of `gemm_tensor` excludes products for which published kernels with tensor
+operations gained nothing or lost (docs/m5.md): few rows, small products, and slower
+chips.
+"""
 
 from collections.abc import Iterator
 
 from mlx_marlin.backends.metal import explicit
 from mlx_marlin.backends.metal.candidates import plans
-from mlx_marlin.backends.metal.cost.predict import predict
+from mlx_marlin.backends.metal.cost import predict
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.kernel_choice import default_kernel
-from mlx_marlin.backends.metal.limits import TENSOR_KERNEL
-from mlx_marlin.backends.metal.plan import MetalPlan
-from mlx_marlin.backends.metal.tensor_gates import is_candidate
+from mlx_marlin.backends.metal.kernel_choice import default_kernel, has_registers
+from mlx_marlin.backends.metal.kernel_limits import (
+    FRAGMENTS_M,
+    GEMV_ROWS,
+    OPERATION_FRAGMENTS,
+    TENSOR_KERNEL,
+    THREE_FRAGMENTS_M,
+)
+from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.planning import search
-from mlx_marlin.planning.explicit import PlanOverrides
+from mlx_marlin.planning.explicit import STAGED, PlanOverrides
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Candidate, Prediction
+from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.planning.work.work import STRATEGIES
+
+LEAST_ROWS = 6
+"""Fewest rows. Published vector kernels win at 1 to 5."""
+MOST_ROWS = 64
+"""Most rows: those of the largest tile, for which a weight is read once."""
+LEAST_OF_SLOWER_CHIPS = 9
+"""Fewest rows on chips with fewer cores than a Max, where 8x8 products won at 5 to 8
+(M5 and M5 Pro, krcm0209/sous)."""
+FEW_ROWS = 11
+"""Most rows that need a large weight."""
+LARGE_WEIGHT = 16e6
+"""Weights of a large one: 1024x2048 lost 19 to 20 % at 8 rows (pierre427/mlx2)."""
+LEAST_COLUMNS = 2048
+"""Fewest columns. Key and value projections of 1024 gained nothing (mlx-serve#99)."""
+
+
+def is_candidate(problem: Problem, device: Device) -> bool:
+    """Returns whether plans of `gemm_tensor` are compared with others."""
+    if tensor_reason(problem) is not None:
+        return False
+    fast = device.tier in ("max", "ultra")
+    least = LEAST_ROWS if fast else LEAST_OF_SLOWER_CHIPS
+    weights = problem.batch * problem.n * problem.k
+    return (
+        least <= problem.m <= MOST_ROWS
+        and problem.batch * problem.n >= LEAST_COLUMNS
+        and (problem.m > FEW_ROWS or weights >= LARGE_WEIGHT)
+        and not problem.invariant
+    )
+
 
 TENSOR_MARGIN = 1 + search.MODEL_ERROR
 """Predicted speedup over our other kernels that `gemm_tensor` needs: gains of such
@@ -58,3 +100,61 @@ def _rank(plan: MetalPlan, prediction: Prediction) -> tuple[float, ...]:
         plan.simdgroups_k,
         plan.num_threadgroups,
     )
+
+
+EXPERIMENT_CUTOFF = 1.25
+"""The tuner tries plans up to this many times the chosen plan's predicted time."""
+
+
+def experiments(problem: Problem, device: Device) -> list[Plan]:
+    """Returns further plans for a tuner, as `Backend.experiments`."""
+    chosen = best(problem, device)
+    limit = EXPERIMENT_CUTOFF * predict(chosen, device).seconds
+    larger, staged = _larger(problem, chosen, device), _staged(problem, chosen)
+    found = (best(problem, device, overrides) for overrides in (*larger, *staged))
+    close: list[Plan] = [
+        plan for plan in found if predict(plan, device).seconds <= limit
+    ]
+    # What these are for is no part of a prediction, so it leaves none out.
+    return close + [best(problem, device, overrides) for overrides in _smaller(chosen)]
+
+
+def _larger(
+    problem: Problem, chosen: MetalPlan, device: Device
+) -> Iterator[PlanOverrides]:
+    """Yields variants with more registers than the model chooses by itself.
+
+    Apple's compiler may need fewer than were counted. For 17 to 24 rows one simdgroup
+    has 5 % fewer slots than two, and each has more registers.
+    """
+    if problem.invariant or chosen.kernel != "gemm_register":
+        return
+    if problem.m <= GEMV_ROWS[problem.dtype]:
+        yield PlanOverrides(kernel="gemv")
+    elif chosen.fragments_m == 1 and problem.m > FRAGMENT:
+        yield PlanOverrides(fragments_m=max(FRAGMENTS_M))
+    three = -(-problem.m // FRAGMENT) == THREE_FRAGMENTS_M
+    if (
+        three
+        and problem.dtype != "float32"
+        and has_registers(problem, device, THREE_FRAGMENTS_M)
+    ):
+        yield PlanOverrides(fragments_m=THREE_FRAGMENTS_M, simdgroups_m=1)
+
+
+def _smaller(chosen: MetalPlan) -> Iterator[PlanOverrides]:
+    """Yields `gemm_tensor` with one operation a simdgroup if the model chooses two.
+
+    Apple's compiler may need more registers than the hand count.
+    """
+    if chosen.has_tensor_operations and chosen.fragments_m > OPERATION_FRAGMENTS:
+        yield PlanOverrides(kernel=TENSOR_KERNEL, fragments_m=OPERATION_FRAGMENTS)
+
+
+def _staged(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
+    """Yields those of `gemm_staged`, if several simdgroups decode the same weights."""
+    whole = problem.invariant or problem.epilogue.gated
+    if chosen.simdgroups_m == 1 or whole or problem.batch > 1:
+        return
+    for buffers, loaders in STAGED:
+        yield PlanOverrides(kernel="gemm_staged", buffers=buffers, loaders=loaders)

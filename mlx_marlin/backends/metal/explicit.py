@@ -5,10 +5,13 @@ from typing import Any
 
 from mlx_marlin.backends.metal import candidates
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experiments.staging import buffer_bytes
 from mlx_marlin.backends.metal.kernel_choice import default_kernel
-from mlx_marlin.backends.metal.limits import KERNELS, TENSOR_KERNEL, THREADGROUP_LIMIT
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.kernel_limits import (
+    KERNELS,
+    TENSOR_KERNEL,
+    THREADGROUP_LIMIT,
+)
+from mlx_marlin.backends.metal.plan import MetalPlan, buffer_bytes
 from mlx_marlin.planning import explicit
 from mlx_marlin.planning.explicit import WORK_FIELDS, PlanOverrides
 from mlx_marlin.planning.problem import Problem

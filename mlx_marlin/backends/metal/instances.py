@@ -11,19 +11,19 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from mlx_marlin.backends.launch import TemplateValue
-from mlx_marlin.backends.metal import arguments, source
+from mlx_marlin.backends.metal import launches, source
 from mlx_marlin.backends.metal.candidates import SIMDGROUPS_K, most_rows
-from mlx_marlin.backends.metal.cost.predict import SIMDGROUPS_TO_FILL
-from mlx_marlin.backends.metal.cost.residency import product_registers
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
+from mlx_marlin.backends.metal.kernel_choice import forms
+from mlx_marlin.backends.metal.kernel_limits import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
     MAX_SIMDGROUPS_M,
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
     THREE_FRAGMENTS_M,
+    product_registers,
 )
-from mlx_marlin.backends.metal.operands import forms
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
 from mlx_marlin.planning.explicit import STAGED, CodeForm
 from mlx_marlin.planning.problem import Problem
@@ -120,7 +120,7 @@ def _of_format(
 def variant_of(plan: MetalPlan) -> Variant:
     """Returns the instance that a plan uses, without its epilogue."""
     text = source.kernel_source(plan.kernel)
-    template = arguments.product_template(plan)
+    template = launches.product_template(plan)
     return Variant(plan=plan, name=text.name, template=(*template.items(),))
 
 

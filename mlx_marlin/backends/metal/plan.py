@@ -1,10 +1,26 @@
-"""Plans of the Metal kernels and their validity."""
+"""Plans of the Metal kernels and their validity.
+
+`gemm_staged` stays until a Mac has decided about it: a tuner compares it, and it is
+never a candidate. Metal has no asynchronous copy, so simdgroups load a stage into
+registers, decode it and write it to threadgroup memory; a barrier makes it readable.
+With b buffers, stage s uses buffer s % b. While stage s is multiplied, stage s + b - 1
+is loaded into the buffer of the previous stage. With one buffer, loading and
+multiplying alternate, with a barrier between them. For three buffers:
+
+    3 buffers        phase 0   phase 1   phase 2   phase 3
+    loaded           0, 1      2         3         4
+    into buffer      0, 1      2         0         1
+    multiplied                 0         1         2
+    out of buffer              0         1         2
+
+`shaders/lib/gemm_staged.metal` uses the same names.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_marlin.backends.metal.experiments.staging import BUFFERS, buffer_bytes
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.kernel_choice import operand_reason
+from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
     KERNELS,
@@ -12,16 +28,33 @@ from mlx_marlin.backends.metal.limits import (
     NORM_ROWS,
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
+    TENSOR_REGISTERS,
     TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
     THREE_FRAGMENTS_M,
+    product_registers,
 )
-from mlx_marlin.backends.metal.operands import operand_reason
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, step_k
 from mlx_marlin.weights.formats import TILE_N
+
+BUFFERS = (1, 2, 3)
+"""Supported numbers of buffers; four of 64 x 64 x 32 halves would fill the memory."""
+
+
+def buffer_bytes(m: int, n: int, k: int, element: int) -> int:
+    """Returns the bytes of a buffer.
+
+    `element`: bytes of a value.
+    """
+    return (m + n) * k * element
+
+
+def barriers(stages: int, buffers: int) -> int:
+    """Returns the number of phases of a split, each of which ends with a barrier."""
+    return stages * (2 if buffers == 1 else 1) + (buffers > 1)
 
 
 def columns_of_tile(problem: Problem) -> int:
@@ -95,6 +128,17 @@ class MetalPlan(Plan):
             return 0
         element = self.problem.fragment_bytes
         return buffer_bytes(self.tile.m, self.tile.n, self.stage_k, element)
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers of a thread of the first kernel (counted).
+
+        `gemm_staged` counts as `gemm_register`.
+        """
+        if self.has_tensor_operations:
+            return TENSOR_REGISTERS[self.fragments_m]
+        fields = self.problem, self.fragments_m, self.operand
+        return product_registers(*fields, has_ranges=not self.is_whole)
 
     def check(self) -> None:
         """Checks the fields and their combination."""

@@ -172,11 +172,8 @@ def predicted_samples(
             )
         except ValueError:
             continue
-        times = {"ours": choice.prediction.seconds}
-        if choice.stock is not None:
-            times["stock MLX"] = choice.stock.seconds
-        for name, seconds in times.items():
-            yield Sample(rows=rows, seconds=seconds, name=name, source="predicted")
+        seconds = choice.prediction.seconds
+        yield Sample(rows=rows, seconds=seconds, name="ours", source="predicted")
 
 
 def staircase(title: str, samples: Sequence[Sample]) -> Chart | None:

@@ -295,8 +295,7 @@ def _server(decision: Decision) -> str:
 
 
 def _stock(decision: Decision) -> str:
-    cells = [_time(decision.stock_time), decision.stock_kernel or ""]
-    return ": ".join(filter(None, cells))
+    return _time(decision.stock_time)
 
 
 def _time(time: Time | None) -> str:

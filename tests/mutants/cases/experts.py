@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import metal_emulator
-from mlx_marlin.backends.metal.experts.plan import MetalGatherPlan
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mutants.cases.plans import problem_of
 from support.expert_products import ExpertProducts

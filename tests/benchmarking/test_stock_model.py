@@ -3,20 +3,23 @@
 from dataclasses import replace
 from itertools import product as product_of
 from math import ceil
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_marlin.backends.metal import device
-from mlx_marlin.backends.metal.cost.rates import level_seconds
-from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.stock import kernels
-from mlx_marlin.backends.metal.stock.prediction import (
+from benchmarks.stock import experts, kernels
+from benchmarks.stock.prediction import (
     stock_call,
     stock_prediction,
     stock_split,
 )
+from mlx_marlin.backends.metal import device
+from mlx_marlin.backends.metal.device import Device
+from mlx_marlin.backends.metal.experts import gather_seconds
+from mlx_marlin.backends.metal.rates import level_seconds
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from stock_times import NOTES, ROWS, Row
 
@@ -234,20 +237,6 @@ def test_few_rows_go_to_the_kernel_of_their_k_and_generation(
     assert call.dispatches == 1
 
 
-@pytest.mark.parametrize(
-    ("bits", "step"),
-    [(1, 2048), (2, 512), (3, 512), (4, 512), (5, 512), (6, 256), (8, 256)],
-)
-def test_the_fast_kernel_takes_whole_steps_of_its_width(bits: int, step: int) -> None:
-    def kernel(k: int) -> str:
-        problem = replace(product(1, 4096, k), bits=bits)
-        return stock_call(problem, Device.named("M3")).kernel
-
-    assert kernel(step * 3) == "qmv_fast"
-    assert kernel(step * 3 + step // 2) == "qmv"
-    assert kernel(step * 3 + 64) == "qmv"
-
-
 @pytest.mark.parametrize(("bits", "kernel"), [(4, "qmv_quad"), (3, "qmv"), (6, "qmv")])
 def test_a_tiny_k_takes_quads_for_widths_that_are_powers_of_two(
     bits: int, kernel: str
@@ -310,26 +299,6 @@ def test_many_rows_of_floats_follow_the_rules_of_affine_weights(
     assert call == replace(affine, kernel=kernel)
 
 
-def test_every_width_has_counts_of_its_own() -> None:
-    m3 = Device.named("M3 Max")
-    issue = {
-        bits: stock_prediction(replace(product(4, 17408, 5120), bits=bits), m3).issue
-        for bits in (1, 2, 3, 4, 5, 6, 8)
-    }
-
-    # Codes that cross bytes are dear, bytes cheap.
-    assert issue[8] < issue[4] < issue[2] < issue[1] < issue[3] < issue[6] < issue[5]
-
-
-def test_a_weight_is_priced_as_mlxs_affine_one_whatever_its_scheme_and_layout() -> None:
-    m3, affine = Device.named("M3 Max"), product(8, 17408, 5120)
-    found = stock_prediction(affine, m3)
-
-    assert stock_prediction(replace(affine, layout="marlin"), m3) == found
-    ours = stock_prediction(replace(affine, mode="symmetric", layout="marlin"), m3)
-    assert (ours.call, ours.issue) == (found.call, found.issue)
-
-
 @pytest.mark.parametrize(
     ("m", "rows", "passes"),
     [(2, 2, 1), (5, 5, 1), (6, 3, 2), (8, 4, 2), (9, 5, 2), (11, 4, 3), (12, 4, 3)],
@@ -371,32 +340,6 @@ def test_tensor_units_are_used_only_without_a_split(
     assert call.threadgroups == threadgroups
 
 
-@pytest.mark.parametrize(
-    ("problem", "bound"),
-    [
-        (product(1, 17408, 5120), "memory"),
-        (product(8, 17408, 5120), "lane bytes"),
-        (product(16, 17408, 5120), "issue"),
-        (product(16, 896, 4864, 128), "thin filling"),
-    ],
-)
-def test_what_bounds_a_product_is_said(problem: Problem, bound: str) -> None:
-    prediction = stock_prediction(problem, Device.named("M3 Max"))
-
-    assert prediction.bound == bound
-    line = prediction.explain()
-    assert line.startswith(f"stock MLX: {prediction.call.kernel}, ")
-    assert " us in a chain, " in line
-    assert line.endswith(f" us independently (model, not measured), bound by {bound}")
-
-
-def test_a_figure_of_a_chip_that_nothing_was_fitted_to_says_so() -> None:
-    line = stock_prediction(product(16, 5120, 17408), Device.named("M1 Max")).explain()
-
-    assert "320 threadgroups in 2 splits of k, w read 1x; " in line
-    assert "(model, not measured, uncalibrated)" in line
-
-
 @pytest.mark.parametrize("known", KNOWN_DEVICES, ids=lambda known: known.variant)
 def test_no_chip_is_faster_than_its_stated_bandwidth(known: Device) -> None:
     for m, mode in product_of(ROWS_OF_X, ("affine", *FLOATS)):
@@ -436,20 +379,6 @@ def test_only_matrix_kernels_end_in_whole_waves_of_a_chain() -> None:
     assert rows.waves == 1
 
 
-def test_a_last_wave_costs_no_more_than_published_chains_show() -> None:
-    prediction = stock_prediction(product(16, 9728, 2560), Device.named("M5 Max"))
-
-    # 152 threadgroups are 4 on the fullest of 40 cores, which would be 2 waves of 3.
-    assert (prediction.call.threadgroups, prediction.waves) == (152, 1.3)
-
-
-def test_a_launch_that_does_not_fill_a_core_is_one_wave() -> None:
-    prediction = stock_prediction(product(16, 896, 4864, 128), Device.named("M3 Max"))
-
-    assert prediction.stretch > 1.5
-    assert prediction.waves == 1
-
-
 def test_bfloat16_costs_more_where_it_is_emulated() -> None:
     half = product(5, 17408, 5120)
     bfloat = product(5, 17408, 5120, dtype="bfloat16", scale_dtype="bfloat16")
@@ -461,20 +390,58 @@ def test_bfloat16_costs_more_where_it_is_emulated() -> None:
     assert ratios == [352 / 256, 1.0]
 
 
-def test_tensor_units_that_a_chip_does_not_have_are_slow() -> None:
-    problem = product(512, 13824, 5120)
-    told = stock_prediction(problem, chip("M3 Max", "applegpu_g17s"))
-
-    assert told.call.kernel == "qmm_t_nax"
-    assert told.seconds > stock_prediction(problem, Device.named("M3 Max")).seconds
+def of_experts(
+    problem: Problem, experts: int = 128, *, is_sorted: bool = False
+) -> GatherProblem:
+    return GatherProblem(problem=problem, experts=experts, is_sorted=is_sorted)
 
 
-def test_what_was_not_counted_has_a_price_that_is_not_called_calibrated() -> None:
-    of_float32 = product(4, 4096, 4096, dtype="float32", scale_dtype="float32")
-    for problem, known in (
-        (of_float32, Device.named("M3 Max")),
-        (product(4, 4096, 4096), device.DEFAULT),
-    ):
-        prediction = stock_prediction(problem, known)
-        assert prediction.seconds > 0
-        assert not prediction.calibrated
+def times(gather: GatherProblem, device: Device) -> tuple[float, float]:
+    """Returns the predicted seconds of stock MLX and of our kernel."""
+    return experts.stock_seconds(gather, device), gather_seconds(gather, device)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "by_stock"), [(16, False), (64, True), (128, True), (1024, True)]
+)
+def test_on_m5_sorted_pairs_have_tensor_units_in_stock(
+    pairs: int, by_stock: bool
+) -> None:
+    """Mixtral, which chooses 2 of 8 experts; mlx-lm sorts 64 pairs and more."""
+    problem = Problem(m=pairs, n=14336, k=4096)
+    gather = of_experts(problem, 8, is_sorted=pairs >= 64)
+    m5, older = Device.named("Apple M5 Max"), Device.named("Apple M4 Max")
+
+    assert experts.by_our_kernel(gather, m5) != by_stock
+    if pairs == 1024:
+        stock, ours = times(gather, m5)
+        assert stock < ours / 2
+        assert times(gather, older)[0] > 3 * stock
+
+
+def leaves(chip: str, pairs: int, k: int = 2048, **form: Any) -> bool:
+    """Whether a product of unsorted pairs over 128 experts leaves stock MLX."""
+    problem = Problem(m=pairs, n=768, k=k, **form)
+    return experts.by_our_kernel(of_experts(problem), Device.named(chip))
+
+
+@pytest.mark.parametrize(
+    ("chip", "form", "least"),
+    [
+        ("Apple M3 Max", {}, 1.1),
+        ("Apple M4 Pro", {"dtype": "bfloat16", "scale_dtype": "bfloat16"}, 1.1),
+        ("Apple M4 Pro", {"bits": 6}, 1.3),
+        ("Apple M1 Max", {}, 1.3),
+    ],
+)
+def test_the_margin_is_small_where_times_of_one_row_were_fitted(
+    chip: str, form: dict[str, Any], least: float
+) -> None:
+    def ratio(pairs: int) -> float:
+        problem = Problem(m=pairs, n=768, k=2048, **form)
+        stock, ours = times(of_experts(problem), Device.named(chip))
+        return stock / ours
+
+    for pairs in range(8, 129, 8):
+        assert leaves(chip, pairs, **form) == (ratio(pairs) >= least)
+    assert ratio(8) < 1.1 < ratio(64) < 1.3 < ratio(128)

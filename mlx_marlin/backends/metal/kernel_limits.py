@@ -1,4 +1,4 @@
-"""Registers of a thread, and how many threadgroups of a plan are resident on a core.
+"""Kernels of the Metal back end: their limits, registers and residency.
 
 The limits of a thread (`Core.thread_registers`) are published for Apple's compiler and
 count 32 bits. Our counts are those of an open compiler for the first Apple generation,
@@ -6,16 +6,47 @@ in halves of 16 bits: the most that are alive at once, because what it allocates
 its own classes. So the comparison is assumed until Apple's compiler has counted.
 """
 
-from mlx_marlin.backends.metal.cost.counts import loop_cost
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
-from mlx_marlin.backends.metal.limits import NORM_ROWS
-from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.backends.metal.main_loop import loop_cost
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.explicit import CodeForm
+from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.tiles import SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import SIMD_WIDTH, Kernel
 from mlx_marlin.weights.formats import TILE_N
+
+TENSOR_KERNEL: Kernel = "gemm_tensor"
+"""The kernel with tensor operations."""
+KERNELS: tuple[Kernel, ...] = ("gemv", "gemm_register", "gemm_staged", TENSOR_KERNEL)
+
+FRAGMENTS_M = (1, 2)
+"""Row fragments of x that a simdgroup holds in plans that the model chooses."""
+THREE_FRAGMENTS_M = 3
+"""Row fragments of `gemm_register` that only a race tries: one tile of 17 to 24 rows. A
+Mac has to show whether fewer slots outweigh half as many simdgroups."""
+TENSOR_FRAGMENTS_M = (2, 4)
+"""The same of `gemm_tensor`: one operation of 16 rows of x, or two that share decoded
+weights."""
+OPERATION_FRAGMENTS = min(TENSOR_FRAGMENTS_M)
+"""Row fragments of x of a tensor operation."""
+TENSOR_ROUND_ROWS = 8
+"""Rows of a simdgroup of `gemm_tensor` whose sums are in scratch at a time."""
+MAX_SIMDGROUPS = 8
+"""Simdgroups of a threadgroup: with 256 threads no kernel is short of registers."""
+MAX_SIMDGROUPS_M = 4
+"""Most simdgroups along m: tiles of up to 64 rows, which leave room for two along k."""
+THREADGROUP_LIMIT = 32768
+"""Bytes of threadgroup memory that a threadgroup may use."""
+GEMV_ROWS = {"float16": 5, "bfloat16": 4, "float32": 3}
+"""Most rows of `gemv`, by dtype; more 4-byte values of x need too many registers."""
+NORM_ROWS = 2
+"""Most rows of an RMSNorm before `gemv`: at 4 rows its registers spill (counted)."""
+MAX_DOT_ROWS = 2
+"""Limit of the rows of a tile that are dot products. Two take 8 to 34 more 16-bit
+registers than matrices alone, which leaves room for 16 simdgroups on a core; each
+further row takes 28 (counted)."""
+
 
 TENSOR_REGISTERS = {2: 82, 4: 112}
 """32-bit registers of `gemm_tensor` by fragments_m, by a hand count (docs/m5.md). With
@@ -46,24 +77,6 @@ LIMITS = ("launched threadgroups", "threadgroup memory", "registers", "threads")
 """What limits the resident threadgroups, in the order of `resident_threadgroups`."""
 
 
-def registers(plan: MetalPlan | MetalGatherPlan) -> int:
-    """Returns the 32-bit registers of a thread of a plan's first kernel.
-
-    `gemm_staged` counts as `gemm_register`.
-    """
-    if isinstance(plan, MetalGatherPlan):
-        return -(-_halves_of_experts(plan) // 2)
-    if plan.has_tensor_operations:
-        return TENSOR_REGISTERS[plan.fragments_m]
-    has_ranges = not plan.is_whole
-    return product_registers(plan.problem, plan.fragments_m, plan.operand, has_ranges)
-
-
-def fits(plan: MetalPlan | MetalGatherPlan, device: Device) -> bool:
-    """Returns whether the registers of a plan are within the limit of a device."""
-    return registers(plan) <= device.core.thread_registers
-
-
 def product_registers(
     problem: Problem, fragments_m: int, operand: CodeForm, has_ranges: bool = False
 ) -> int:
@@ -88,20 +101,26 @@ def _halves_of_loop(problem: Problem, fragments_m: int, operand: CodeForm) -> in
     return counts.of_rows(problem.m, "exact", "float32").registers + norm
 
 
-def _halves_of_experts(plan: MetalGatherPlan) -> int:
-    fragments_m, gather = plan.fragments_m, plan.gather
-    halves = _halves_of_loop(plan.problem, fragments_m, plan.operand)
-    halves += GATHER_HALVES[plan.problem.layout][fragments_m]
-    if plan.dot_rows:
-        fewer = MAX_DOT_ROWS - plan.dot_rows
+def expert_registers(
+    gather: GatherProblem, fragments_m: int, dot_rows: int, operand: CodeForm
+) -> int:
+    """Returns the 32-bit registers of a thread of the kernel for experts."""
+    problem = gather.problem
+    halves = _halves_of_loop(problem, fragments_m, operand)
+    halves += GATHER_HALVES[problem.layout][fragments_m]
+    if dot_rows:
+        fewer = MAX_DOT_ROWS - dot_rows
         halves += max(DOT_HALVES[fragments_m] - DOT_ROW_HALVES * fewer, 0)
     halves += EXPERT_EPILOGUE_HALVES["gate"] * (gather.gate is not None)
-    return halves + EXPERT_EPILOGUE_HALVES["bias"] * gather.bias
+    return -(-(halves + EXPERT_EPILOGUE_HALVES["bias"] * gather.bias) // 2)
 
 
-def residency(plan: MetalPlan, device: Device) -> Residency:
-    """Returns how many threadgroups of a plan are resident on a core."""
-    limits = resident_threadgroups(plan, device)
+def residency(plan: Plan, registers: int, device: Device) -> Residency:
+    """Returns how many threadgroups of a plan are resident on a core.
+
+    `registers`: of a thread of its first kernel, of 32 bits.
+    """
+    limits = resident_threadgroups(plan, registers, device)
     return Residency(
         simdgroups=plan.simdgroups,
         max_simdgroups=device.core.max_threads // SIMD_WIDTH,
@@ -110,18 +129,20 @@ def residency(plan: MetalPlan, device: Device) -> Residency:
     )
 
 
-def resident_threadgroups(plan: MetalPlan, device: Device) -> tuple[int, int, int, int]:
+def resident_threadgroups(
+    plan: Plan, registers: int, device: Device
+) -> tuple[int, int, int, int]:
     """Returns the threadgroups of a core that each of `LIMITS` allows."""
     core, work = device.core, plan.work
     return (
         -(-(work.threadgroups - work.idle) // device.cores),
         core.threadgroup_bytes // plan.threadgroup_bytes,
-        core.register_bytes // (4 * registers(plan)) // plan.threads,
+        core.register_bytes // (4 * registers) // plan.threads,
         core.max_threads // plan.threads,
     )
 
 
-def _assumed(plan: MetalPlan, device: Device) -> str:
+def _assumed(plan: Plan, device: Device) -> str:
     parts = [] if device.core.is_known else ["a core with the memory of an M2"]
     if plan.buffers:
         parts.append("registers as in gemm_register")

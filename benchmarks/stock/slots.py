@@ -12,11 +12,6 @@ from mlx_marlin.planning.problem import Problem
 TILE_WEIGHTS = 1024
 """Weights of a tile of the matrix kernels: 32 rows of w x 32 k, by four simdgroups."""
 TILE_SIMDGROUPS = 4
-MATRIX_SLOTS = {"M3": 16, "M4": 16, "M5": 16}
-"""Issue slots of one 8x8 product of stock MLX's kernels, some of which overlap with
-others (`prediction.OVERLAP`; fit: M3 Max, M4 Pro; assumed: M5). Our kernels pay 19."""
-SLOWEST_MATRIX_SLOTS = 20
-"""The same for other generations, for which nothing was published."""
 SLOWER_BYTES = 1.09
 """Factor on issue slots and loads of affine codes of 8 bits on M3 and M4 (fit: M4 Pro,
 chains)."""
@@ -61,11 +56,6 @@ _COUNTED = {
 """By mode and bits: weights and slots of an iteration of `qmv_fast`, the same for
 `qmv_wide`, and slots of a simdgroup per tile. The tile slots of affine 4-bit were
 counted for the whole kernel, the others by the difference of the loader of w."""
-
-
-def matrix_slots(device: Device) -> int:
-    """Returns the issue slots of one 8x8 product of stock MLX's kernels."""
-    return MATRIX_SLOTS.get(device.generation, SLOWEST_MATRIX_SLOTS)
 
 
 def vector_slots(problem: Problem, device: Device) -> float:

@@ -1,9 +1,9 @@
 """Throughput of Apple GPUs: fitted rates of each generation, and times that follow.
 
 Bandwidth and the rate of loads are those of a chip, for all kernels. The price of 8x8
-products and the share of `scattered` loads are those of our kernels; those of stock MLX
-are in `stock.slots`. `benchmarks/stock_fit.py` fits them again and prints the error of
-each published time; docs/stock_model.md has the errors.
+products and the share of `scattered` loads are those of our kernels. `python -m
+benchmarks.stock_fit` fits them again and prints the error of each published time;
+docs/stock_model.md has the errors.
 """
 
 from dataclasses import dataclass, replace
@@ -55,6 +55,17 @@ EARLIER = Rates(matrix_slots=20, bandwidth=0.8, scattered=1.0, lane_bytes=85)
 """M1, M2 and unknown chips: no published time to fit, hence the slowest known rates.
 The bandwidth is that of scattered reads already."""
 RATES = {"M3": APPLE9, "M4": APPLE9, "M5": M5}
+
+MLX_MATRIX_SLOTS = {"M3": 16, "M4": 16, "M5": 16}
+"""Issue slots of one 8x8 product of MLX's own kernels (fit: M3 Max, M4 Pro; assumed:
+M5). Ours pay `Rates.matrix_slots`."""
+SLOWEST_MATRIX_SLOTS = 20
+"""The same for other generations, for which nothing was published."""
+
+
+def mlx_matrix_slots(device: Device) -> int:
+    """Returns the issue slots of one 8x8 product of MLX's own kernels."""
+    return MLX_MATRIX_SLOTS.get(device.generation, SLOWEST_MATRIX_SLOTS)
 
 
 def rates_of(device: Device) -> Rates:

@@ -1,45 +1,134 @@
-"""Plans for experts' products on Apple GPUs, and the cost model behind them."""
+"""Plans of experts' products on Apple GPUs.
+
+A threadgroup computes one column of tiles of one expert. It finds the rows that chose
+the expert, so that the weight is read once for all of them. Which rows these are is
+known on the GPU only: there are threadgroups for every expert, and those of an expert
+that no row chose end immediately.
+
+Few rows of a tile are computed as dot products, as in `gemv`: the weight of an expert
+that one row chose needs no 8x8 matrices.
+"""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, lgamma, log, sqrt
+from typing import ClassVar
 
-from mlx_marlin.backends.metal.cost.main_loop import WEIGHTS_PER_TRIP, loop_slots
-from mlx_marlin.backends.metal.cost.predict import STORE_SLOTS, WHOLE_SLOTS
-from mlx_marlin.backends.metal.cost.rates import SCHEDULERS_PER_CORE, memory_seconds
-from mlx_marlin.backends.metal.cost.residency import fits
+from mlx_marlin.backends.metal.cost import STORE_SLOTS, WHOLE_SLOTS
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.experts.plan import MAX_DOT_ROWS, MetalGatherPlan
-from mlx_marlin.backends.metal.limits import (
+from mlx_marlin.backends.metal.kernel_choice import dots_of, operand_of, operand_reason
+from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
+    MAX_DOT_ROWS,
     MAX_SIMDGROUPS,
     MAX_SIMDGROUPS_M,
+    THREADGROUP_LIMIT,
+    expert_registers,
 )
-from mlx_marlin.backends.metal.operands import dots_of, operand_of
-from mlx_marlin.backends.metal.stock.margin import ONE_ROW_MARGIN, UNCALIBRATED_MARGIN
-from mlx_marlin.backends.metal.stock.prediction import stock_prediction, tensor_slots
-from mlx_marlin.backends.metal.stock.slots import stock_slots, vector_slots
+from mlx_marlin.backends.metal.main_loop import WEIGHTS_PER_TRIP, loop_slots
+from mlx_marlin.backends.metal.rates import memory_seconds, slots_per_second
 from mlx_marlin.planning.explicit import CodeForm
-from mlx_marlin.planning.gather_plan import GatherProblem
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
+from mlx_marlin.planning.work.tiles import FRAGMENT, PADDED_COLUMNS, SIMD_WIDTH
 from mlx_marlin.weights.formats import TILE_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetalGatherPlan(GatherPlan):
+    """How the Metal kernel computes experts' products."""
+
+    backend: ClassVar[str] = "metal"
+
+    simdgroups_m: int  # Simdgroups side by side along the rows
+    # A tile of up to this many rows is computed as dot products, for which all
+    # simdgroups share k
+    dot_rows: int
+    # The form of codes that lanes multiply with matrices. With a gate, `simdgroups_k`
+    # counts those of both weights of an expert
+    operand: CodeForm
+
+    def check(self) -> None:
+        """Checks the fields, one by one and against each other."""
+        if self.simdgroups_k % self.gather.weights:
+            raise ValueError(
+                f"simdgroups_k={self.simdgroups_k} is odd, expected an even number: a "
+                f"gate halves them"
+            )
+        if self.fragments_m not in FRAGMENTS_M:
+            raise ValueError(
+                f"fragments_m={self.fragments_m} is not one of {FRAGMENTS_M}"
+            )
+        if not 1 <= self.simdgroups_m * self.simdgroups_k <= MAX_SIMDGROUPS:
+            raise ValueError(
+                f"simdgroups_m={self.simdgroups_m} x simdgroups_k={self.simdgroups_k} "
+                f"is not between 1 and {MAX_SIMDGROUPS} simdgroups"
+            )
+        if not 0 <= self.dot_rows <= MAX_DOT_ROWS:
+            raise ValueError(
+                f"dot_rows={self.dot_rows} is not between 0 and {MAX_DOT_ROWS}"
+            )
+        if self.problem.invariant and (self.dot_rows or self.operand != "exact"):
+            raise ValueError(
+                "invariant=True needs operand='exact' and dot_rows=0: otherwise the "
+                "bits of a row depend on the number of rows"
+            )
+        reason = operand_reason(self.problem, self.operand, "gemm_register")
+        if reason is not None:
+            raise ValueError(f"operand={self.operand!r} {reason}")
+        if self.threadgroup_bytes > THREADGROUP_LIMIT:
+            raise ValueError(
+                f"{self.threadgroup_bytes} bytes of threadgroup memory are more than "
+                f"{THREADGROUP_LIMIT}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile: pairs that share one reading of the weight."""
+        return FRAGMENT * self.fragments_m * self.simdgroups_m
+
+    @property
+    def has_ragged_tiles(self) -> bool:
+        """Whether the kernel is compiled for an n that does not fill the last tile."""
+        return self.problem.n % TILE_N != 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return SIMD_WIDTH * self.simdgroups_m * self.simdgroups_k
+
+    @property
+    def num_threadgroups(self) -> int:
+        """Threadgroups: one for each column of tiles of each expert."""
+        return self.experts * -(-self.problem.n // TILE_N)
+
+    @property
+    def threadgroup_bytes(self) -> int:
+        """Bytes of threadgroup memory: the scratch and the list of pairs."""
+        scratch = self.simdgroups_k * self.rows * PADDED_COLUMNS * 4
+        return scratch + self.rows * 4
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers of a thread (counted)."""
+        fields = self.fragments_m, self.dot_rows, self.operand
+        return expert_registers(self.gather, *fields)
+
+    def explain(self) -> str:
+        """Returns a line on what will run; every figure is counted, not predicted."""
+        gated = f", gated by {self.gather.gate}" if self.gather.gate else ""
+        return (
+            f"gather {self.rows}x{TILE_N}{gated}, "
+            f"{self.simdgroups_m}x{self.simdgroups_k} simdgroups (m x k), "
+            f"dot products up to {self.dot_rows} rows, "
+            f"{self.problem.m} pairs over {self.experts} experts, "
+            f"{self.num_threadgroups} threadgroups"
+        )
+
 
 SIMDGROUPS_K = 4
 """Simdgroups along k, unless that exceeds the limit of a threadgroup."""
-SORTED_ROWS = 16
-"""Rows of the tile of stock MLX's kernel for sorted pairs, and the least number of
-pairs for which stock MLX uses it."""
-SORTED_PAIRS_PER_EXPERT = 4
-"""Pairs per expert from which stock MLX uses that kernel."""
-TENSOR_ROWS = (32, 64)
-"""Rows of the tile of its kernel for tensor units: the larger one from as many pairs
-per expert on."""
-STOCK_TILE_SLOTS = 0.433
-"""Issue slots of that tile for a weight, in addition to the other slots of a tile of 32
-rows: its 8x8 products, less half of x (counted for affine 4-bit)."""
-
 EXPERT_SLOTS = {"marlin": 30, "mlx": 62}
 """Issue slots of an iteration of the main loop for the 64-bit addresses of an expert,
 by layout (counted for 4 bits)."""
@@ -76,7 +165,8 @@ def choose_gather(
         )
         for shape in shapes
     ]
-    return next((plan for plan in plans if fits(plan, device)), plans[-1])
+    most_registers = device.core.thread_registers
+    return next((plan for plan in plans if plan.registers <= most_registers), plans[-1])
 
 
 def _plan(
@@ -127,48 +217,15 @@ def gather_unsupported(gather: GatherProblem) -> str | None:
     return None
 
 
-def gather_handover(gather: GatherProblem, device: Device) -> str | None:
-    """Returns why stock MLX should serve experts' products for speed, or None."""
-    problem = gather.problem
-    if problem.layout != "mlx" or problem.invariant:
-        return None
-    stock, ours = gather_seconds(gather, device)
-    ratio, margin = stock / ours, _margin(gather, device)
-    if ratio >= margin:
-        return None
-    return (
-        f"{problem.m} rows over {gather.experts} experts on {device.variant}: the "
-        f"model gives our kernels {ratio:.2f} times stock MLX's speed, and leaving it "
-        f"takes {margin:.2f}"
-    )
-
-
-def _margin(gather: GatherProblem, device: Device) -> float:
-    """Returns the speedup over stock MLX that the model must predict to leave it.
-
-    There are no published times of stock MLX's kernels for experts. Its vector kernel
-    multiplies a pair like a product of one row, for which times were fitted. That
-    leaves open how often caches hold a weight that was read for another pair. It makes
-    no difference where our kernels need no more time than reading each weight once.
-    """
-    memory, issue = _own_times(gather, device)
-    one_row = stock_prediction(replace(gather.problem, m=1), device)
-    fitted = one_row.calibrated and not _shares_tiles(gather)
-    return ONE_ROW_MARGIN if fitted and issue <= memory else UNCALIBRATED_MARGIN
-
-
-def gather_seconds(gather: GatherProblem, device: Device) -> tuple[float, float]:
-    """Returns the predicted times of stock MLX and of our kernels.
+def gather_seconds(gather: GatherProblem, device: Device) -> float:
+    """Returns the predicted seconds of our kernels.
 
     The model assumes that every pair chooses an expert independently and that all
     experts are equally likely; from that follows how many rows share a reading of a
     weight (`expected_tiles`). Tiles of few rows are priced as dot products. There are
-    assumed to be enough threadgroups to load all cores equally. Stock MLX's vector
-    kernel is assumed to read a weight from memory for every pair, even if the previous
-    pair had the same expert: the hit rate of the caches is not known.
+    assumed to be enough threadgroups to load all cores equally.
     """
-    stock = gather.weights * _stock_seconds(gather, device)
-    return stock, max(_own_times(gather, device))
+    return max(own_times(gather, device))
 
 
 def expected_tiles(pairs: int, experts: int, max_rows: int) -> dict[int, float]:
@@ -202,7 +259,7 @@ def _rows_of_expert(pairs: int, experts: int) -> Iterator[tuple[int, float]]:
         yield rows, exp(log_ways - rows * log(experts) + log_missed)
 
 
-def _own_times(gather: GatherProblem, device: Device) -> tuple[float, float]:
+def own_times(gather: GatherProblem, device: Device) -> tuple[float, float]:
     """Returns the seconds of memory traffic and those of the issue slots."""
     problem, experts = gather.problem, gather.experts
     plan = choose_gather(gather, device)
@@ -218,7 +275,7 @@ def _own_times(gather: GatherProblem, device: Device) -> tuple[float, float]:
     columns = -(-problem.n // TILE_N)
     read_bytes = read * gather.weights * problem.weight_bytes
     memory = memory_seconds(round(read_bytes), device)
-    return memory, _issue(columns * slots, device)
+    return memory, columns * slots / slots_per_second(device)
 
 
 def _tile_slots(plan: MetalGatherPlan, rows: int, device: Device) -> float:
@@ -239,42 +296,3 @@ def _tile_slots(plan: MetalGatherPlan, rows: int, device: Device) -> float:
     store, partial = STORE_SLOTS
     stored = rows * (store + partial * simdgroups_k)
     return weights * loop + simdgroups * (once + per_row * rows) + stored
-
-
-def _shares_tiles(gather: GatherProblem) -> bool:
-    """Returns whether stock MLX's matrix kernel serves, whose tiles pairs share."""
-    least = max(SORTED_ROWS, SORTED_PAIRS_PER_EXPERT * gather.experts)
-    return gather.is_sorted and gather.problem.m >= least
-
-
-def _stock_seconds(gather: GatherProblem, device: Device) -> float:
-    problem = gather.problem
-    expert_bytes, weights = problem.weight_bytes, problem.n * problem.k
-    if not _shares_tiles(gather):
-        # Every pair reads its weight by itself.
-        memory = memory_seconds(problem.m * expert_bytes, device)
-        slots = problem.m * weights * vector_slots(problem, device)
-        return max(memory, _issue(slots, device))
-    chosen = gather.chosen_experts
-    rows, tile_slots = _sorted_tile(gather, device)
-    tile_slots += stock_slots(problem).tile
-    tiles = chosen * -(-round(problem.m / chosen) // rows)
-    memory = memory_seconds(round(chosen * expert_bytes), device)
-    return max(memory, _issue(tiles * weights * tile_slots, device))
-
-
-def _sorted_tile(gather: GatherProblem, device: Device) -> tuple[int, float]:
-    """Returns the rows of a tile of stock MLX's kernel for sorted pairs, and its slots.
-
-    The slots are those of its matrix products for a weight. On tensor units they take
-    as long as in the dense kernel.
-    """
-    if not device.has_tensor_units:
-        return SORTED_ROWS, STOCK_TILE_SLOTS
-    few = gather.problem.m < TENSOR_ROWS[1] * gather.experts
-    rows = TENSOR_ROWS[0 if few else 1]
-    return rows, tensor_slots(rows, device)
-
-
-def _issue(slots: float, device: Device) -> float:
-    return slots / (SCHEDULERS_PER_CORE * device.clocks)

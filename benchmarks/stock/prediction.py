@@ -13,27 +13,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from mlx_marlin.backends.metal.cost.rates import (
-    SCHEDULERS_PER_CORE,
-    lane_bytes_per_second,
-    level_seconds,
-    memory_seconds,
-)
-from mlx_marlin.backends.metal.device import ALU_FLOPS, Device
-from mlx_marlin.backends.metal.stock.kernels import (
+from benchmarks.stock.kernels import (
     StockCall,
     codes_at_a_time,
     is_floating,
     stock_call,
     stock_split,
 )
-from mlx_marlin.backends.metal.stock.slots import (
+from benchmarks.stock.slots import (
     SLOWER_BYTES,
     TILE_SIMDGROUPS,
     TILE_WEIGHTS,
-    matrix_slots,
     stock_slots,
     vector_slots,
+)
+from mlx_marlin.backends.metal.device import ALU_FLOPS, Device
+from mlx_marlin.backends.metal.rates import (
+    SCHEDULERS_PER_CORE,
+    lane_bytes_per_second,
+    level_seconds,
+    memory_seconds,
+    mlx_matrix_slots,
 )
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import clocks_text
@@ -169,7 +169,7 @@ def _slots(call: StockCall, problem: Problem, device: Device) -> float:
         # With one buffer, decoding and the tensor units alternate.
         return slots.tile + tensor_slots(call.rows, device)
     if call.family.startswith("qmm"):
-        products = TILE_PRODUCTS * matrix_slots(device)
+        products = TILE_PRODUCTS * mlx_matrix_slots(device)
         return (products + slots.tile) * OVERLAP.get(device.generation, 1.0)
     emulated = problem.dtype == "bfloat16" and device.arch_gen < NATIVE_BFLOAT
     return vector_slots(problem, device) * (EMULATED_BFLOAT if emulated else 1)

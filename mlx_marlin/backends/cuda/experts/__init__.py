@@ -1,1 +1,0 @@
-"""Experts' products on NVIDIA GPUs: plans and their choice."""

@@ -1,1 +1,0 @@
-"""The cost model of the Metal kernels."""

@@ -1,1 +1,0 @@
-"""Experts' products on Apple GPUs: plans and their choice."""

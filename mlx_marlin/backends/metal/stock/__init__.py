@@ -1,1 +1,0 @@
-"""Cost model of stock MLX on Apple GPUs, and the decision when it serves a call."""
