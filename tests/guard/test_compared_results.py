@@ -53,9 +53,13 @@ Compared = list[tuple[mx.array, Answer]]
 
 
 @pytest.fixture(autouse=True)
-def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
-    """Lists what is evaluated, and holds all that answers need to the CPU."""
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mx.array]]:
+    """Lists what is evaluated, and holds all that answers need to the CPU.
+
+    All numbers are drawn by keys: a check is the same each time, and moves no seed.
+    """
     found: list[mx.array] = []
+    seed = np.array(mx.random.state[0])
     evaluates, on = mx.eval, mx.stream
 
     def evaluate(*trees: Any) -> None:
@@ -68,7 +72,8 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[mx.array]:
 
     monkeypatch.setattr(mx, "eval", evaluate)
     monkeypatch.setattr(mx, "stream", stream)
-    return found
+    yield found
+    np.testing.assert_array_equal(np.array(mx.random.state[0]), seed)
 
 
 def assert_among(arrays: Sequence[mx.array], found: Sequence[mx.array]) -> None:

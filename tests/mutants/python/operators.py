@@ -10,7 +10,7 @@ from pathlib import Path
 
 POWERS_OF_TEN = {1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9}
 OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any"}
-COMMUTE = {"min", "max", "gcd", "lcm", "eval", "async_eval", "suppress"}
+COMMUTE = {"min", "max", "gcd", "lcm", "eval", "async_eval", "evaluate", "suppress"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
