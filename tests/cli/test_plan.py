@@ -325,7 +325,7 @@ from mlx_marlin.cli.main import COMMANDS, main
 try:
     main(["--help"])
 except SystemExit:
-    loaded = [name for name, (module, _) in COMMANDS.items() if module in sys.modules]
+    loaded = [name for name in COMMANDS if f"mlx_marlin.cli.{name}" in sys.modules]
     print("loaded:", loaded)
 """
     answer = run_python(program)
