@@ -1,11 +1,13 @@
-"""Files of the user's cache: who may have written them, and what is not used."""
+"""Files of both packages' caches: who may have written them, and what is not used."""
 
 import os
 import resource
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import platformdirs
@@ -16,26 +18,54 @@ from mlx_marlin import cache
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Gives the test a cache and a temporary folder of its own."""
-    monkeypatch.setattr(cache, "root", lambda: tmp_path / "cache" / "mlx_marlin")
-    return tmp_path / "cache" / "mlx_marlin"
+def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Gives the test a cache of its own."""
+    path = tmp_path / "cache" / "mlx_marlin"
+    for module in (cache, of_emulator):
+        monkeypatch.setattr(module, "root", lambda: path)
+    monkeypatch.setattr(of_emulator, "_replacement", None)
+    return path
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a package keeps the file `emulator/file` below the cache's root."""
+
+    module: ModuleType
+    write: Callable[[bytes], Path]
+    find: Callable[[], Path | None]
+
+
+@pytest.fixture(params=["mlx_marlin", "metal_emulator"])
+def kept(request: pytest.FixtureRequest, root: Path) -> Kept:
+    if request.param == "metal_emulator":
+        store = of_emulator.store
+        return Kept(
+            of_emulator, lambda x: store("file", x), lambda: of_emulator.find("file")
+        )
+    folder = root / "emulator"
+    return Kept(
+        cache,
+        lambda x: cache.write(folder, "file", x),
+        lambda: cache.find("emulator", "file"),
+    )
 
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_stored_file_is_found_and_for_its_user_alone(root: Path) -> None:
+def test_a_stored_file_is_found_and_for_its_user_alone(root: Path, kept: Kept) -> None:
+    assert kept.find() is None
     before = os.umask(0)
     try:
-        path = cache.write(root / "emulator", "file", b"text")
+        path = kept.write(b"text")
     finally:
         os.umask(before)
 
     assert path == root / "emulator" / "file"
     assert path.read_bytes() == b"text"
-    assert cache.find("emulator", "file") == path
+    assert kept.find() == path
     assert mode(path) == 0o600
     assert {mode(path.parent), mode(root)} == {0o700}
     assert [*path.parent.iterdir()] == [path]
@@ -95,10 +125,6 @@ def test_a_process_waits_for_the_locks_of_a_folder_five_seconds_in_all(
             pass
 
 
-def test_what_is_not_there_is_not_found(root: Path) -> None:
-    assert cache.find("emulator", "file") is None
-
-
 def test_folders_above_that_of_a_file_are_checked(root: Path) -> None:
     path = cache.write(root / "verdicts" / "m3", "a.json", b"{}")
     (root / "verdicts").chmod(0o770)
@@ -108,23 +134,28 @@ def test_folders_above_that_of_a_file_are_checked(root: Path) -> None:
 
 @pytest.mark.parametrize("of", ["file", "folder", "root"])
 @pytest.mark.parametrize("wrong", [0o020, 0o002])
-def test_what_others_may_write_is_not_found(root: Path, of: str, wrong: int) -> None:
-    path = cache.write(root / "emulator", "file", b"planted")
+def test_what_others_may_write_is_not_found(
+    root: Path, kept: Kept, of: str, wrong: int
+) -> None:
+    path = kept.write(b"planted")
     place = {"file": path, "folder": path.parent, "root": root}[of]
     place.chmod(mode(place) | wrong)
 
-    assert cache.find("emulator", "file") is None
-    assert cache.why_untrusted(path) == (
+    assert kept.find() is None
+    assert kept.module.why_untrusted(path) == (
         f"{place} can be written by other users (mode {mode(place):04o}): run chmod "
         f"go-w {place}"
     )
+    if of == "file":  # it is replaced
+        assert kept.write(b"ours") == kept.find() == path
+        assert (path.read_bytes(), mode(path)) == (b"ours", 0o600)
 
 
 @pytest.mark.parametrize("of", ["file", "folder", "root"])
 def test_what_belongs_to_another_user_is_not_found(
-    root: Path, of: str, monkeypatch: pytest.MonkeyPatch
+    root: Path, kept: Kept, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = cache.write(root / "emulator", "file", b"planted")
+    path = kept.write(b"planted")
     place = {"file": path, "folder": path.parent, "root": root}[of]
     real = os.stat
 
@@ -134,23 +165,12 @@ def test_what_belongs_to_another_user_is_not_found(
             return status
         return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:]))
 
-    monkeypatch.setattr(cache.os, "stat", planted)  # type: ignore[attr-defined]
+    monkeypatch.setattr(os, "stat", planted)
 
-    assert cache.find("emulator", "file") is None
+    assert kept.find() is None
     assert f"{place} belongs to the user {os.geteuid() + 1}" in str(
-        cache.why_untrusted(path)
+        kept.module.why_untrusted(path)
     )
-
-
-def test_a_file_that_others_may_write_is_replaced(root: Path) -> None:
-    path = cache.write(root / "emulator", "file", b"planted")
-    path.chmod(0o666)
-
-    cache.write(root / "emulator", "file", b"ours")
-
-    assert cache.find("emulator", "file") == path
-    assert path.read_bytes() == b"ours"
-    assert mode(path) == 0o600
 
 
 def test_a_full_device_names_the_file_and_keeps_the_old_one(root: Path) -> None:

@@ -58,7 +58,7 @@ MOST_FOUND = {
     "files under 60 lines": 67,
     "thousandths of lines that import": 73,
     "public classes with the name of another": 15,
-    "docstrings torn from their value": 7,
+    "docstrings torn from their value": 0,
 }
 """How much of each there may be: what is reached, which is only lowered."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda

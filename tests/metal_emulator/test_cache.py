@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: who may have written them, and what if none can be."""
+"""What takes the place of a cache of compiled kernels that cannot be used."""
 
 import errno
 import os
@@ -40,61 +40,6 @@ def store_elsewhere(content: bytes = b"text") -> tuple[Path, str]:
     assert tempfile.gettempdir() in str(path)
     assert path.read_bytes() == content
     return path, str(caught[0].message)
-
-
-def test_a_stored_file_is_found_and_for_its_user_alone(root: Path) -> None:
-    assert cache.find("file") is None
-    before = os.umask(0)
-    try:
-        path = cache.store("file", b"text")
-    finally:
-        os.umask(before)
-
-    assert path == root / "emulator" / "file"
-    assert path.read_bytes() == b"text"
-    assert cache.find("file") == path
-    assert mode(path) == 0o600
-    assert {mode(path.parent), mode(root)} == {0o700}
-    assert [*path.parent.iterdir()] == [path]
-
-
-@pytest.mark.parametrize("of", ["file", "folder", "root"])
-@pytest.mark.parametrize("wrong", [0o020, 0o002])
-def test_what_others_may_write_is_not_found(root: Path, of: str, wrong: int) -> None:
-    path = cache.store("file", b"planted")
-    place = {"file": path, "folder": path.parent, "root": root}[of]
-    place.chmod(mode(place) | wrong)
-
-    assert cache.find("file") is None
-    assert cache.why_untrusted(path) == (
-        f"{place} can be written by other users (mode {mode(place):04o}): run chmod "
-        f"go-w {place}"
-    )
-    if of == "file":  # it is replaced
-        assert cache.store("file", b"ours") == cache.find("file") == path
-        assert (path.read_bytes(), mode(path)) == (b"ours", 0o600)
-
-
-@pytest.mark.parametrize("of", ["file", "folder", "root"])
-def test_what_belongs_to_another_user_is_not_found(
-    root: Path, of: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = cache.store("file", b"planted")
-    place = {"file": path, "folder": path.parent, "root": root}[of]
-    real = os.stat
-
-    def planted(asked: Any, **more: Any) -> os.stat_result:
-        status = real(asked, **more)
-        if Path(asked) != place:
-            return status
-        return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:]))
-
-    monkeypatch.setattr(cache.os, "stat", planted)  # type: ignore[attr-defined]
-
-    assert cache.find("file") is None
-    assert f"{place} belongs to the user {os.geteuid() + 1}" in str(
-        cache.why_untrusted(path)
-    )
 
 
 @pytest.mark.parametrize("of", ["folder", "root"])
