@@ -117,6 +117,7 @@ def test_an_order_that_all_experts_share_is_kept(
     assert mx.array_equal(again(TOKENS), model(TOKENS))
 
 
+@sampled(2, 6)
 @pytest.mark.parametrize("format", ["gptq", "compressed"])
 @pytest.mark.parametrize("part", ["w1", "w2", "w3"])
 def test_an_order_of_one_of_three_parts_is_kept(

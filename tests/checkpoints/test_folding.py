@@ -19,6 +19,7 @@ from mlx_marlin.lm.checkpoints.loading import load_model
 from support import foreign_checkpoints as foreign
 from support import gguf_cases, gguf_models
 from support.choose import Choose
+from support.profiles import sampled
 
 TOKENS = mx.array([[5, 17, 3, 29, 1]])
 ALIASES = {"mistral": "llama"}
@@ -70,6 +71,7 @@ def down_layers(path: Path) -> set[type]:
     }
 
 
+@sampled(2, 6)
 @pytest.mark.parametrize("model_type", [*moved_rows.MODULES, *ALIASES])
 @pytest.mark.usefixtures("unfused")
 def test_folded_and_gathered_models_have_the_same_bits(

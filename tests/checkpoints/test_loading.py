@@ -67,6 +67,7 @@ def test_layers_in_a_format_of_mlx_become_its_own(tmp_path: Path) -> None:
     assert mx.array_equal(model(TOKENS), stock(TOKENS))
 
 
+@sampled(4, 12)
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("name", ["gptq", "symmetric"])
 @pytest.mark.parametrize("layout", ["", "mlx", "marlin"])

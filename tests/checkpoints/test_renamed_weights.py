@@ -308,6 +308,7 @@ GPT2 = {
 }
 
 
+@sampled(2, 4)
 @pytest.mark.parametrize("form", ["gptq", "plain"])
 @pytest.mark.parametrize("start", ["", "model."])
 def test_layers_of_gpt2_are_turned_unless_they_are_quantized(

@@ -27,7 +27,7 @@ from support.one_layer import (
     settings_of,
     stock,
 )
-from support.profiles import profile
+from support.profiles import profile, sampled
 
 VALUES = (0, 1, -1, 5, 2**40, "x", 1.5, [], {}, [1], {"a": 1}, True, False)
 """Of every type of JSON, and numbers that no setting or many settings have."""
@@ -83,6 +83,7 @@ def places(settings: dict, *path: str) -> Iterator[tuple[str, ...]]:
             yield from places(value, *path, key)
 
 
+@sampled(2, 6)
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_no_change_of_a_key_gives_other_weights(
     tmp_path: Path, checkpoint: Checkpoint

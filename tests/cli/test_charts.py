@@ -57,6 +57,7 @@ def test_the_roofline_bends_at_the_ridge_point() -> None:
     assert first.y >= 1 / 4
 
 
+@sampled(3, 9)
 @pytest.mark.parametrize("values", [(LEAST, LEAST), (LEAST, MOST), (16, 500)])
 @pytest.mark.parametrize("point", [None, (1, 10**30, 1e300), (10**30, 1, 1e-300)])
 def test_extreme_rooflines_are_drawn(

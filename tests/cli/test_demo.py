@@ -24,6 +24,7 @@ from mlx_marlin.cli.demo import Generation, generate
 from mlx_marlin.cli.main import main
 from mlx_marlin.lm.verification.texts import ROWS, passes, perplexity, read
 from support.choose import Choose
+from support.profiles import sampled
 
 ROOT = Path(__file__).parents[2]
 SHORT = "demo --batch 2 --tokens 3"
@@ -36,6 +37,7 @@ def loaded() -> tuple[Any, Any]:
     return model, tokenizer
 
 
+@sampled(1, 3)
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_every_generated_token_is_the_best_of_one_pass_over_the_text(
     loaded: tuple[Any, Any], batch: int

@@ -230,6 +230,7 @@ def test_few_threadgroups_are_named_one_and_all(threadgroups: set[int]) -> None:
         assert named(name) == threadgroups
 
 
+@sampled(2, 6)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_saved_picture_names_every_threadgroup(
     strategy: str, tmp_path: Path, printed: Run

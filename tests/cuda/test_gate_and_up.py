@@ -81,6 +81,7 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     assert any(gated) == (layout == "marlin" and 0 not in rows)
 
 
+@sampled(2, 4)
 @pytest.mark.parametrize(
     ("how", "rows"),
     [("stock", 2), ("bias", 1), ("invariant", 2), ("no whole tiles", 1)],

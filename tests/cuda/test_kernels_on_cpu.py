@@ -102,7 +102,7 @@ DTYPES_AND_ROWS = (("float16", 7), ("bfloat16", 40))
 OF_RINGS = (("float16", 19), ("bfloat16", 12))
 
 
-@sampled(5)
+@sampled(3)
 @pytest.mark.parametrize(
     ("way", "dtype", "m"),
     [
@@ -287,7 +287,7 @@ def test_a_weight_is_decoded_in_blocks(layout: str, transposed: bool) -> None:
 OF_RACES = ((4, 32, 12), (6, 128, 28), (4, 128, 20))
 
 
-@sampled(4, 12)
+@sampled(2, 12)
 @pytest.mark.parametrize(
     ("layout", "dtype", "bits", "group_size", "m", "way"),
     [

@@ -25,6 +25,7 @@ from mlx_marlin.lm.drafts.drafters import Drafter, ModelDrafter
 from mlx_marlin.lm.drafts.passes import Passes
 from support.architectures import SIZES
 from support.decoder_models import tiny
+from support.profiles import sampled
 
 COUNT = 16
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -132,6 +133,7 @@ def steps_of(name: str) -> list[Step]:
     return plain_steps(model, make_prompt_cache(model))
 
 
+@sampled(2, 6)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cache_is_plain_decodings_at_each_token(name: str) -> None:
     model = MODELS[name]()
@@ -144,6 +146,7 @@ def test_a_cache_is_plain_decodings_at_each_token(name: str) -> None:
 SIZES_OF_WINDOWS = range(1, len(PROMPT) + COUNT + 2)
 
 
+@sampled(1, 3)
 @pytest.mark.parametrize(("keep", "by_model"), [(0, False), (4, False), (0, True)])
 def test_windows_of_every_size_show_the_tokens_that_they_do_without_drafts(
     keep: int, by_model: bool
@@ -233,6 +236,7 @@ def test_a_prompt_is_evaluated_and_memory_freed_before_a_part_is_told(
     ]
 
 
+@sampled(3, 10)
 @pytest.mark.parametrize("start", [0, *range(len(PROMPT) - 2, len(PROMPT) + 8)])
 def test_a_cache_is_quantized_when_plain_decodings_is(start: int) -> None:
     """Whatever a pass with that token is accepted of."""

@@ -23,6 +23,7 @@ from mlx_marlin.lm.drafts.decoder import Token
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.stream import DraftedResponse
 from support import quantized_folder
+from support.profiles import sampled
 
 GENERATE = sys.modules["mlx_lm.generate"]
 TEXT = "a rose is a rose is a rose is a rose. " * 3
@@ -95,6 +96,7 @@ def test_a_prompt_cache_goes_on(loaded: tuple[nn.Module, Any]) -> None:
     assert texts[0] == texts[1]
 
 
+@sampled(1, 4)
 @pytest.mark.parametrize("begun", [None, 3, 6, 9])
 @pytest.mark.usefixtures("unfused")
 def test_a_caller_sees_the_cache_of_mlx_lm_at_each_token(

@@ -41,6 +41,7 @@ from support.profiles import sampled
 pytestmark = needs_emulator
 
 
+@sampled(2, 4)
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_a_right_kernel_serves_after_its_check(
     kernel: str, guarded: Path, monkeypatch: pytest.MonkeyPatch

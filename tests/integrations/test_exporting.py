@@ -17,6 +17,7 @@ from support import exported_files
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import LAYOUTS, tiny_llama
+from support.profiles import sampled
 
 CHIP = "M3 Max"
 N, K = 192, 256
@@ -47,6 +48,7 @@ def written(file: Path, function: Any, *arrays: mx.array, chip: str = CHIP) -> P
         return graph.plans_built()[-1]
 
 
+@sampled(2, 4)
 @needs_emulator
 @without_gpu
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -70,7 +70,7 @@ def error(outputs: list[mx.array], exact: list[mx.array]) -> float:
     return float(mx.linalg.norm(ours - own) / mx.linalg.norm(own))
 
 
-@sampled(4)
+@sampled(2, 6)
 @pytest.mark.parametrize(
     ("family", "make"),
     [
@@ -136,6 +136,7 @@ def test_an_error_of_optimize_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert_same_bits(model, in_bfloat16())
 
 
+@sampled(3, 8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "nth"),

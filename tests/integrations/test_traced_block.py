@@ -153,6 +153,7 @@ def test_scores_may_be_shares_of_all_experts(
     assert {*choices} == {Routing(2, of_all=True, last=True)}
 
 
+@sampled(2, 4)
 @pytest.mark.parametrize(
     ("family", "name"),
     [

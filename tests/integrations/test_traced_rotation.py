@@ -185,6 +185,7 @@ def test_every_rope_is_computed(scaling: dict[str, Any], join: bool) -> None:
     assert graphs(model)
 
 
+@sampled(2, 4)
 @pytest.mark.parametrize("join", [False, True], ids=["apart", "joined"])
 @pytest.mark.parametrize("make", [one_stream, with_left_padding])
 @pytest.mark.usefixtures("unfused")

@@ -71,6 +71,7 @@ def test_a_layer_answers_as_mlxs_and_turns_back(
         assert repr(back) == repr(stock)
 
 
+@sampled(2, 5)
 @few
 def test_a_layer_is_made_from_floats_and_from_nothing(
     mode: str, bits: int, group_size: int

@@ -55,6 +55,7 @@ def test_linear_layers_of_any_format_and_their_stock_layers(
         assert stock.mode == "affine"
 
 
+@sampled(1, 3)
 @pytest.mark.parametrize(
     "grouped",
     [

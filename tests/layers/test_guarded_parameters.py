@@ -25,6 +25,7 @@ from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.models import TOKENS, Layers, arrays, assert_same_model, tiny_llama
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("stock")
 
@@ -212,6 +213,7 @@ SAVE: dict[str, Callable[[nn.Module, Path], object]] = {
 }
 
 
+@sampled(4, 12)
 @CONVERTED
 @pytest.mark.parametrize("how", SAVE)
 def test_a_converted_model_is_saved_only_after_restore(

@@ -147,6 +147,7 @@ def test_adapters_are_removed_from_joined_layers(make: Make, layout: str) -> Non
     assert_same_model(mlx_marlin.restore(model), expected)
 
 
+@sampled(5, 16)
 @pytest.mark.parametrize("dequantize", [True, False])
 @pytest.mark.parametrize("config", [{}, {"keys": SOME}], ids=["all", "some"])
 @MODELS

@@ -70,7 +70,7 @@ def of_kernel(kernel: str, variants: Sequence[Variant]) -> list[Variant]:
     return [variant for variant in variants if variant.source.name == kernel]
 
 
-@sampled(6)
+@sampled(4)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_chosen_instance_and_pair_of_values_passes(
     kernel: str, capsys: pytest.CaptureFixture[str]

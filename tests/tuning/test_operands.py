@@ -35,6 +35,7 @@ def test_small_weights_do_not_become_thousands_of_arrays() -> None:
     )
 
 
+@sampled(2, 6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_chains_of_our_operands_stay_finite(dtype: str, layout: str) -> None:
@@ -62,7 +63,7 @@ def test_chains_of_our_operands_stay_finite(dtype: str, layout: str) -> None:
 @pytest.mark.parametrize("m", [1, 12])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@sampled(6)
+@sampled(3, 9)
 def test_operands_and_products_of_every_dtype_and_layout_are_right(
     kernels: None, dtype: str, layout: str, m: int
 ) -> None:
@@ -73,7 +74,7 @@ def test_operands_and_products_of_every_dtype_and_layout_are_right(
     assert operands.is_right(product, given)
 
 
-@sampled(4)
+@sampled(2, 6)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size"),
     [

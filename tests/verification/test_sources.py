@@ -117,6 +117,7 @@ def test_a_change_of_one_layer_is_found_and_named(
     assert mlx_marlin.verify(model, rows=(1,)).passed
 
 
+@sampled(3, 8)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 @pytest.mark.parametrize("mean", [0, 3])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (8, 128)])

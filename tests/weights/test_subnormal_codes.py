@@ -24,6 +24,7 @@ from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from support import format_cases, launches, planted_text
 from support.format_cases import Variant
+from support.profiles import sampled
 from support.trace_mode import emulator_only
 
 pytestmark = emulator_only
@@ -153,6 +154,7 @@ def experts() -> mx.array:
     return graph.gather_product(plan)(x, words, scales, scales, *pairs)
 
 
+@sampled(3, 11)
 @pytest.mark.parametrize(
     "run",
     [

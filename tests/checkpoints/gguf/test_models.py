@@ -77,7 +77,7 @@ def test_queries_of_the_largest_gemmas_are_scaled_by_the_hidden_size(
     assert config_of(Container(path))["query_pre_attn_scalar"] == HIDDEN / HEADS
 
 
-@sampled(8)
+@sampled(4)
 @cases
 def test_the_model_computes_the_same(name: str, path: Path) -> None:
     """And writes the same: more tokens than a window of the models that have one."""
@@ -265,7 +265,7 @@ def test_no_tensor_is_left_out_in_silence(
         load(path)
 
 
-@sampled(7)
+@sampled(4)
 @cases
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_quantized_rows_and_columns_are_in_the_order_of_the_model(

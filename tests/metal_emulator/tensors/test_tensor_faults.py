@@ -8,6 +8,7 @@ import pytest
 import metal_emulator
 from support.marks import needs_emulator
 from support.matmul2d import LOADS, OPERATION, RUN, STORES, Matmul
+from support.profiles import sampled
 
 pytestmark = needs_emulator
 
@@ -108,6 +109,7 @@ BRANCHES = [
 ]
 
 
+@sampled(3, 8)
 @pytest.mark.parametrize("case", range(len(BRANCHES)))
 def test_lanes_in_different_operations(case: int) -> None:
     chosen = (f"if (c[0] == {nth}) {{ {each} }}\n" for nth, each in enumerate(BRANCHES))
