@@ -47,15 +47,7 @@ PLAIN_BESIDE = ("Mixtral-8x7B", "Qwen3-Next-80B-A3B")
 def write(
     path: Path, name: str, format: str = "gptq", rules: str = "", order: str = "-"
 ) -> Any:
-    """Writes a model, and returns mlx-lm's model of the same numbers in float32.
-
-    Args:
-        path: The folder to make.
-        name: A configuration, or one of `OTHERS`.
-        format: One of `FORMATS`.
-        rules: One of `RULES`, or none of them.
-        order: Layers whose names end so have their columns in another order.
-    """
+    """Writes a model, and returns mlx-lm's model of the same numbers in float32."""
     arrays, settings, usual = FORMATS[format]
     rng, own_rules = np.random.default_rng(0), RULES.get(rules, {})
 

@@ -43,15 +43,7 @@ Formats = dict[str, dict[str, Any]]
 
 
 def write(path: Path, config: dict, usual: dict, layers: Formats, said: dict) -> Path:
-    """Writes a model whose layers have the usual format, or their own.
-
-    Args:
-        path: The folder to make.
-        config: That of the model.
-        usual: The format of layers that `layers` does not name.
-        layers: Formats of single layers.
-        said: What the config says of single layers.
-    """
+    """Writes a model whose layers have the usual format, or their own."""
     path.mkdir()
     module = {"llama": llama, "qwen3_moe": qwen3_moe}[config["model_type"]]
     mx.random.seed(0)

@@ -41,13 +41,7 @@ Checkpoint = Callable[[], foreign.Folder]
 def values(
     folder: foreign.Folder, path: Path, *, rewritten: bool = True
 ) -> dict[str, np.ndarray]:
-    """All arrays, and the numbers of packed weights.
-
-    Args:
-        folder: What is written.
-        path: Where it is written.
-        rewritten: Whether arrays are written too; they may be there.
-    """
+    """All arrays, and the numbers of packed weights."""
     if rewritten:
         folder.write(path)
     (path / "config.json").write_text(json.dumps(folder.config))

@@ -103,11 +103,7 @@ def profiles() -> dict[str, Any]:
 
 
 def page_of(data: dict[str, Any]) -> str:
-    """Returns the page of a document.
-
-    Raises:
-        ValueError: If it is refused.
-    """
+    """Returns the page of a document."""
     with TemporaryDirectory() as folder:
         source, target = Path(folder, "a.json"), Path(folder, "a.html")
         source.write_text(json.dumps(data))

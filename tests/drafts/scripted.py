@@ -33,13 +33,7 @@ class Text(NamedTuple):
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts the text that plain decoding gives, wrong at one position of each draft.
-
-    Args:
-        text: The prompt and the text.
-        length: Tokens of a draft.
-        wrong: From the number of a draft to the position of its wrong token.
-    """
+    """Drafts what plain decoding gives, but for one token of each draft."""
 
     def __init__(
         self, text: Sequence[int], length: int, wrong: Callable[[int], int]

@@ -52,24 +52,14 @@ def test_a_plan_has_as_many_buffers_as_fit(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The work between two barriers.
+    """The work between two barriers."""
 
-    Attributes:
-        loads: Stages that are loaded.
-        multiplies: The stage that is multiplied, or None.
-    """
-
-    loads: tuple[int, ...] = ()
-    multiplies: int | None = None
+    loads: tuple[int, ...] = ()  # Stages that are loaded
+    multiplies: int | None = None  # The stage that is multiplied, or None
 
 
 def phases(stages: int, buffers: int) -> Iterator[Phase]:
-    """Yields the phases of a split; a barrier ends each of them.
-
-    Args:
-        stages: Stages of the split, at least 1.
-        buffers: Number of buffers in threadgroup memory.
-    """
+    """Yields the phases of a split; a barrier ends each of them."""
     ahead = buffers - 1
     if ahead:
         yield Phase(loads=tuple(range(min(ahead, stages))))

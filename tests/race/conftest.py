@@ -32,25 +32,20 @@ US = 1e-6
 
 @dataclass(kw_only=True)
 class SimulatedMac:
-    """A machine whose products take the times that a test says.
+    """A machine whose products take the times that a test says."""
 
-    Attributes:
-        ours: From an entry's layout and the rows to microseconds.
-        stock: From rows to microseconds.
-        forward: From rows, and whether our kernels run, to milliseconds.
-        range: Interquartile range of all times, relative to the median.
-        raced: The rows of each measurement, with the layouts.
-        passes: The rows of each forward pass, and whether our kernels ran.
-        interrupted_after: How many measurements an interrupt follows, if any.
-    """
-
+    # From an entry's layout and the rows to microseconds
     ours: Callable[[str, int], float] = lambda layout, m: 10.0
-    stock: Callable[[int], float] = lambda m: 10.0
+    stock: Callable[[int], float] = lambda m: 10.0  # From rows to microseconds
+    # From rows, and whether our kernels run, to milliseconds
     forward: Callable[[int, bool], float] = lambda m, ours: 1.0
-    range: float = 0.0
+    range: float = 0.0  # Interquartile range of all times, relative to the median
+    # The rows of each measurement, with the layouts
     raced: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    # The rows of each forward pass, and whether our kernels ran
     passes: list[tuple[int, bool]] = field(default_factory=list)
     error: BaseException | None = None
+    # How many measurements an interrupt follows, if any
     interrupted_after: int | None = None
     seconds_each: float = 0.0
     now: float = 0.0

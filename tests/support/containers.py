@@ -195,17 +195,7 @@ def write_model(
     quantizes: Callable[[str, np.ndarray], bool] = is_quantized,
     dtype: type = np.float32,
 ) -> nn.Module:
-    """Writes a model of random weights; returns mlx-lm's of the same in float32.
-
-    Args:
-        path: The folder to make.
-        config: That of the model.
-        weight: Draws what stands for a matrix by its layer and shape; None for one that
-            stays plain.
-        said: What the config says of the format.
-        quantizes: Tells the arrays, by their names, that are such matrices.
-        dtype: Dtype of plain arrays.
-    """
+    """Writes a model of random weights; returns mlx-lm's of the same in float32."""
     stored: Arrays = {}
 
     def stored_as(key: str, array: np.ndarray) -> np.ndarray:

@@ -30,17 +30,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class Product:
-    """A product with affine weights: exactly, and as float32 adds it one by one.
-
-    Args:
-        seed: Seed of weights and activations.
-        k: Columns of the weight.
-        bits: Bits of a code.
-        dtype: Dtype of activations and result.
-        shift: Mean of the activations.
-        rows: Rows of the activations.
-        decoding: Dtype that decoded weights are rounded to.
-    """
+    """A product with affine weights: exactly, and as float32 adds it one by one."""
 
     def __init__(
         self,

@@ -87,12 +87,7 @@ ENDS = TEXTS.split()
 
 
 def with_tokens(*added: str, **keys: str | None) -> dict[str, Any]:
-    """Returns a vocabulary with more tokens, of the type of words.
-
-    Args:
-        *added: Their texts.
-        **keys: Tokens that the metadata name, or None for no such key.
-    """
+    """Returns a vocabulary with more tokens, of the type of words."""
     vocabulary = byte_pairs() | {f"{PREFIX}eot_token_id": None}
     tokens = vocabulary[f"{PREFIX}tokens"]
     tokens[-2:] = ["<|stop|>", "<|turn|>", *added]

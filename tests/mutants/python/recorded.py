@@ -24,11 +24,7 @@ class Recorded:
     test: str
 
     def mutant(self) -> Mutant:
-        """Returns the change of today's file.
-
-        Raises:
-            ValueError: If the lines do not stand there once.
-        """
+        """Returns the change of today's file."""
         source = (ROOT / self.file).read_bytes()
         old = self.old.encode()
         if source.count(old) != 1:
