@@ -52,11 +52,11 @@ MOST_LINES = {
 """Lines of Python that a room may have; "" is the folder of the package itself. They
 are lowered to what is reached: a change that needs more removes as much in its room."""
 MOST_FOUND = {
-    "lines of tests": 85_137,
+    "lines of tests": 85_110,
     "lines of metal_emulator": 7_016,
-    "files of mlx_marlin": 318,
-    "files under 60 lines": 67,
-    "thousandths of lines that import": 73,
+    "files of mlx_marlin": 301,
+    "files under 60 lines": 61,
+    "thousandths of lines that import": 72,
     "public classes with the name of another": 15,
     "docstrings torn from their value": 0,
 }
