@@ -18,7 +18,7 @@ from support.profiles import sampled
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "mlx_lm.md"
 SERVER = "the server, streams at a time"
-"""The row of tests/cli/test_lm_server.py and of mlx-lm's own tests."""
+"""The row of tests/cli/test_lm.py and of mlx-lm's own tests."""
 COMBINATIONS = [
     {"layout": layout, "join": join, "trace": trace}
     for layout, join, trace in product(("mlx", "marlin"), (False, True), (False, True))
