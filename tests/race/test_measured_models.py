@@ -3,7 +3,8 @@
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,45 @@ def test_a_key_depends_on_the_shape_only() -> None:
     different = {measured_models.model_key(model) for model in (*others, half)}
     assert len(different) == 5
     assert not different & keys
+
+
+@dataclass
+class Settings:
+    """A model's settings as some of mlx-lm's models have them."""
+
+    hidden_size: int = 64
+    layers: tuple[dict[str, int], ...] = ({"width": 1}, {"width": 2})
+    file_path: str = "/home/me"
+    model_file: str = "a.py"
+    nickname: str = "a"
+
+
+def test_a_key_has_every_setting_but_names_and_paths() -> None:
+    def key(**changed: Any) -> str:
+        model = tiny_llama()
+        model.args = Settings(**changed)
+        return measured_models.model_key(model)
+
+    assert key(file_path="/home/you", model_file="b.py") == key()
+    others = [
+        {"hidden_size": 65},
+        {"layers": ({"width": 1}, {"width": 3})},
+        {"layers": ({"width": 1, "name": 5}, {"width": 2}, {})},
+        {"nickname": "b"},  # which only contains the word
+    ]
+    assert len({key(), *(key(**each) for each in others)}) == 1 + len(others)
+    named = ({"width": 1, "name": 5}, {"width": 2})
+    assert key(layers=named) == key()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_valid"), [(1, True), (100_000, True), (0, False), (100_001, False)]
+)
+def test_operations_of_a_buffer_are_few_and_positive(
+    value: int, is_valid: bool
+) -> None:
+    with nullcontext() if is_valid else pytest.raises(ValueError, match=f"={value}, "):
+        result(tiny_llama(), JOINED, max_ops_per_buffer=value)
 
 
 class Scaled(nn.Module):
