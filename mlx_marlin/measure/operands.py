@@ -1,6 +1,7 @@
 """Operands of measured products: activations, and weights larger than the cache."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.formats import SUPER_BLOCK
 from mlx_marlin.weights.packed_weight import PackedWeight
 
+ARRAYS = 3
+"""Arrays of a weight in one layout."""
 MOST_WEIGHTS = 256
 """Most weights of a problem. A model's own small weights are in the cache too."""
 CODEBOOK = tuple((place - 7.5) * (1 + place / 2**20) for place in range(16))
@@ -34,7 +37,7 @@ class Operands:
     x: mx.array  # Activations [m, k]
     # The first weight in MLX's layout: codes, scales, and biases or zero points
     native: Weight
-    weights: tuple[Weight, ...]  # The weights in the problem's layout
+    weights: tuple[Weight, ...]  # The weights in each layout that is read
 
 
 def weight_count(problem: Problem, device: PlanningDevice) -> int:
@@ -54,19 +57,36 @@ def check(problem: Problem) -> None:
         )
 
 
-def operands(problem: Problem, count: int) -> Operands:
-    """Returns operands with random values, which are the same in each call."""
+def operands(
+    problem: Problem, count: int, layouts: Sequence[str] | None = None
+) -> Operands:
+    """Returns operands with random values, which are the same in each call.
+
+    `layouts`: those of the weights, one beside another; None for the problem's own.
+    """
     check(problem)
+    chosen = [replace(problem, layout=each) for each in layouts or [problem.layout]]
     x = mx.random.normal((problem.m, problem.k), key=mx.random.key(0))
     natives = [_native(problem, seed) for seed in range(1, count + 1)]
     made = Operands(
         problem=problem,
         x=x.astype(getattr(mx, problem.dtype)),
         native=natives[0],
-        weights=tuple(_in_layout(problem, native) for native in natives),
+        weights=tuple(
+            sum((_in_layout(each, native) for each in chosen), ()) for native in natives
+        ),
     )
     mx.eval(made.x, made.native, made.weights)
     return made
+
+
+def reading(index: int, call: Product) -> Product:
+    """Returns a call that reads the arrays of one layout, and all that follow."""
+    return lambda x, *arrays: call(
+        x,
+        *arrays[ARRAYS * index : ARRAYS * (index + 1)],
+        *arrays[len(arrays) - len(arrays) % ARRAYS :],
+    )
 
 
 def stock_product(problem: Problem) -> Product:

@@ -26,9 +26,8 @@ from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import serving, this_machine
+from mlx_marlin.weights.formats import LAYOUTS
 
-PARTS = 3
-"""Arrays of a weight in one layout."""
 DRIFT = 0.05
 """Drift of an arm that is worth a note."""
 
@@ -84,7 +83,8 @@ def measure(
     arms = [_ours(replace(problem, layout=layout), device) for layout in layouts]
     if staged:
         arms += _experiments(replace(problem, layout=layouts[0]), device)
-    inputs = _operands(native, clock, "marlin" in layouts)
+    read = LAYOUTS if "marlin" in layouts else LAYOUTS[:1]
+    inputs = operands.operands(native, clock.weights(native), read)
     reasons = [_fault(arm, inputs) for arm in arms]
     checked = [*zip(arms, reasons, strict=True)]
     usable = [arm for arm, reason in checked if reason is None]
@@ -104,8 +104,7 @@ def _ours(problem: Problem, device: PlanningDevice) -> Arm:
     """Returns what our package runs for a product if stock MLX does not serve it."""
     served = serving.serve_problem(problem, serving.here())
     if isinstance(served, DequantizePlan):
-        product = _reading(problem.layout, graph.dequantized_product(served))
-        return Arm(name=OURS, problem=problem, product=product)
+        return _arm(OURS, problem, graph.dequantized_product(served))
     if isinstance(served, Plan):
         return _of_plan(OURS, served, None)
     return _of_plan(OURS, planner.choose(problem, device), str(served))
@@ -132,43 +131,29 @@ def _staging(plan: Plan) -> str:
 
 
 def _of_plan(name: str, plan: Plan, handover: str | None = None) -> Arm:
-    return Arm(
-        name=name,
-        problem=plan.problem,
-        product=_reading(plan.problem.layout, graph.product(plan)),
-        plan=plan,
-        handover=handover,
-    )
+    return _arm(name, plan.problem, graph.product(plan), plan, handover)
 
 
-def _reading(layout: str, product: Product) -> Product:
-    """Returns a product that takes both weights and reads that of a layout."""
-    if layout == "mlx":
-        return lambda x, *weights: product(x, *weights[:PARTS])
-    return lambda x, *weights: product(x, *weights[PARTS:])
+def _arm(
+    name: str,
+    problem: Problem,
+    product: Product,
+    plan: Plan | None = None,
+    handover: str | None = None,
+) -> Arm:
+    read = operands.reading(LAYOUTS.index(problem.layout), product)
+    return Arm(name=name, problem=problem, product=read, plan=plan, handover=handover)
 
 
 def _quantized(problem: Problem) -> Arm:
-    product = _reading("mlx", operands.stock_product(problem))
-    return Arm(name=STOCK, problem=problem, product=product)
+    return _arm(STOCK, problem, operands.stock_product(problem))
 
 
 def _dequantized(problem: Problem) -> Arm:
-    def product(x: mx.array, *weights: mx.array) -> mx.array:
-        return x @ operands.stock_weight(problem, *weights[:PARTS]).astype(x.dtype).T
+    def product(x: mx.array, *weight: mx.array) -> mx.array:
+        return x @ operands.stock_weight(problem, *weight).astype(x.dtype).T
 
-    return Arm(name=DEQUANTIZED, problem=problem, product=product)
-
-
-def _operands(native: Problem, clock: Clock, with_packed: bool) -> Operands:
-    """Returns operands with weights in MLX's layout and, if needed, packed ones."""
-    count = clock.weights(native)
-    inputs = operands.operands(native, count)
-    if not with_packed:
-        return inputs
-    packed = operands.operands(replace(native, layout="marlin"), count).weights
-    both = zip(inputs.weights, packed, strict=True)
-    return replace(inputs, weights=tuple(first + second for first, second in both))
+    return _arm(DEQUANTIZED, problem, product)
 
 
 def _fault(arm: Arm, inputs: Operands) -> str | None:

@@ -333,10 +333,8 @@ def of_stock(
 SCHEMA = "mlx_marlin.profile"
 VERSION = 1
 """Version of the schema. It changes if a field is removed or changes its meaning."""
-DEVICE = (
-    *("name", "variant", "arch", "cores"),
-    *("tflops", "stock_tflops", "bandwidth_gbs"),
-)
+FIGURES = ("tflops", "stock_tflops", "bandwidth_gbs")
+DEVICE = ("name", "variant", "arch", "cores", *FIGURES)
 """Fields of the device in a document."""
 
 

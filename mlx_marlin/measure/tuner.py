@@ -67,12 +67,7 @@ class Outcome:
 
 
 def why_not(problem: Problem, device: PlanningDevice) -> str | None:
-    """Returns why a problem cannot be tuned, or None if it can.
-
-    Args:
-        problem: The problem.
-        device: The device that plans are made for.
-    """
+    """Returns why a problem cannot be tuned, or None if it can."""
     reason = registry.of_device(device).unsupported(problem, device)
     if reason is not None:
         return reason

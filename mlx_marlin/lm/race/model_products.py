@@ -30,8 +30,6 @@ from mlx_marlin.products.serving import Refusal
 
 MOST_LAYERS = 8
 """Most layers whose weights a chain reads in turn."""
-ARRAYS = 3
-"""Arrays of a weight in one layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +65,6 @@ class ModelProduct:
         """Returns the problem that is raced, or None if our kernels do not serve it."""
         found = serving.problem_of(self.request(m, layout))
         return None if isinstance(found, Refusal) else plain(found)
-
-    def rows_of(self, problem: AnyProblem) -> int:
-        """Returns the rows of the layer's input for a problem of it."""
-        return product_of(problem).m // max(self.product.choices, 1)
 
     def weights(self, layout: str, count: int) -> list[Weight]:
         """Returns the arrays of the first layers, in a layout."""
@@ -177,15 +171,6 @@ class Entry:
 
     plan: AnyPlan | None  # The plan, or None for stock MLX
     layout: str  # The layout of the weight that it reads
-
-
-def reading(index: int, call: Product) -> Product:
-    """Returns a call that reads the arrays of one layout, and all that follow."""
-    return lambda x, *arrays: call(
-        x,
-        *arrays[ARRAYS * index : ARRAYS * (index + 1)],
-        *arrays[len(arrays) - len(arrays) % ARRAYS :],
-    )
 
 
 def activations(

@@ -12,7 +12,7 @@ from mlx_marlin.backends.graph import Product
 from mlx_marlin.lm.race import model_products
 from mlx_marlin.lm.race.forward_race import Budget
 from mlx_marlin.lm.race.model_products import Entry, ModelProduct
-from mlx_marlin.measure import timing, tuner
+from mlx_marlin.measure import operands, timing, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread, Weight
@@ -197,7 +197,7 @@ class ProductRace:
         weights = tuple(sum(arrays, ()) for arrays in zip(*each, indices, strict=True))
         mx.eval(x, weights)
         calls = {
-            entry: model_products.reading(
+            entry: operands.reading(
                 layouts.index(entry.layout), model_products.call(product, m, entry)
             )
             for entry in entries
