@@ -116,11 +116,7 @@ def test_a_process_waits_for_the_locks_of_a_folder_five_seconds_in_all(
     with cache.locked(root / "a"):  # it is free again
         assert (root / "a").stat().st_size == 0
     with cache.locked(root / "verdicts" / "lock") as held:
-
-        def frees(_: float) -> None:
-            held.close()
-
-        monkeypatch.setattr("time.sleep", frees)
+        monkeypatch.setattr("time.sleep", lambda _: held.close())
         with cache.locked(root / "verdicts" / "lock"):  # another folder is waited for
             pass
 

@@ -295,11 +295,3 @@ def test_kernels_run_on_the_gpu_where_there_is_one(
     monkeypatch.setattr(mx, "is_available", lambda each: asked.append(each) or has_gpu)
     assert checks._device() == mx.Device(mx.gpu if has_gpu else mx.cpu)
     assert asked == [mx.Device(mx.gpu)]
-
-
-def test_a_cache_that_cannot_be_made_is_checked_without_a_file(tmp_path: Path) -> None:
-    (tmp_path / "place").write_text("a file")
-    passed = verdict()
-    file = tmp_path / "place" / "key.json"
-    for _ in range(2):
-        assert verdicts.checked(file, passed, lambda: passed, pytest.fail) is passed

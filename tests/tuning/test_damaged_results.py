@@ -73,32 +73,23 @@ def test_a_file_that_cannot_be_read_is_ignored(tmp_path: Path) -> None:
 
 DECODE_ERRORS: list[tuple[tuple[str, ...], Any]] = [
     (("plan", "work", "threadgroups"), 3),
-    (("plan", "work", "threadgroups"), 2.0),
     (("plan", "work", "strategy"), "magic"),
     (("plan", "kernel"), "gemv2"),
     (("plan", "simdgroups_n"), 0),
     (("plan", "simdgroups_k"), 64),
-    (("plan", "operand"), 1),
-    (("plan", "tile"), None),
     (("plan", "unknown"), 1),
-    (("plan",), []),
-    (("plan", "problem", "m"), 5.5),
     (("type",), "GatherPlan"),
     (("backend",), "rocm"),
     (("backend",), "cuda"),
     (("live",), True),
-    (("live",), 1),
     (("plan", "problem", "k"), 255),
     (("plan", "problem", "invariant"), True),
     (("plan", "problem", "epilogue", "activation"), "sin"),
     (("medians_us",), {}),
-    (("medians_us",), []),
     (("medians_us", "stock MLX"), "fast"),
     (("medians_us", "stock MLX"), -1.0),
     (("medians_us", "stock MLX"), float("nan")),
     (("served_by",), "me"),
-    (("served_by",), []),
-    (("date",), 5),
 ]
 
 

@@ -350,15 +350,3 @@ def test_labels_tell_a_problems_plans_apart() -> None:
                 plans = {each.plan for each in choice.candidates}
 
                 assert len({label(each) for each in plans}) == len(plans)
-
-
-def test_a_row_of_a_file_comes_back_with_its_fields_in_order() -> None:
-    row = json.loads(json.dumps(result_files.row(measured(PROBLEM, stock=True))))
-
-    again = result_files.row(result_files.decoded(row))
-
-    assert again == row
-    assert [*again] == [*row]
-    assert row["served_by"] == "stock"
-    assert (row["backend"], row["type"]) == ("metal", "MetalPlan")
-    assert row["plan"]["problem"]["m"] == PROBLEM.m

@@ -163,6 +163,8 @@ def test_a_row_comes_back_as_the_result_that_it_was(stock: bool) -> None:
     )
     row = json.loads(json.dumps(result_files.row(result)))
     assert result_files.decoded(row) == result
+    kind = row["backend"], row["type"], row["served_by"]
+    assert kind == ("metal", "MetalPlan", "stock" if stock else "ours")
     for name, odd in (("served_by", "me"), ("medians_us", [1.0])):
         with pytest.raises(ValueError, match=rf"{name}.*, expected"):
             result_files.decoded(row | {name: odd})

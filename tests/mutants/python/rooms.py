@@ -101,12 +101,12 @@ ROOMS = {
     "measure": _room(
         0.9,
         "measure/**/*.py",
-        "tuning/test_clocks.py tuning/test_operands.py tuning/test_timing.py "
-        "tuning/test_tuner.py profiling benchmarking/test_mac.py "
+        "tuning/test_operands.py tuning/test_timing.py "
+        "tuning/test_tuner.py tuning/test_profiling.py benchmarking/test_mac.py "
         "benchmarking/test_products.py benchmarking/test_result_file.py",
     ),
     "metal_emulator": Room(("metal_emulator/**/*.py",), ("tests/metal_emulator",), 0.9),
-    "cli": _room(0.75, "cli/**/*.py", "cli profiling"),
+    "cli": _room(0.75, "cli/**/*.py", "cli tuning/test_profiling.py"),
     "lm/report": _room(
         0.75, "lm/report/*.py lm/verification/*.py", "verification cli integrations"
     ),
