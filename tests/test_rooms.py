@@ -42,8 +42,8 @@ MOST_LINES = {
     "evidence": 113,
     "guard": 1992,
     "layers": 1568,
-    "lm": 12466,
-    "measure": 1780,
+    "lm": 12451,
+    "measure": 1778,
     "planning": 2604,
     "products": 3313,
     "weights": 1187,
@@ -52,7 +52,7 @@ MOST_LINES = {
 """Lines of Python that a room may have; "" is the folder of the package itself. They
 are lowered to what is reached: a change that needs more removes as much in its room."""
 MOST_FOUND = {
-    "lines of tests": 85_110,
+    "lines of tests": 85_013,
     "lines of metal_emulator": 7_016,
     "files of mlx_marlin": 301,
     "files under 60 lines": 61,
