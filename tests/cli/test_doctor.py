@@ -369,7 +369,7 @@ def test_check_runs_the_kernels_that_serve(
     assert on_a_mac == [plan, dequantize_plan(many)]
     (row,) = of_stock
     assert row["product"].startswith("1 row of 4096→4096")
-    assert "bound by reading the weight" in row["reason"]
+    assert "by the table of Apple M3 Max" in row["reason"]
 
 
 @pytest.mark.usefixtures("on_a_mac")
