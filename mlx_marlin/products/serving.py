@@ -41,6 +41,7 @@ class Refusal:
 
 
 Answer = AnyPlan | Refusal
+Fault = Callable[[AnyPlan], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,9 @@ class Place:
     # Whether this process decides, with its back end, its default device and measured
     # results. Otherwise the model decides for a GPU of this kind
     is_here: bool = True
-    # Returns why a plan's kernels must not be used here, or None. Default: checks
-    # kernels that nobody has checked
-    fault: Callable[[AnyPlan], str | None] = guard.why_not
+    # Returns why a plan's kernels must not be used, or None. Default: nothing is known
+    # of kernels on another machine
+    fault: Fault | None = None
 
     @property
     def backend(self) -> Backend:
@@ -77,8 +78,11 @@ class Place:
         return measured_results.find(problem, self.device, selection.backend())
 
 
-def here(fault: Callable[[AnyPlan], str | None] | None = None) -> Place:
-    """Returns the place of calls in this process."""
+def here(fault: Fault | None = None) -> Place:
+    """Returns the place of calls in this process.
+
+    By default kernels are checked that nobody has checked.
+    """
     return Place(device=this_machine.device(), fault=fault or guard.why_not)
 
 
@@ -110,8 +114,6 @@ def serve_problem(
     """Decides who serves a problem, as `serve` does for a request that has it."""
     measured = place.measured(problem) if transpose else None
     answer = _fastest(problem, place, measured, transpose)
-    if not place.is_here:
-        return answer  # nothing is known of kernels on another machine
     return usable(answer, place, is_measured=measured is not None)
 
 
@@ -158,7 +160,7 @@ def usable(answer: Answer, place: Place, *, is_measured: bool = False) -> Answer
 
     An alternative was not measured: where a plan was, stock MLX is known to be right.
     """
-    if isinstance(answer, Refusal):
+    if isinstance(answer, Refusal) or place.fault is None:
         return answer
     reason = place.fault(answer)
     if reason is None:

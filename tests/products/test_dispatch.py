@@ -1,6 +1,7 @@
 """Who serves a call, our kernels or stock MLX, and the reason given."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,11 +16,13 @@ from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.planning.dequantize_plan import dequantize_plan
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch, serving
+from mlx_marlin.products import dispatch, operands, serving
 from mlx_marlin.products.packing import pack
+from mlx_marlin.products.request import Request
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, activations, weight
 from support.choose import Choose
@@ -309,7 +312,8 @@ def test_another_machine_is_decided_for_without_what_is_known_of_this_one(
     monkeypatch.setattr(selection, "may_hand_over", lambda: not forced)
     monkeypatch.setattr(measured_results, "find", lambda *_: measured)
     chip = devices.named("M3 Max")
-    place = serving.Place(device=chip, is_here=is_here, fault=checked.append)
+    fault: Any = checked.append if is_here else None
+    place = serving.Place(device=chip, is_here=is_here, fault=fault)
 
     answer = serving.serve_problem(problem, place, transpose=transpose)
 
@@ -324,3 +328,94 @@ def test_another_machine_is_decided_for_without_what_is_known_of_this_one(
         assert answer == serving.Refusal(reason, "speed")
     is_plan = not isinstance(answer, serving.Refusal)
     assert checked == ([answer] if is_here and is_plan else [])
+
+
+PLAIN_REQUEST = Request(
+    x_shape=(3, K),
+    x_dtype=mx.float16,
+    shape=(3, N),
+    dtype=mx.float16,
+    n=N,
+    k=K,
+    scale_dtype=mx.float16,
+    mode="affine",
+    bits=4,
+    group_size=64,
+    transpose=True,
+    layout="mlx",
+    on_cpu=False,
+    invariant=False,
+)
+ROTATED = Epilogue(bias=True, rotation=Rotation(8, N, norm=1e-5, queries=8))
+WIDE, HALF = mx.zeros(2), mx.zeros(2, mx.float16)
+HANDED: list[tuple[Any, list[mx.array | None], list[mx.Dtype]]] = [
+    ({}, [HALF, HALF, HALF, HALF], [mx.float16] * 4),
+    # The activations are narrower than the result.
+    ({"x_dtype": mx.bfloat16}, [WIDE, HALF, HALF, HALF], [mx.float16] * 4),
+    # Scales and biases have two dtypes, and another one holds both.
+    (
+        {"scales_alike": False, "scale_dtype": mx.float32},
+        *([HALF, HALF, HALF, HALF], [mx.float16] * 2 + [mx.float32] * 2),
+    ),
+    (
+        {"epilogue": Epilogue(bias=True, multiply=True, residual=True)},
+        *([HALF] * 4 + [WIDE] * 3, [mx.float16] * 7),
+    ),
+    # A bias, then positions and frequencies as they are, and the weights of norms.
+    (
+        {"epilogue": ROTATED},
+        [*[HALF] * 4, WIDE, mx.zeros(2, mx.int32), WIDE, WIDE, WIDE],
+        [*[mx.float16] * 5, mx.int32, mx.float32, *[mx.float16] * 2],
+    ),
+    # Kernels of a mode without biases get the scales, those of packed weights what the
+    # caller has: a global scale.
+    ({"mode": "mxfp4"}, [HALF, HALF, mx.zeros(2, mx.uint8), None], [*"hhss"]),
+    ({"mode": "nvfp4", "layout": "marlin"}, [HALF, HALF, HALF, WIDE], [*"hhhw"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "arrays", "wanted"), HANDED)
+def test_a_product_is_handed_the_dtypes_that_it_reads(
+    changes: Any, arrays: list[Any], wanted: list[Any]
+) -> None:
+    def product(*handed: mx.array) -> Any:
+        return [each.dtype for each in handed]
+
+    letters = {"h": mx.float16, "s": mx.uint8, "w": mx.float32}
+    run: Any = operands.as_called(product, replace(PLAIN_REQUEST, **changes))
+
+    assert run(*arrays) == [letters.get(each, each) for each in wanted]
+
+
+def test_only_packed_weights_have_a_shorter_way_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Problem] = []
+    monkeypatch.setattr(dispatch, "_backward", asked.append)
+
+    mx.grad(lambda x: mlx_marlin.quantized_matmul(x, W, SCALES, BIASES).sum())(X)
+    assert asked == []
+    mx.grad(lambda x: mlx_marlin.quantized_matmul(x, PACKED).sum())(X)
+    assert [each.layout for each in asked] == ["marlin"]
+
+
+def test_a_traced_call_replaces_itself_and_computes_the_same() -> None:
+    prepared = dispatch.traced_call(lambda x: x + 1)
+    first = prepared.run
+
+    assert first(mx.array(1)).item() == 2
+    assert prepared.run is not first
+    assert prepared.run(mx.array(2)).item() == 3
+
+
+def test_the_epilogue_follows_a_product_with_a_decoded_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graph, "dequantized_product", lambda _: lambda x, *_: x)
+    problem = Problem(m=2, n=64, k=64, epilogue=Epilogue(bias=True))
+    run = dispatch._decoded(dequantize_plan(problem))
+    plain = dispatch._decoded(dequantize_plan(replace(problem, epilogue=PLAIN)))
+
+    x, bias = mx.zeros((2, 64)), mx.arange(64.0)
+    assert mx.array_equal(run(x, x, x, x, bias), mx.broadcast_to(bias, x.shape))
+    assert plain(x, x, x, x) is x

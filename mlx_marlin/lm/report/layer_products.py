@@ -83,7 +83,9 @@ class Target:
     def serving(self) -> serving.Place:
         """What `serve` decides for; it runs no kernels."""
         return serving.Place(
-            device=self.device, is_here=self.is_here, fault=guard.known_fault
+            device=self.device,
+            is_here=self.is_here,
+            fault=guard.known_fault if self.is_here else None,
         )
 
     @property

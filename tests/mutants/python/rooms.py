@@ -72,9 +72,7 @@ ROOMS = {
         "products/test_keys_of_memories.py products/test_linear.py "
         "products/test_decision_log.py products/test_gradients.py "
         "products/test_packed_experts.py products/test_batched_calls.py "
-        "products/test_wrong_calls.py planning/test_who_serves.py "
-        "guard/test_operand_forms.py guard/test_tensor_operations.py "
-        "layers/test_global_scale.py",
+        "products/test_wrong_calls.py planning/test_who_serves.py",
     ),
     "results": _room(
         0.95,
