@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -168,6 +169,14 @@ def test_a_row_comes_back_as_the_result_that_it_was(stock: bool) -> None:
     for name, odd in (("served_by", "me"), ("medians_us", [1.0])):
         with pytest.raises(ValueError, match=rf"{name}.*, expected"):
             result_files.decoded(row | {name: odd})
+    long = "'" + "m" * 42 + "... (102 letters)"  # 60 letters in all
+    for change, words in (
+        ({"served_by": "m" * 100}, f"served_by={long}, expected"),
+        ({"type": "Nothing"}, "type='Nothing' is not one of "),
+        ({"backend": "cpu"}, "backend='cpu' is not one of ('metal', 'cuda')"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            result_files.decoded(row | change)
 
 
 ROTATED = Epilogue(rotation=Rotation(64, 64, norm=1e-6, queries=64), parts=(64, 64))

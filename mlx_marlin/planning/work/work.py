@@ -256,8 +256,6 @@ class Work:
 
         If slices are uneven, this may be too large by one.
         """
-        if not self.tail:
-            return 0
         if self.minimum > 1:
             return max(self._period()[1])
         # The length of any run of balanced slices is the mean, rounded up or down.
