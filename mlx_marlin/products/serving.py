@@ -79,10 +79,7 @@ class Place:
 
 
 def here(fault: Fault | None = None) -> Place:
-    """Returns the place of calls in this process.
-
-    By default kernels are checked that nobody has checked.
-    """
+    """Returns the place of calls in this process, which checks kernels by default."""
     return Place(device=this_machine.device(), fault=fault or guard.why_not)
 
 

@@ -419,3 +419,18 @@ def test_the_epilogue_follows_a_product_with_a_decoded_weight(
     x, bias = mx.zeros((2, 64)), mx.arange(64.0)
     assert mx.array_equal(run(x, x, x, x, bias), mx.broadcast_to(bias, x.shape))
     assert plain(x, x, x, x) is x
+
+
+@pytest.mark.parametrize("norm", [None, 1e-5])
+def test_the_weight_of_a_norm_follows_placeholders(
+    norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "product", lambda _: lambda *arrays: arrays)
+    problem = Problem(m=2, n=64, k=64, norm=norm)
+    run: Any = dispatch._planned(planner.choose(problem, devices.named("M3 Max")))
+
+    given = ["x", "w", "scales", "biases"]
+    if norm is None:
+        assert run(*given) == (*given,)
+    else:
+        assert run(*given, "norm") == (*given, "x", "x", "x", "norm")

@@ -82,11 +82,8 @@ class Target:
     @property
     def serving(self) -> serving.Place:
         """What `serve` decides for; it runs no kernels."""
-        return serving.Place(
-            device=self.device,
-            is_here=self.is_here,
-            fault=guard.known_fault if self.is_here else None,
-        )
+        fault = guard.known_fault if self.is_here else None
+        return serving.Place(device=self.device, is_here=self.is_here, fault=fault)
 
     @property
     def backend(self) -> Backend:
