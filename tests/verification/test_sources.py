@@ -173,6 +173,13 @@ def test_quantized_weights_are_within_the_limit_of_their_format(
     for layer in report.layers:
         assert layer.weights is not None
         assert 0 < layer.weights.relative < layer.weights.limit
+        (error,) = (
+            each.errors.relative
+            for each in layer.products
+            if (each.reference, each.rows) == ("source", 8)
+        )
+        # Rows of independent normal numbers show what the weights differ by.
+        assert error == pytest.approx(layer.weights.relative, rel=0.3)
 
 
 def test_a_wrong_layer_is_found_next_to_quantization_errors(plain: Path) -> None:
