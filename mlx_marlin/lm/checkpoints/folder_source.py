@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -86,13 +86,12 @@ class FolderSource(ModelSource):
             array.dtype
             for name, array in arrays.items()
             if name not in computed and not name.endswith(".bias")
-        }
-        self._plain_dtype = _narrow(plain)
+        }.intersection(NARROW)
+        self._plain_dtype = plain.pop() if len(plain) == 1 else None
         # Not the config's model_type: mlx-lm has one module for several of them.
         module = type(self.model).__module__.rpartition(".")[2]
         self.folded = fold_orders(weights, arrays, module)
-        scales = {weight.scales.dtype for weight in weights.values()}
-        dtype = _narrow(plain or scales) or mx.float32
+        dtype = self._plain_dtype or mx.float32
         names = [*(f"{layer}.weight" for layer in weights), *arrays]
         for name in sorted(names, key=natural_key):
             layer = name.removesuffix(".weight")
@@ -254,12 +253,6 @@ def _itself(weight: StoredWeight, target: str) -> StoredWeight:
 
 def _without_numbers(layer: str) -> str:
     return re.sub(r"\d+", "", layer)
-
-
-def _narrow(dtypes: Set[mx.Dtype]) -> mx.Dtype | None:
-    """Returns the dtype of 16 bits among others; None if there is none, or several."""
-    found = {*NARROW} & dtypes
-    return found.pop() if len(found) == 1 else None
 
 
 def _with_dtype(weight: StoredWeight, dtype: mx.Dtype | None) -> StoredWeight:
