@@ -1,7 +1,6 @@
 """Models in each format compute and write what their weights say in float64."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,6 @@ TIE = 0.05
 hundredths."""
 
 
-def plain_weights() -> dict[str, np.ndarray]:
-    loaded = mx.load(str(DEMO / "model.safetensors"))
-    return {name: np.array(array, np.float64) for name, array in loaded.items()}
-
-
-def gptq(version: int) -> Callable[..., dict]:
-    return partial(foreign.gptq_arrays, version=version)
-
-
 def rounded(
     w: np.ndarray, bits: int = 4, *, symmetric: bool = False, act_order: bool = False
 ) -> foreign.IntegerWeight:
@@ -71,10 +61,11 @@ def rounded(
     return foreign.IntegerWeight(back, scales, zeros, bits, columns)
 
 
+GPTQ_1, GPTQ_2 = (partial(foreign.gptq_arrays, version=i) for i in (1, 2))
 FORMATS = {
-    "gptq version 1": (gptq(1), foreign.gptq_config(4, 1), {}),
-    "gptq 8 bits": (gptq(2), foreign.gptq_config(8, 2), {"bits": 8, "symmetric": True}),
-    "gptq act-order": (gptq(2), foreign.gptq_config(4, 2), {"act_order": True}),
+    "gptq version 1": (GPTQ_1, foreign.gptq_config(4, 1), {}),
+    "gptq 8 bits": (GPTQ_2, foreign.gptq_config(8, 2), {"bits": 8, "symmetric": True}),
+    "gptq act-order": (GPTQ_2, foreign.gptq_config(4, 2), {"act_order": True}),
     "awq": (foreign.awq_arrays, foreign.awq_config(), {}),
     "compressed-tensors": (
         partial(foreign.compressed_arrays, symmetric=False),
@@ -88,7 +79,8 @@ def written(path: Path, name: str) -> dict[str, np.ndarray]:
     """Writes the demo's model in a format; returns its weights, dequantized."""
     arrays, settings, options = FORMATS[name]
     stored, exact = {}, {}
-    for parameter, w in plain_weights().items():
+    for parameter, array in mx.load(str(DEMO / "model.safetensors")).items():
+        w = np.array(array, np.float64)
         if "_proj" in parameter:
             weight = rounded(w, **options)
             stored |= arrays(parameter.removesuffix(".weight"), weight)

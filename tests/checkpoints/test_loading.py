@@ -192,10 +192,7 @@ def test_loaded_models_are_optimized_and_restored(
 def test_a_damaged_record_is_refused(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    write(tmp_path / "source", "awq")
-    path = tmp_path / "result"
-    [*convert(open_source(tmp_path / "source"), path)]
-    config = json.loads((path / "config.json").read_text())
+    path, config = packed(tmp_path)
     ours = config["mlx_marlin"]
     record = next(iter(ours["layers"].values()))
     (ours if "version" in changes else record).update(changes)
@@ -205,11 +202,15 @@ def test_a_damaged_record_is_refused(
     assert str(path) in str(caught.value)
 
 
+def packed(folder: Path) -> tuple[Path, Any]:
+    """Returns a folder in our layout, and its config."""
+    write(folder / "source", "awq")
+    [*convert(open_source(folder / "source"), folder / "result")]
+    return folder / "result", json.loads((folder / "result/config.json").read_text())
+
+
 def test_a_long_name_in_a_record_is_not_quoted_whole(tmp_path: Path) -> None:
-    write(tmp_path / "source", "awq")
-    path = tmp_path / "result"
-    [*convert(open_source(tmp_path / "source"), path)]
-    config = json.loads((path / "config.json").read_text())
+    path, config = packed(tmp_path)
     layers = config["mlx_marlin"]["layers"]
     layers["y" * 5_000] = layers.pop("model.layers.0.mlp.up_proj")
     (path / "config.json").write_text(json.dumps(config))

@@ -94,37 +94,22 @@ MODELS: dict[str, tuple[dict, dict, Formats, dict]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_those_of_mlx_lm(tmp_path: Path, name: str) -> None:
+def test_models_and_the_formats_of_layers_are_those_of_mlx_lm(
+    tmp_path: Path, name: str
+) -> None:
     path = write(tmp_path / "source", *MODELS[name])
     stock, _ = utils.load_model(path)
-    ours = load_model(open_source(path))
-    assert mx.array_equal(stock(TOKENS), ours(TOKENS))
-
-
-def formats_of(model: Any) -> dict[str, tuple]:
-    return {
-        f"{name}.weight": (
-            layer.mode,
-            layer.bits,
-            layer.group_size,
-            *layer.weight.shape,
-        )
-        for name, layer in model.named_modules()
-        if "scales" in layer
-    }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_layers_are_read_in_the_formats_of_mlx_lm(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / "source", *MODELS[name])
-    stock, _ = utils.load_model(path)
-    read = dict(read_checkpoint(path)).items()
+    assert mx.array_equal(stock(TOKENS), load_model(open_source(path))(TOKENS))
     found = {
         name: (w.mode, w.bits, w.group_size, *w.batch, w.n, w.k * w.bits // 32)
-        for name, w in read
+        for name, w in read_checkpoint(path)
         if isinstance(w, PackedWeight)
     }
-    assert found == formats_of(stock)
+    assert found == {
+        f"{name}.weight": (own.mode, own.bits, own.group_size, *own.weight.shape)
+        for name, own in stock.named_modules()
+        if "scales" in own
+    }
 
 
 def test_layers_without_a_model_have_the_usual_format(tmp_path: Path) -> None:

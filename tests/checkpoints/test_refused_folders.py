@@ -128,21 +128,16 @@ WHOLE = [mx.int8, mx.uint8, mx.bool_, mx.int32, mx.int64]
 
 
 @pytest.mark.parametrize("dtype", WHOLE)
-def test_plain_integers_are_no_weights(tmp_path: Path, dtype: mx.Dtype) -> None:
+def test_plain_integers_are_no_weights_before_and_after_they_are_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype
+) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    saved(tmp_path, CONFIG, {name: mx.ones((256, 128)).astype(dtype)})
+    codes = mx.ones((256, 128)).astype(dtype)
+    saved(tmp_path, CONFIG, {name: codes})
     for read in (read_checkpoint, lambda path: open_source(path).parameters()):
         with pytest.raises(ValueError, match=rf"'{name}' \(\w+\) is of a quantized"):
             list(read(tmp_path))
-
-
-@pytest.mark.parametrize("dtype", WHOLE)
-def test_plain_integers_are_no_parameters_once_they_are_renamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype
-) -> None:
-    arrays = {"codes": mx.ones((256, 128)).astype(dtype)}
-    saved(tmp_path, CONFIG, arrays)
-    name = "model.layers.0.mlp.up_proj.weight"
+    saved(tmp_path, CONFIG, {"codes": codes})
     monkeypatch.setattr(llama.Model, "sanitize", lambda _, a: {name: a["codes"]})
     with pytest.raises(ValueError, match=rf"'{name}' is mlx.*, expected floats"):
         list(open_source(tmp_path).parameters())

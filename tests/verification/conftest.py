@@ -7,8 +7,7 @@ import pytest
 
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
-from support import foreign_checkpoints as foreign
-from support.foreign_models import write_llama
+from support.foreign_models import write
 
 
 class Tokenizer:
@@ -34,15 +33,8 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def gptq(tmp_path: Path) -> Path:
     """A GPTQ folder whose columns are in the order of their importance."""
-    path = tmp_path / "gptq"
-    write_llama(
-        path,
-        lambda layer, weight: foreign.gptq_arrays(layer, weight, 2),
-        foreign.gptq_config(4, 2),
-        bits=4,
-        act_order=True,
-    )
-    return path
+    write(tmp_path / "gptq", "gptq-act-order")
+    return tmp_path / "gptq"
 
 
 @pytest.fixture
@@ -55,11 +47,5 @@ def packed(gptq: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     """A folder with float16 weights."""
-    path = tmp_path / "plain"
-    write_llama(
-        path,
-        lambda layer, weight: {f"{layer}.weight": weight.values.astype("float16")},
-        {},
-        bits=8,
-    )
-    return path
+    write(tmp_path / "plain", "plain")
+    return tmp_path / "plain"
