@@ -32,7 +32,7 @@ from mutants.python.operators import Mutant
 from mutants.python.rooms import Called
 
 KEPT = ROOT / ".mutants"  # maps, results and temporary files
-WAITS = 10.0  # seconds by the clock for each second of the processor
+WAITS = 60.0  # seconds by the clock for each second of the processor
 HANGS = "no end"
 Act = Callable[[], object]
 
