@@ -360,3 +360,18 @@ def test_balanced_cuts_differ_by_at_most_one(total: int, parts: int) -> None:
 def test_work_is_shown_as_the_call_that_makes_it(work: Work) -> None:
     assert eval(repr(work), {"Work": Work}) == work
     assert "total" not in repr(work)
+
+
+def test_tiles_too_short_for_two_splits_are_not_split() -> None:
+    short, long = (
+        Work(
+            strategy="stream_k",
+            tiles=3,
+            k_tiles=k_tiles,
+            threadgroups=2,
+            slices=k_tiles,
+            minimum=2,
+        )
+        for k_tiles in (3, 4)
+    )
+    assert (short.is_split, long.is_split) == (False, True)
