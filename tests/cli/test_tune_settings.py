@@ -381,15 +381,6 @@ def test_lm_finds_its_model_among_others_and_beside_a_damaged_file(
     assert os.environ.pop(VARIABLE) == "200"
 
 
-def test_a_model_of_the_hub_has_its_own_name(folder: Path) -> None:
-    write(model="some/model")
-
-    measured_models.set_for_model(["--model", "some/other"])
-    assert VARIABLE not in os.environ
-    measured_models.set_for_model(["--model", "some/model"])
-    assert os.environ.pop(VARIABLE) == "200"
-
-
 def test_the_variable_is_set_before_mlx_is_imported(folder: Path, root: Path) -> None:
     write(folder)
     code = f"""

@@ -1,9 +1,7 @@
 """Which settings a search keeps, on synthetic times."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import geometric_mean
 
 import pytest
 from hypothesis import given
@@ -216,26 +214,3 @@ def test_without_time_the_choice_is_confirmed_nevertheless(limit: int) -> None:
         assert len(calls) == tried + 1
     assert {*basic_settings()} <= {*found.measured, *found.skipped}
     assert (limit < 12) == bool(found.skipped)
-
-
-@given(st.integers(0, 2**32), st.floats(0.0, 0.01))
-def test_noise_keeps_nothing_slower_than_stock(seed: int, noise: float) -> None:
-    """Whatever the speeds are, what is kept loses no more than margin and noise."""
-    draw = random.Random(seed)
-    true: dict[ModelSettings, dict[int, float]] = {}
-
-    def compare(settings: ModelSettings) -> Comparison:
-        speeds = true.setdefault(settings, {n: draw.uniform(0.9, 1.12) for n in ROWS})
-        noisy = {n: s * (1 + draw.uniform(-noise, noise)) for n, s in speeds.items()}
-        return of(settings, noisy)
-
-    found = Search(fusions=NAMES)
-    assert [*found.run(compare)]
-
-    if found.result is not None:
-        assert found.result.settings is not None
-        kept = true[found.result.settings]
-        assert min(kept.values()) >= (1 - MARGIN) / (1 + noise)
-        gain = geometric_mean(kept.values())
-        is_default = found.result.settings == DEFAULTS
-        assert is_default or gain >= (1 + MARGIN) / (1 + noise)
