@@ -275,13 +275,6 @@ using simdgroup_float8x8 = simdgroup_matrix<float, 8, 8>;
 using simdgroup_half8x8 = simdgroup_matrix<half, 8, 8>;
 using simdgroup_bfloat8x8 = simdgroup_matrix<bfloat, 8, 8>;
 
-// The threads that perform an operation on tensors together, and where one lies.
-template <int Simdgroups>
-struct execution_simdgroups {};
-using execution_simdgroup = execution_simdgroups<1>;
-struct execution_thread {};
-struct tensor_inline {};
-
 }  // namespace metal
 
 using bfloat16_t = bfloat;

@@ -163,8 +163,8 @@ def gather_native(
     if rhs_indices is None or not alike or not whole:
         refuse_variance(invariant, "our kernels take [experts, n, k], and indices")
         return result, False
-    # MLX has checked the format: it follows from the shapes and dtypes.
-    kind = w.shape, w.dtype, scales.shape, scales.dtype, result.shape
+    # MLX accepts some formats of small floats with the arrays of others.
+    kind = w.shape, w.dtype, scales.shape, scales.dtype, weight[3], result.shape
     options = (
         transpose,
         sorted_indices,

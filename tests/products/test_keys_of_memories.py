@@ -254,7 +254,10 @@ CASES: list[tuple[str, Callable[[Call], Any], Call, list[Change]]] = [
     ("experts", LAYERS["gather_native"], replace(SEVERAL, n=K), [SQUARE]),
     (
         *("experts", LAYERS["gather_native"], replace(NVFP4, batch=(EXPERTS,))),
-        [{"global_scale": mx.array([2.0] * EXPERTS)}, {"stated_group_size": 32}],
+        [
+            {"global_scale": mx.array([2.0] * EXPERTS)},
+            *({"stated_group_size": 32}, {"mode": "mxfp4"}),
+        ],
     ),
     (
         *("experts", LAYERS["gather_packed"]),

@@ -1,6 +1,7 @@
 // metal::tensor over memory that a pointer names, and parts of it.
 #pragma once
 #include "kernel.h"
+#include "tensor_names.h"
 
 namespace metal {
 

@@ -1,5 +1,6 @@
 // metal::tensor over memory that a pointer names.
 #pragma once
+#include "../../tensor/tensor_names.h"
 #include "kernel.h"
 
 namespace emu {
@@ -19,7 +20,8 @@ constexpr constant int dynamic_extent = -1;
 template <class T, int Rank>
 struct dextents {
   template <class... Sizes>
-  constexpr dextents(Sizes...) {}
+  constexpr dextents(Sizes...) {
+  }
 };
 
 template <class T, class Extents, class Kind>
