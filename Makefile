@@ -34,11 +34,11 @@ mac: $(VENV)/.dev
 
 # A file's tests share models and compiled kernels, so one process runs them.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Larger samples of the grids of which `make test` runs some cases: docs/testing.md.
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest --hypothesis-profile full -n auto --dist loadfile
+	$(BIN)/python -m pytest --hypothesis-profile full -n auto --dist loadfile --no-loadscope-reorder
 
 # Packages that define formats of weights, in an environment of their own: they bring
 # PyTorch. AutoGPTQ's last wheels are for Python 3.11; only its Python code is used.

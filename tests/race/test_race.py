@@ -380,7 +380,7 @@ def test_invariant_products_are_not_raced_but_the_model_is_timed(
     mac.optimize(tiny_llama(tied=False), invariant=True)
 
     assert not mac.raced
-    assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS}
+    assert {m for m, _ in mac.passes} == {*ROWS, *PROMPTS}
 
 
 @pytest.mark.parametrize(
@@ -555,36 +555,34 @@ class Compiling:
         monkeypatch.setattr(stock_kernels, "for_race", compiling)
 
 
-def test_rows_wait_for_stocks_kernels_and_race_at_the_next_load(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seconds", "raced", "passes"),
+    [
+        pytest.param([math.inf] * 5, {2, 4, 5}, set(), id="all"),
+        pytest.param(
+            [0.0] * 5 + [math.inf] * 2, {*RACED}, {*forward_race.ROWS}, id="prompts"
+        ),
+    ],
+)
+def test_what_waits_for_stocks_kernels_races_at_the_next_load(
+    mac: SimulatedMac,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Any,
+    raced: Any,
+    passes: Any,
 ) -> None:
-    ahead = Compiling(mac, *[math.inf] * 5)
+    ahead = Compiling(mac, *seconds)
     ahead.use(monkeypatch)
     mac.ours = lambda layout, m: 9.0
     mac.optimize(tiny_llama(), layout="mlx")
 
-    assert {m for m, _ in mac.raced} == {2, 4, 5}
-    assert not mac.passes
-    assert mac.now == pytest.approx(at_load.SECONDS, abs=2 * at_load.WAIT)
+    assert {m for m, _ in mac.raced} == raced
+    assert {m for m, _ in mac.passes} == passes
+    assert mac.now - (0.0 if passes else at_load.SECONDS) < 2
     ahead.ends = dict.fromkeys(ahead.ends, 0.0)
     mac.optimize(tiny_llama(), layout="mlx")
-    assert {m for m, _ in mac.raced} == {*RACED} - {2, 4, 5}
-    assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS}
-
-
-def test_passes_of_prompts_wait_for_processes_of_their_own(
-    mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead = Compiling(mac, *[0.0] * 5, math.inf, math.inf)
-    ahead.use(monkeypatch)
-    mac.ours = lambda layout, m: 9.0
-    mac.optimize(tiny_llama(), layout="mlx")
-
-    assert {m for m, _ in mac.passes} == {*forward_race.ROWS}
-    assert {m for m, _ in mac.raced} == {*RACED}
-    ahead.ends = dict.fromkeys(ahead.ends, 0.0)
-    mac.optimize(tiny_llama(), layout="mlx")
-    assert {m for m, _ in mac.passes} == {*PROMPTS}
+    assert {m for m, _ in mac.raced} == {*RACED} - raced
+    assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS} - passes
 
 
 def test_processes_run_each_prompt_in_both_kinds_of_layers(
