@@ -558,10 +558,8 @@ class Compiling:
 @pytest.mark.parametrize(
     ("seconds", "raced", "passes"),
     [
-        pytest.param([math.inf] * 5, {2, 4, 5}, set(), id="all"),
-        pytest.param(
-            [0.0] * 5 + [math.inf] * 2, {*RACED}, {*forward_race.ROWS}, id="prompts"
-        ),
+        ([math.inf] * 5, {2, 4, 5}, set()),
+        ([0.0] * 5 + [math.inf] * 2, {*RACED}, {*forward_race.ROWS}),
     ],
 )
 def test_what_waits_for_stocks_kernels_races_at_the_next_load(
