@@ -60,7 +60,7 @@ def seconds(
 
 def choose_afresh(problem: Problem, device: PlanningDevice) -> object:
     loop_of.cache_clear()
-    return planner.choose.__wrapped__(problem, device)
+    return planner.propose.__wrapped__(problem, device)
 
 
 def times_within(chip: str) -> bool:
