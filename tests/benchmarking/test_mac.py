@@ -76,7 +76,8 @@ def test_all_stages_run_in_the_emulator(run: tuple[str, Path]) -> None:
     assert any(note.startswith("tensor operations, none") for note in result.notes)
     assert path.name.startswith("mlx-marlin-emulator-for-")
     arms = {row.arm for row in result.products}
-    assert arms >= {OURS, STOCK, "gemm_register", "gemm_staged, 3 buffers"}
+    assert arms >= {OURS, "gemm_register", "gemm_staged, 3 buffers"}
+    assert STOCK not in arms
     keys = [(row.problem, row.arm, row.clock) for row in result.products]
     assert len(keys) == len({*keys})
     candidates = [

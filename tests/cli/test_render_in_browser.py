@@ -121,7 +121,7 @@ def test_a_profile_beside_stock_fits_a_desktop(
     tab.open(target, width=DESKTOP, scheme="light")
     boxes = "[...document.querySelectorAll('.table')]"
     wide = f"{boxes}.filter(e => e.scrollWidth > e.clientWidth).length"
-    assert tab.evaluate(f"{boxes}.length") == 2
+    assert tab.evaluate(f"{boxes}.length") == 3
     assert tab.evaluate(wide) == 0
     # No word is divided, and no row is higher than three lines.
     assert tab.evaluate(f"Math.max(...{ROWS}.map(row => row.offsetHeight))") < 70
