@@ -28,6 +28,7 @@ def test_marked_times_and_other_numbers_are_not(line: str) -> None:
 
 
 def test_each_row_of_a_table_needs_a_mark() -> None:
-    table = "arm   times      ms\nours  predicted  0.1\nours  measured   0.2"
+    head = "arm   times      ms  range,\n                       ms\n"
+    rows = "ours  predicted  0.1  0\ng64\nours  measured   0.2\nours             0.3"
 
-    assert unmarked_times(table) == ["ours  measured   0.2"]
+    assert unmarked_times(head + rows) == rows.splitlines()[2:]
