@@ -42,7 +42,7 @@ STAND_INS = {
         'exec {python} "$@"'
     ),
     ".venv/bin/mlx-marlin": (
-        'case "$1" in demo) set -- "$@" --tokens 2 --batch 1;; esac\n'
+        'case "$1" in demo) set -- "$@" --tokens 3 --batch 1;; esac\n'
         'exec {python} -m mlx_marlin "$@"'
     ),
 }
@@ -202,7 +202,7 @@ def test_the_job_for_metal_passes_in_the_emulator(walk: Walk) -> None:
     here = {"BACKEND": "emulator", "MLX_MARLIN_BACKEND": "emulator"}
     done = walk("metal", **here, METAL_TESTS=SMALL)
 
-    assert [step.status for step in done] == [0] * 7, done[-1].output
+    assert [step.status for step in done] == [0] * 7, [s for s in done if s.status]
     first, *_, last = [step for step in done if "GPU" in step.name]
     assert first.output == last.output
     assert "simdgroup matrices work" in last.output
