@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from benchmarks.stock import decision, experts
@@ -28,7 +28,7 @@ NOTE = (
     "Written by python -m benchmarks.stock, from a model: nothing here was measured. "
     "ours: rows that our kernels serve, by the least columns of the weight; decoded: "
     "rows with which it is decoded first; experts: the least pairs per expert, and the "
-    "most of sorted ones."
+    "most of sorted ones, below the least where there are none."
 )
 SHAPES = {
     512: ((512, 2048), (768, 2048), (896, 4864)),
@@ -113,7 +113,10 @@ def _ranges(served: Sequence[bool]) -> str:
 
 
 def of_experts(device: Device, dtype: str, mode: str, bits: int) -> list[float]:
-    """Returns the least pairs per expert of our kernel, and the most of sorted ones."""
+    """Returns the least pairs per expert of our kernel, and the most of sorted ones.
+
+    The second number is below the first one where sorted pairs are never ours.
+    """
 
     def is_won(pairs: float, is_sorted: bool) -> bool:
         gathers = [
@@ -134,10 +137,8 @@ def of_experts(device: Device, dtype: str, mode: str, bits: int) -> list[float]:
         return _most(gathers, device, experts.by_our_kernel, _experts_slower)
 
     least = next(each for each in PAIRS if is_won(each, False))
-    lost = (
-        i for i, each in enumerate(PAIRS) if each > least and not is_won(each, True)
-    )
-    return [least, PAIRS[next(lost, len(PAIRS)) - 1]]
+    kept = takewhile(lambda each: each < least or is_won(each, True), PAIRS)
+    return [least, max(kept, default=0)]
 
 
 def of_chip(name: str) -> dict[str, dict[str, dict[str, Any]]]:

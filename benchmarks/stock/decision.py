@@ -1,6 +1,6 @@
 """Who should serve a product, by the models of stock MLX and of our kernels.
 
-The table that decides where nobody has measured (`table`) is made of these decisions.
+`data/handover.json`, which decides where nobody has measured, is made of these.
 """
 
 from typing import Literal

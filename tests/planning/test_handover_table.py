@@ -22,6 +22,7 @@ from benchmarks.stock import decision, experts
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal import handover
 from mlx_marlin.backends.metal.device import DEFAULT, Device
+from mlx_marlin.backends.metal.experts import gather_seconds
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
@@ -135,14 +136,30 @@ def test_the_file_has_every_chip_dtype_and_format_in_the_commands_form() -> None
 
     assert handover.FILE.read_text("ascii") == writer.text(chips, chips.values())
     assert TABLE["columns"] == [*writer.SHAPES]
-    for name, (dtype, mode) in product(chips, product(*keys())):
+    (of_first, *_) = (first := next(iter(chips.values()))).values()
+    for name, dtype, mode in product(chips, first, of_first):
         assert {"ours", "experts"} <= chips[name][dtype][mode].keys()
 
 
-def keys() -> Iterator[list[str]]:
-    one = next(iter(TABLE["chips"].values()))
-    yield [*one]
-    yield [*next(iter(one.values()))]
+def test_sorted_experts_may_never_be_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = writer.of_experts(Device.named("M1 Pro"), "bfloat16", "affine", 1)
+    assert found == [12, 8]
+    monkeypatch.setattr(writer, "_most", lambda gathers, *_: not gathers[0].is_sorted)
+    assert writer.of_experts(M3_MAX, "float16", "affine", 4) == [1 / 16, 0]
+
+
+@pytest.mark.parametrize("mode", ["affine 1", "affine 4", "mxfp4 4"])
+def test_no_experts_are_ours_that_are_predicted_to_be_slower(mode: str) -> None:
+    scheme, bits = mode.split()
+    for chip, dtype in product(TABLE["chips"], ("float16", "bfloat16", "float32")):
+        pairs, device = TABLE["chips"][chip][dtype][mode]["experts"], Device.named(chip)
+        for each, (of, n, k), order in product(pairs, writer.EXPERTS, (False, True)):
+            m = max(1, round(each * of))
+            problem = problem_of(m, n, k, mode=scheme, bits=int(bits), dtype=dtype)
+            gather = GatherProblem(problem=problem, experts=of, is_sorted=order)
+            if handover.reason_of_experts(gather, device) is None:
+                ours = gather_seconds(gather, device)
+                assert ours <= experts.stock_seconds(gather, device), (chip, gather)
 
 
 @pytest.fixture
@@ -178,11 +195,8 @@ def test_rows_and_columns_decide(m: int, n: int, served: str) -> None:
 @pytest.mark.parametrize(
     ("pairs", "is_sorted", "served"),
     [
-        (3, False, "s"),
-        (4, True, "o"),
-        (32, True, "o"),
-        (33, True, "s"),
-        (99, False, "o"),
+        *((3, False, "s"), (4, True, "o"), (32, True, "o")),
+        *((33, True, "s"), (99, False, "o")),
     ],
 )
 def test_pairs_of_an_expert_decide(pairs: int, is_sorted: bool, served: str) -> None:
@@ -194,16 +208,19 @@ def test_pairs_of_an_expert_decide(pairs: int, is_sorted: bool, served: str) -> 
     assert server(packed, M3_MAX) == "o"
 
 
-@pytest.mark.usefixtures("line")
-def test_a_reason_names_the_table_and_the_rows_that_ours_serve() -> None:
+def test_a_reason_names_the_table_and_the_rows_that_ours_serve(line: Any) -> None:
     assert str(answer_of(Problem(m=1, n=4096, k=512), M3_MAX)) == (
         "1 row on Apple M3 Max 40-core GPU: by the table of Apple M3 Max our kernels "
         "serve 5 to 8, 33 and more rows of such a weight (not measured here)"
     )
     gather = GatherProblem(problem=Problem(m=3, n=64, k=512), experts=8, is_sorted=True)
-    assert "our kernel serves from 0.5 to 4 rows an expert" in str(
-        answer_of(gather, M3_MAX)
-    )
+    reason = handover.reason_of_experts
+    assert "kernel serves from 0.5 to 4 rows an expert" in str(reason(gather, M3_MAX))
+    line["experts"] = [12, 8]
+    handover.line_of.cache_clear()
+    many = replace(gather, problem=Problem(m=96, n=64, k=512))
+    assert "serves no number of sorted rows an expert" in str(reason(many, M3_MAX))
+    assert "from 12 rows" in str(reason(replace(gather, is_sorted=False), M3_MAX))
 
 
 @pytest.mark.parametrize(
