@@ -171,7 +171,7 @@ def usable(answer: Answer, place: Place, *, is_measured: bool = False) -> Answer
 
 
 def _is_slow(plan: AnyPlan, place: Place) -> bool:
-    """Returns whether stock MLX is predicted to be faster than a plan."""
+    """Returns whether stock MLX serves rather than a plan that is not the best one."""
     problem = plan.gather if isinstance(plan, GatherPlan) else plan.problem
     backend, device = place.backend, place.device
     predicted = partial(backend.predict, plan, device)

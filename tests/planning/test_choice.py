@@ -181,7 +181,6 @@ def test_rows_choose_the_tile(
     ("m", "n", "k", "is_split"),
     [
         (4, 10240, 4096, False),  # plenty of tiles are computed whole
-        (64, 10240, 4096, False),
         (16, 256, 16384, True),  # few tiles and a long k: split over the cores
         (8, 576, 576, False),  # a second dispatch would take as long as it saves
     ],

@@ -7,6 +7,7 @@ what its product fuses may be predicted to be faster apart.
 """
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
@@ -14,8 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_marlin.backends.metal.choice import best, is_candidate
-from mlx_marlin.backends.metal.cost import predict
+from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.rates import level_seconds, memory_seconds
 from mlx_marlin.planning.epilogue import PLAIN
@@ -37,7 +37,7 @@ class Ranges(NamedTuple):
     @classmethod
     def of(cls, text: str) -> "Ranges":
         """Reads the table's form, such as "5-31 33-63 129-"."""
-        ends = [each.split("-") for each in text.split()]
+        ends = re.findall(r"(\d+)-(\d*)", text)
         return cls(tuple((int(a), int(b) if b else inf) for a, b in ends))
 
     def has(self, rows: int) -> bool:
@@ -58,7 +58,8 @@ class Line(NamedTuple):
     chip: str  # The chip of the table
     ours: Ranges  # Rows with which our kernels serve if no weight is decoded first
     decoded: Ranges  # Rows with which a weight is decoded first
-    # Least pairs per expert of our kernel for experts, and the most of sorted pairs
+    # Least pairs per expert of our kernel for experts, and the most of sorted pairs,
+    # below the least where sorted pairs are never ours
     experts: tuple[float, float]
 
 
@@ -67,32 +68,26 @@ def reason(
 ) -> str | None:
     """Returns why stock MLX serves a weight in MLX's layout; None if it does not.
 
-    `predicted`: the times of our plan, which may stand in for one with tensor
-    operations that a GPU computes wrong.
+    `predicted`: the times of our plan. It is not the best one if a user asks for it, or
+    if it stands in for one that a GPU computes wrong.
     """
     line = line_of(problem, device)
     if problem.invariant:
         return None
     if line.ours.has(problem.m):
-        if not (device.has_tensor_units and is_candidate(problem, device)):
-            return None
-        ratio = predicted().seconds / _best_seconds(problem, device)
+        best = planner.propose(problem, device).prediction
+        ratio = predicted().seconds / best.seconds
         if ratio <= MOST_SLOWER:
             return None
         return (
-            f"{_rows(problem.m)} on {device.variant}: the model gives the kernel "
-            f"without tensor operations {ratio:.2f} times the time of that with them, "
-            f"for which the table of {line.chip} was written"
+            f"{_rows(problem.m)} on {device.variant}: this plan is predicted to take "
+            f"{ratio:.2f} times the time of the best one, for which the table of "
+            f"{line.chip} was written"
         )
     return (
         f"{_rows(problem.m)} on {device.variant}: by the table of {line.chip} our "
         f"kernels serve {line.ours} of such a weight (not measured here)"
     )
-
-
-@lru_cache(maxsize=4096)
-def _best_seconds(problem: Problem, device: Device) -> float:
-    return predict(best(problem, device), device).seconds
 
 
 def reason_of_experts(gather: GatherProblem, device: Device) -> str | None:
@@ -106,6 +101,8 @@ def reason_of_experts(gather: GatherProblem, device: Device) -> str | None:
     if least <= pairs and not (gather.is_sorted and pairs > most):
         return None
     limits = f"from {least:g}" + f" to {most:g}" * gather.is_sorted
+    if gather.is_sorted and most < least:
+        limits = "no number of sorted"
     return (
         f"{_rows(problem.m)} over {gather.experts} experts on {device.variant}: by the "
         f"table of {line.chip} our kernel serves {limits} rows an expert (not measured "
