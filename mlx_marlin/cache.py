@@ -5,6 +5,7 @@ be written by other users. Modules that only these need are imported inside func
 because a first product imports this one. The emulator has a cache of its own.
 """
 
+import fnmatch
 import os
 import stat
 from collections.abc import Iterator
@@ -154,68 +155,71 @@ def write(folder: Path, file_name: str, content: bytes) -> Path:
     """
     import tempfile
 
+    file = folder / file_name
     make(folder)
     handle, temporary = tempfile.mkstemp(suffix=".new", dir=folder)
     try:
-        with (
-            regular_files.named(folder / file_name),
-            os.fdopen(handle, "wb") as stream,
-        ):
+        with regular_files.named(file), os.fdopen(handle, "wb") as stream:
             stream.write(content)
-        os.replace(temporary, folder / file_name)
+        os.replace(temporary, file)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return folder / file_name
+    return file
 
 
-def sizes(path: Path) -> list[int]:
+def sizes(path: str | Path, within: int | None = None) -> list[int]:
     """Returns the size of each file in a folder and its subfolders.
 
     Links count as files. There are none in a folder that is a link or is missing.
     """
     found: list[int] = []
     with suppress(OSError):
-        for _, _, _, folder in os.fwalk(path):
-            found += [
-                entry.stat(follow_symlinks=False).st_size
-                for entry in os.scandir(folder)
-                if not entry.is_dir(follow_symlinks=False)
-            ]
+        for _, _, _, folder in os.fwalk(path, dir_fd=within):
+            for entry in os.scandir(folder):
+                with suppress(FileNotFoundError):  # removed by another process
+                    if not entry.is_dir(follow_symlinks=False):
+                        found.append(entry.stat(follow_symlinks=False).st_size)
     return found
 
 
-def remove(path: Path) -> int:
-    """Removes a file or a folder, and returns the number of files removed.
+def remove(name: str, within: int) -> int:
+    """Removes a file or a folder of an open folder; returns the number of files.
 
     Of a link, the link alone is removed. What cannot be removed, in a folder, stays.
     """
     import shutil
 
-    if path.is_symlink() or not path.is_dir():
-        try:
-            path.unlink()
-        except FileNotFoundError:  # removed by another process
-            return 0
-        return 1
-    before = len(sizes(path))
-    shutil.rmtree(path, ignore_errors=True)
-    return before - len(sizes(path))
+    try:
+        if not stat.S_ISDIR(os.lstat(name, dir_fd=within).st_mode):
+            os.unlink(name, dir_fd=within)
+            return 1
+    except FileNotFoundError:  # removed by another process
+        return 0
+    before = len(sizes(name, within))
+    shutil.rmtree(name, ignore_errors=True, dir_fd=within)
+    return before - len(sizes(name, within))
 
 
-def clear(folder: Path, pattern: str = "*") -> int:
-    """Removes what a folder has under matching names; returns the number of files."""
-    check_own(folder)
-    return sum(map(remove, [*folder.glob(pattern)]))
+def clear(within: int, pattern: str = "*") -> int:
+    """Removes what an open folder has under matching names, as `remove` does."""
+    names = fnmatch.filter(os.listdir(within), pattern)
+    return sum(remove(name, within) for name in names)
 
 
-def check_own(folder: Path) -> None:
-    """Checks that a folder whose entries are to be removed is this user's."""
+@contextmanager
+def own(folder: Path) -> Iterator[int]:
+    """Opens a folder of this user, to remove entries wherever its path leads later."""
     if folder.is_symlink() or not folder.is_dir():
         kind = "a link, which is not followed" if folder.is_symlink() else "a file"
         raise ValueError(f"{folder} is {kind}, expected a folder")
-    if reason := _why_not_own(folder, folder.stat()):
-        raise PermissionError(reason)
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if reason := _why_not_own(folder, os.fstat(opened)):
+            raise PermissionError(reason)
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def find(name: str, file_name: str) -> Path | None:

@@ -17,7 +17,6 @@ class Explained(Protocol):
 
     def explain(self) -> str:
         """Returns a one-line description."""
-        ...
 
 
 @state.cache()
@@ -32,23 +31,19 @@ def is_on() -> bool:
 def ours(call: Explained, plan: Explained) -> None:
     """Logs that our kernels serve a call with a plan."""
     if is_on():
-        _write(call, f"our kernels: {plan.explain()}")
+        tell(f"{call.explain()}: our kernels: {plan.explain()}")
 
 
 def stock(call: Explained, reason: str) -> None:
     """Logs that stock MLX serves a call, and the reason."""
     if is_on():
-        _write(call, f"stock MLX: {reason}")
+        tell(f"{call.explain()}: stock MLX: {reason}")
 
 
 def measured(model: str, settings: str) -> None:
     """Logs that measured settings are used for a model."""
     if is_on():
         tell(f"{model}: measured settings, {settings}")
-
-
-def _write(call: Explained, served_by: str) -> None:
-    tell(f"{call.explain()}: {served_by}")
 
 
 def tell(line: str) -> None:

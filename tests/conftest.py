@@ -3,6 +3,9 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -82,6 +85,25 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Choose]:
     state.reset()
     yield choose
     state.reset()
+
+
+@pytest.fixture
+def swap_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Path, Path], None]:
+    """Returns what puts a link in a folder's place at the nth check of an owner."""
+
+    def begin(check: int, place: Path, other: Path) -> None:
+        calls, user = count(1), os.geteuid()
+
+        def asked() -> int:
+            if next(calls) == check:
+                with suppress(FileNotFoundError):
+                    place.rename(place.with_name("moved"))
+                    place.symlink_to(other)
+            return user
+
+        monkeypatch.setattr(os, "geteuid", asked)
+
+    return begin
 
 
 @pytest.fixture

@@ -169,6 +169,19 @@ def test_what_belongs_to_another_user_is_not_found(
     )
 
 
+def test_a_file_that_vanishes_while_it_is_listed_hides_no_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "gone"):
+        cache.write(root, name, b"four")
+    listed = os.scandir
+    gone = [each for each in listed(root) if each.name == "gone"]
+    (root / "gone").unlink()
+    monkeypatch.setattr(os, "scandir", lambda place: [*gone, *listed(place)])
+
+    assert cache.sizes(root) == [4, 4]
+
+
 def test_a_full_device_names_the_file_and_keeps_the_old_one(root: Path) -> None:
     kept = cache.write(root / "tuned", "a.json", b"old")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -36,18 +36,18 @@ AS_MLX = {
 }
 """Functions with the signature of one of MLX's, and their positional parameters."""
 MOST_LINES = {
-    "backends": 8726,
-    "checkpoints": 5982,
-    "cli": 5511,
+    "backends": 8725,
+    "checkpoints": 5981,
+    "cli": 5498,
     "evidence": 113,
     "guard": 1992,
     "layers": 1568,
-    "lm": 12450,
+    "lm": 12445,
     "measure": 1778,
     "planning": 2602,
     "products": 3312,
     "weights": 1187,
-    "": 1026,
+    "": 1025,
 }
 """Lines of Python that a room may have; "" is the folder of the package itself. They
 are lowered to what is reached: a change that needs more removes as much in its room."""

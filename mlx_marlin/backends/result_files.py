@@ -113,9 +113,8 @@ def clear(results_folder: Path) -> int:
     """Removes the results of all machines and returns the number of files."""
     if not os.path.lexists(results_folder):
         return 0
-    cache.check_own(results_folder)
-    with locked(results_folder):
-        return cache.clear(results_folder, "*.json")
+    with cache.own(results_folder) as opened, locked(results_folder):
+        return cache.clear(opened, "*.json")
 
 
 @contextmanager

@@ -51,11 +51,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     with ExitStack() as stack:
         stack.enter_context(_parents(partial))
         partial.mkdir(exist_ok=True)
-        cache.check_own(partial)
-        stack.callback(os.close, opened := os.open(partial, os.O_RDONLY))
+        opened = stack.enter_context(cache.own(partial))
         _lock(opened, partial)
         try:
-            cache.clear(partial)
+            cache.clear(opened)
             yield partial
             partial.rename(path)
         except BaseException:

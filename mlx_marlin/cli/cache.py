@@ -1,12 +1,13 @@
 """`mlx-marlin cache`: lists, limits and clears the package's cache."""
 
 import argparse
+import fnmatch
 import os
 import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ CONTENTS = {
     "emulator": "kernels compiled for the emulator",
     "gpus": "measured figures of CUDA devices",
     "kernels": "compiled CUDA kernels",
+    "models": "results of earlier versions, which are not used",
     "tuned": "results of mlx-marlin tune",
     "verdicts": "checks of kernels on this machine",
 }
@@ -38,7 +40,8 @@ SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)")
 
 DESCRIPTION = "List the files in the package's cache."
 EPILOG = """
-All files of the cache can be recreated, so it is always safe to remove them.
+All files of the cache can be recreated, so it is always safe to remove them. Those that
+a killed process left unfinished, tmp*.new, are removed by --clear only.
 
 examples:
   mlx-marlin cache --limit 500MB
@@ -159,12 +162,13 @@ def clear(name: str) -> int:
         raise ValueError(f"--clear {name!r}, expected a folder of the cache: {known}")
     if not folders:
         return 0
-    cache.check_own(cache.root())
     chosen = [*folders.values()] if name == ALL else [folders[name]]
-    for path in chosen:
-        if not path.is_symlink():
-            cache.check_own(path)
-    removed = sum(map(cache.remove, chosen))
+    with ExitStack() as stack:
+        root = stack.enter_context(cache.own(cache.root()))
+        for path in chosen:
+            if not path.is_symlink():
+                stack.enter_context(cache.own(path))
+        removed = sum(cache.remove(path.name, root) for path in chosen)
     with suppress(OSError):  # not empty
         cache.root().rmdir()
     return removed
@@ -188,17 +192,19 @@ def shrink(limit: int) -> int:
     `limit`: maximum bytes of the remaining kernels.
     """
     found = []
-    for name, pattern in KERNELS.items():
-        if os.path.lexists(folder := cache.folder(name)):
-            cache.check_own(folder)
-            for file in folder.glob(pattern):
-                with suppress(FileNotFoundError):  # removed by another process
-                    found.append((file.lstat(), file))
-    removed = total = 0
-    for status, file in sorted(found, key=lambda each: -each[0].st_mtime):
-        total += status.st_size
-        if total > limit:
-            removed += cache.remove(file)
+    with ExitStack() as stack:
+        for name, pattern in KERNELS.items():
+            if os.path.lexists(folder := cache.folder(name)):
+                opened = stack.enter_context(cache.own(folder))
+                for file in fnmatch.filter(os.listdir(opened), pattern):
+                    with suppress(FileNotFoundError):  # removed by another process
+                        found.append((os.lstat(file, dir_fd=opened), file, opened))
+        removed = total = 0
+        found.sort(key=lambda each: -each[0].st_mtime)
+        for status, file, opened in found:
+            total += status.st_size
+            if total > limit:
+                removed += cache.remove(file, opened)
     return removed
 
 

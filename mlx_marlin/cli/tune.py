@@ -17,6 +17,7 @@ from mlx_marlin.backends import (
 from mlx_marlin.cli import arguments, models, output, tune_model
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.cache import check_writable
+from mlx_marlin.lm import measured_models
 from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     folder = result_files.folder()
     clock = models.clock(args.seconds) if found else None
-    if found:
+    if found or (names and measured_models.why_not_measured() is None):
         check_writable(folder, result_files.locked)
     if args.clear:
         print(f"files removed from {folder}: {result_files.clear(folder)}")

@@ -28,6 +28,8 @@ def encoded(value: Any) -> Any:
 
 def decoded(type_: Any, data: Any, where: str = "it", forms: Forms = NO_FORMS) -> Any:
     """Returns the value of a dataclass, or of a field's type, that `data` encodes."""
+    if is_dataclass(data):  # which a form has made
+        return data
     if is_dataclass(type_):
         return _dataclass(type_, data, where, forms)
     origin, arguments = get_origin(type_), get_args(type_)
@@ -68,13 +70,11 @@ def _dataclass(type_: Any, data: Any, where: str, forms: Forms) -> Any:
             f"{where} has not the fields {', '.join(types)}: "
             f"{', '.join(sorted(wrong))} is missing or unknown"
         )
-    given = {name: value for name, value in values.items() if is_dataclass(value)}
     return type_(
-        **given,
         **{
-            name: decoded(types[name], values[name], f"{where}.{name}", forms)
-            for name in types.keys() - given.keys()
-        },
+            name: decoded(of, values[name], f"{where}.{name}", forms)
+            for name, of in types.items()
+        }
     )
 
 

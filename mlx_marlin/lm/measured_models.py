@@ -154,7 +154,8 @@ def set_for_model(arguments: Sequence[str]) -> None:
         return
     every = decoded(_rows_before_mlx(), result_files.folder())
     model = name_of_model(name)
-    found = next((each for each in every if each.model == model), None)
+    named = (each for each in every if each.model == model)
+    found = max(named, key=lambda each: each.date, default=None)
     if found is not None and found.max_ops_per_buffer is not None:
         os.environ[VARIABLE] = str(found.max_ops_per_buffer)
         decision_log.measured(found.model, f"{VARIABLE}={found.max_ops_per_buffer}")
@@ -165,10 +166,11 @@ def _rows_before_mlx() -> Iterator[Any]:
 
     Only MLX knows the architecture, which a chip has one of.
     """
+    device = detection.physical(detection.chip_name() or "")
     here = Machine(
-        chip=detection.chip_name() or "",
+        chip=device.name,
         architecture="",
-        cores=detection.gpu_cores() or 0,
+        cores=device.cores,
         system=measured_results.system(),
         mlx=versions.installed("mlx") or "",
         kernels=measured_results.kernels("metal"),

@@ -15,6 +15,7 @@ from mlx_marlin.cli.main import main
 from mlx_marlin.guard import verdicts
 
 HOURS = 3600
+Swap = Callable[[int, Path, Path], None]
 
 
 @pytest.fixture
@@ -225,6 +226,22 @@ def test_folders_that_are_links_are_not_followed(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("place", ["", "emulator", "tuned"])
+@pytest.mark.parametrize("check", [1, 2, 3, 4, 5])
+def test_what_becomes_a_link_after_a_check_of_its_owner_is_not_followed(
+    root: Path, precious: Path, command: str, place: str, check: int, swap_at: Swap
+) -> None:
+    for name, file_name in (("emulator", "a.so"), ("tuned", "a.json")):
+        shutil.copytree(keep(name, file_name, 1).parent, precious / name)
+    before = content(precious)
+    swap_at(check, root / place, precious)
+
+    main(command.split())
+
+    assert {*content(precious)} - {"tuned/lock", "lock"} == {*before}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_links_in_a_folder_are_not_followed(
     root: Path, precious: Path, command: str
 ) -> None:
@@ -242,7 +259,7 @@ def test_links_in_a_folder_are_not_followed(
 
 
 def test_clearing_removes_a_link_but_not_of_the_cache_itself(
-    root: Path, precious: Path, printed: Run, refused: Run
+    root: Path, precious: Path, printed: Run, refused: Run, monkeypatch: Any
 ) -> None:
     keep("tuned", "a.json", 1)
     (root / "emulator").symlink_to(precious)
@@ -253,6 +270,9 @@ def test_clearing_removes_a_link_but_not_of_the_cache_itself(
     shutil.rmtree(root)
     root.symlink_to(precious)
     assert f"{root} is a link, which is not followed" in refused("cache --clear")
+    monkeypatch.setattr(Path, "is_symlink", lambda _: False)  # it became one later
+    with pytest.raises(OSError, match=root.name), cache.own(root):
+        pass
 
 
 @pytest.mark.parametrize("options", ["--clear", "--limit 0"])

@@ -144,11 +144,18 @@ def test_without_a_comparison_nothing_is_kept(
     assert kept() is None
 
 
+@pytest.mark.parametrize("found", [None, ([], 3)])
 def test_the_folder_is_checked_before_anything_is_measured(
-    speeds: Speeds, root: Path, printed: Run, capsys: pytest.CaptureFixture[str]
+    found: object,
+    speeds: Speeds,
+    printed: Run,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root.mkdir()
-    result_files.folder().mkdir()
+    """Also for a model without products that our kernels compute."""
+    if found:
+        monkeypatch.setattr(models, "products", lambda *_: found)
+    result_files.folder().mkdir(parents=True)
     result_files.folder().chmod(0o777)
 
     assert main(["tune", "some/model"]) == 2
@@ -271,15 +278,6 @@ def write(folder: Path | None = None, **others: Any) -> Path:
     return file
 
 
-def test_the_cache_lists_and_clears_them(printed: Run) -> None:
-    for line in ("cache --clear tuned", "tune --clear"):
-        write()
-        said = "results of mlx-marlin tune"
-        assert said in printed("cache")
-        printed(line)
-        assert kept() is None
-
-
 def test_doctor_tells_the_settings_and_the_variable(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,10 +367,28 @@ def test_lm_sets_nothing_that_another_machine_measured(folder: Path, name: str) 
     assert VARIABLE not in os.environ
 
 
-def test_lm_finds_its_model_among_others_and_beside_a_damaged_file(
-    folder: Path,
+@pytest.mark.parametrize(
+    ("chip", "cores"), [("Apple M9 Max", 12), ("Apple M9 Max", None), ("M3 Max", None)]
+)
+def test_lm_knows_its_machine_without_mlx(
+    folder: Path, chip: str, cores: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(key="1", max_ops_per_buffer=100)
+    """Also a chip that is not in the table, and where macOS does not tell the cores."""
+    monkeypatch.setattr(detection, "chip_name", lambda: chip)
+    monkeypatch.setattr(detection, "gpu_cores", lambda: cores)
+    monkeypatch.setattr(detection, "_metal", lambda: (chip, "applegpu_g21s"))
+    monkeypatch.setattr(devices, "current", lambda *_: detection.detect_device())
+    write(folder)
+
+    measured_models.set_for_model(["--model", str(folder)])
+
+    assert os.environ.pop(VARIABLE) == "200"
+
+
+def test_lm_takes_the_newest_of_a_name_beside_a_damaged_file(folder: Path) -> None:
+    write(key="0", max_ops_per_buffer=100, date="2026-11-26")
+    for key in ("1", "3"):
+        write(folder, key=key, max_ops_per_buffer=100, date="2026-11-24")
     file = write(folder, key="2")
     file.with_name(f"{file.name.rpartition('-')[0]}-4.json").write_text("{")
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,12 @@ def test_a_file_that_cannot_be_read_is_ignored(tmp_path: Path) -> None:
     (tmp_path / HERE.file_name).mkdir()
 
     assert warned(tmp_path)[0] == {}
+
+
+def test_of_several_wrong_fields_the_first_is_told() -> None:
+    type_ = make_dataclass("Kind", [(f"field{i}", int) for i in range(30)])
+    with pytest.raises(ValueError, match=r"^it\.field0 is 'x', expected int$"):
+        codec.decoded(type_, {f"field{i}": "x" for i in range(30)})
 
 
 DECODE_ERRORS: list[tuple[tuple[str, ...], Any]] = [

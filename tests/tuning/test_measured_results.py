@@ -54,18 +54,6 @@ def test_any_plan_comes_back_as_it_was(tmp_path: Path, plan: Plan) -> None:
     assert found[plan.problem].plan.work.units == plan.work.units
 
 
-def test_results_are_added_and_newer_ones_replace_older_ones(tmp_path: Path) -> None:
-    other = measured(replace(PROBLEM, m=9))
-    newer = measured(PROBLEM, rank=1)
-
-    result_files.write(tmp_path, HERE, [measured(PROBLEM)])
-    result_files.write(tmp_path, HERE, [other])
-    file = result_files.write(tmp_path, HERE, [newer])
-
-    assert result_files.read(tmp_path, HERE).results == by_problem(newer, other)
-    assert {each.name for each in tmp_path.iterdir()} == {"lock", file.name}
-
-
 def result(plan: AnyPlan, **change: Any) -> Result:
     whole: dict[str, Any] = {
         "plan": plan,
@@ -332,13 +320,6 @@ def test_clearing_removes_every_machines_file(tmp_path: Path) -> None:
 
     assert result_files.clear(tmp_path) == 2
     assert result_files.clear(tmp_path) == 0
-
-
-def test_a_folder_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(OSError, match="file"):
-        result_files.write(tmp_path / "file" / "tuned", HERE, [measured(PROBLEM)])
 
 
 def test_labels_tell_a_problems_plans_apart() -> None:

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.measurement import (
-    PROMPTS,
     STOCK,
     Forwards,
     Measured,
@@ -34,15 +32,6 @@ def test_a_file_is_named_by_its_chip_and_a_digest_of_all() -> None:
 
     digest = hashlib.sha256(repr(machine).encode()).hexdigest()[:12]
     assert machine.file_name == f"apple-m9-max-38-cores-{digest}.json"
-
-
-def test_what_differs_between_machines_is_told_in_the_order_of_the_fields() -> None:
-    now = replace(HERE, mlx="0.33.0", cores=11)
-
-    assert measurement.differences(HERE, HERE) == ""
-    assert measurement.differences(HERE, now) == (
-        "measured with cores 10, here 11, measured with mlx 0.32.4, here 0.33.0"
-    )
 
 
 @pytest.mark.parametrize(
@@ -250,11 +239,6 @@ def test_beyond_the_most_rows_what_holds_there_holds(decodes: bool) -> None:
     assert Measured.beyond(stock) == Measured(
         reason="measured here up to 300 rows: stock MLX serves 300 and more"
     )
-
-
-def test_the_half_of_a_prompt_is_timed_before_it() -> None:
-    # By it the race foresees that a prompt takes too long.
-    assert all(m / 2 == half for half, m in pairwise(PROMPTS))
 
 
 @pytest.mark.parametrize("stock", [False, True])

@@ -43,12 +43,12 @@ def detect_device() -> Device:
     if name == PARAVIRTUAL:
         device = Device.paravirtual()
     else:
-        device = replace(_physical(name), has_tensor_system=has_tensor_system())
+        device = replace(physical(name), has_tensor_system=has_tensor_system())
     return replace(device, arch=arch) if ARCHITECTURE.fullmatch(arch) else device
 
 
-def _physical(name: str) -> Device:
-    """Returns the chip with a name in Metal, or what stands in for it."""
+def physical(name: str) -> Device:
+    """Returns the chip with a name in Metal, or what stands in for it, without MLX."""
     if key(name) not in chips():
         name = chip_name() or name
     if key(name) in chips():
