@@ -54,9 +54,9 @@ are lowered to what is reached: a change that needs more removes as much in its 
 MOST_FOUND = {
     "lines of tests": 85_090,
     "lines of metal_emulator": 7_016,
-    "files of mlx_marlin": 301,
-    "files under 60 lines": 61,
-    "thousandths of lines that import": 72,
+    "files of mlx_marlin": 276,
+    "files under 60 lines": 46,
+    "thousandths of lines that import": 71,
     "public classes with the name of another": 15,
     "docstrings torn from their value": 0,
 }
