@@ -380,7 +380,7 @@ def test_invariant_products_are_not_raced_but_the_model_is_timed(
     mac.optimize(tiny_llama(tied=False), invariant=True)
 
     assert not mac.raced
-    assert {m for m, _ in mac.passes} == {*ROWS, *PROMPTS}
+    assert {m for m, _ in mac.passes} == {*forward_race.ROWS, *PROMPTS}
 
 
 @pytest.mark.parametrize(
