@@ -125,8 +125,7 @@ def keep(
 
 
 def leave_to_stock(here: Machine, problem: AnyProblem) -> None:
-    """Lets stock MLX serve several rows in this process, as their race is
-    unfinished."""
+    """Lets stock MLX serve several rows in this process from `state.reset` on."""
     _own(here).unfinished.add(_family(problem))
 
 

@@ -20,7 +20,7 @@ CONTENTS = {
     "gpus": "measured figures of CUDA devices",
     "kernels": "compiled CUDA kernels",
     "models": "results of earlier versions, which are not used",
-    "tuned": "results of mlx-marlin tune",
+    "tuned": "measured times of this machine",
     "verdicts": "checks of kernels on this machine",
 }
 """Description of a folder, by name. Other folders are listed without one."""

@@ -262,7 +262,7 @@ def test_a_weight_of_the_source_is_dropped_before_the_next_is_read(
 
     def watched(weight: StoredWeight) -> StoredWeight:
         assert all(array() is None for array in read)
-        mx.synchronize()  # a stream holds inputs until it has run, one even later
+        mx.synchronize()  # a stream holds its inputs until it has run
         assert mx.get_active_memory() < active + 2 * weight.codes.nbytes
         checked = own(weight)
         read.append(weakref.ref(checked.codes))

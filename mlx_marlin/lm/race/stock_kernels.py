@@ -104,7 +104,7 @@ def for_race(
         group: _job(repr((ordered, group)), (ordered, group))
         for group in _groups(m for m in rows if m > GROUPS[0])
     }
-    # Other processes compute MLX's own products, which differ with the few rows.
+    # MLX's other kernels are alike for all few rows; its products have other jobs.
     few = _passes("pass", key, model, None, (1,))
     few += _passes("pass", key, model, dict(options), forward_race.ROWS)
     prompts = _passes("prompts", key, model, None, PROMPTS)
