@@ -52,7 +52,7 @@ def looked_up(model: Any, text: list[int], begun: int) -> tuple[float, Decoder]:
     picker = Picker(sampler=None, processors=[writing(text)])
     passes = Passes(model, make_prompt_cache(model))
     decoder = Decoder(
-        passes, LookupDrafter(), cost_of(model), picker, generation_stream
+        passes, [LookupDrafter()], cost_of(model), picker, generation_stream
     )
     found: list[Token] = []
 

@@ -197,7 +197,7 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read(
     passes = Watched(model, make_prompt_cache(model))
     cost = PassCost({1: 1.0, 16: 2.0}, "test")
     picker = Picker(sampler=None, processors=())
-    decoding = Decoder(passes, Nothing(), cost, picker, generation_stream)
+    decoding = Decoder(passes, [Nothing()], cost, picker, generation_stream)
     monkeypatch.setattr(decoder_module, "Positions", Watching)
 
     assert len([*decoding.tokens([1], 10)]) == 10
@@ -248,7 +248,7 @@ def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) ->
         assert (given["waiting"], given["seconds_of_token"]) == (1, 0.25)
         begun = given["seconds_of_draft"]
         events.append(("asked", len(probabilities), pytest.approx(begun)))
-        return Choice(length=next(lengths), rate=0.0)
+        return Choice(length=next(lengths), rate=1.0)
 
     monkeypatch.setattr(decoder_module, "perf_counter", lambda: now)
     monkeypatch.setattr(decoder_module, "best_length", choose)
@@ -257,7 +257,7 @@ def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) ->
     cost = Noted({1: 1.0, 6: 2.0}, "test")
     picker = Picker(sampler=None, processors=())
     drafter = Learning([*range(3, 20)], events)
-    decoding = Decoder(passes, drafter, cost, picker, generation_stream)
+    decoding = Decoder(passes, [drafter], cost, picker, generation_stream)
     for each in decoding.tokens([3], 8):
         events.append((each.token, each.from_draft, each.rows))
 
@@ -291,6 +291,52 @@ def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) ->
         (11, False, 1),
     ]
     assert (decoding.drafted, decoding.accepted) == (2, 1)
+
+
+class Offering(ScriptedDrafter):
+    """Drafts with probabilities that a test gives, by the length of the text."""
+
+    def __init__(self, offers: dict[int, list[float]], seconds: float = 0.0) -> None:
+        super().__init__([*range(50)], 16, lambda _: 16)
+        self.offers, self.seconds_of_token = offers, seconds
+        self.asked: list[int] = []
+        self.declined: list[int] = []
+
+    def probabilities(self, most: int) -> list[float]:
+        return self.offers.get(len(self.known), [])[:most]
+
+    def draft(self, count: int) -> Sequence[int]:
+        self.asked.append(len(self.known))
+        return super().draft(count)
+
+    def decline(self) -> None:
+        self.declined.append(len(self.known))
+
+
+def test_each_pass_verifies_the_draft_with_the_highest_expected_rate() -> None:
+    """Of equal ones the first, whoever drafted before; a drafter's time counts."""
+    first = Offering({1: [0.9], 3: [0.5], 5: [0.8] * 3, 9: [0.9], 12: [0.03]})
+    second = Offering(
+        {1: [0.9], 3: [0.6], 5: [0.9] * 3, 9: [0.9, 0.9], 12: [0.06]}, seconds=0.05
+    )
+    costly = Offering({each: [0.99] * 9 for each in range(20)}, seconds=5.0)
+    passes = Passes(counting, [], is_seen=False)  # type: ignore[arg-type]
+    decoding = decoder(
+        nn.Module(),
+        *(costly, first, second),
+        cache=[],
+        passes=passes,
+        seconds={1: 1.0, 16: 1.6},
+    )
+
+    found = [each.token for each in decoding.tokens([0], 16)]
+
+    assert found == [*range(1, 17)]
+    assert (first.asked, second.asked, costly.asked) == ([1], [3, 5, 9], [])
+    assert first.lengths == [(1, 1)]
+    assert second.lengths == [(1, 1), (3, 3), (2, 2)]
+    assert {3, 5, 9, 12} <= {*first.declined}
+    assert {1, 12} <= {*second.declined}.difference(second.asked)
 
 
 def test_memory_is_cleared_each_256_tokens_of_a_text_without_an_end(

@@ -103,7 +103,7 @@ def test_a_model_is_fed_each_token_once_and_its_time_is_for_a_token(
         fed.append(tokens[0].tolist())  # type: ignore[arg-type]
         return counting(tokens, cache)
 
-    clock = iter([10.0, 13.0, 20.0, 30.0, 40.0, 40.8, 50.0, 50.0])
+    clock = iter([0.0, 10.0, 13.0, 20.0, 30.0, 40.0, 40.8, 50.0, 50.0])
     monkeypatch.setattr(drafters, "perf_counter", lambda: next(clock))
     drafter = ModelDrafter(Passes(model, []))  # type: ignore[arg-type]
     drafter.begin([5, 6, 7])

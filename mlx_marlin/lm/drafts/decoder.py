@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.lm.drafts.draft_length import best_length
+from mlx_marlin.lm.drafts.draft_length import Choice, best_length
 from mlx_marlin.lm.drafts.drafters import Drafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
@@ -119,16 +119,18 @@ class Decoder:
     def __init__(
         self,
         passes: Passes,
-        drafter: Drafter,
+        drafters: Sequence[Drafter],
         cost: PassCost,
         picker: Picker,
         stream: Any,
     ) -> None:
         """Keeps what decoding needs.
 
+        `drafters`: each pass verifies the draft of one, the first of equals.
         `cost`: the seconds of a pass.
         """
-        self._passes, self._drafter, self._cost = passes, drafter, cost
+        self._passes, self._drafters, self._cost = passes, drafters, cost
+        self._drafter: Drafter | None = None  # who made the last draft
         self._picker, self._stream = picker, stream
         self._text: list[int] = []
         self._yielded = 0  # tokens of the text that the caller knows
@@ -146,7 +148,8 @@ class Decoder:
         They have these and no others when it ends, is closed or fails, too.
         """
         self._text, self._yielded = [*prompt], len(prompt)
-        self._drafter.begin(prompt)
+        for drafter in self._drafters:
+            drafter.begin(prompt)
         self._picker.add(prompt[:-1])
         with mx.stream(self._stream):
             self._passes.feed(prompt[:-1], told)
@@ -166,7 +169,8 @@ class Decoder:
                 self._cost.observe(now - last)
             last = None if ahead is None else now
             self._text.append(token.token)
-            self._drafter.add(token.token)
+            for drafter in self._drafters:
+                drafter.add(token.token)
             current = ahead or self._following(current, token, end)
             self._show()
             yield token
@@ -184,7 +188,7 @@ class Decoder:
         A draft needs that token.
         """
         left = self._left(end) - 1
-        if current.draft or left <= 0 or self._length(left - 1):
+        if current.draft or left <= 0 or self._choose(left - 1)[1]:
             return None
         started = perf_counter()
         with mx.stream(self._stream):
@@ -208,7 +212,7 @@ class Decoder:
             with mx.stream(self._stream):
                 current.accept()
             return current
-        if current.draft:
+        if self._drafter and current.draft:
             self._drafter.observe(len(current.draft), current.index)
         with mx.stream(self._stream):
             self._passes.keep(len(self._text) - 1)
@@ -220,48 +224,57 @@ class Decoder:
         if not left:
             return None
         with mx.stream(self._stream):
-            length = self._length(left - 1)
-            draft = self._drafter.draft(length) if length else ()
+            self._drafter, length = self._choose(left - 1)
+            draft = self._drafter.draft(length) if self._drafter else ()
             tokens = mx.array([*self._text[self._passes.fed :], *draft], mx.uint32)
             self._picker.add(self._text[-1:])
             logits = self._passes.run(tokens, len(draft) + 1)
             return Positions(logits, self._picker, draft, tokens.size)
 
-    def _length(self, left: int) -> int:
-        """Returns how many tokens to draft now, at most `left`."""
+    def _choose(self, left: int) -> tuple[Drafter | None, int]:
+        """Returns who is to draft now, and how many tokens, at most `left`."""
+        chosen, best = None, Choice(length=0, rate=0.0)
         most = min(left, self._cost.most_rows)
-        probabilities = self._drafter.probabilities(most)
-        if not probabilities:  # asked after every token: the rest takes longer
-            return 0
+        able = [each for each in self._drafters if each.probabilities(most)]
+        for drafter in able:
+            choice = self._best_length(drafter, most)
+            if choice.length and choice.rate > best.rate:
+                chosen, best = drafter, choice
+        for drafter in able:
+            if drafter is not chosen:
+                drafter.decline()
+        return chosen, best.length
+
+    def _best_length(self, drafter: Drafter, most: int) -> Choice:
         waiting = max(len(self._text) - self._passes.fed, 1)
         room = max(self._passes.room(waiting + most) - waiting, 0)
-        length = best_length(
-            probabilities[:room],
+        return best_length(
+            drafter.probabilities(most)[:room],
             self._cost,
             waiting=waiting,
             seconds_of_draft=self._to_begin,
-            seconds_of_token=self._drafter.seconds_of_token,
-        ).length
-        if not length:
-            self._drafter.decline()
-        return length
+            seconds_of_token=drafter.seconds_of_token,
+        )
 
     def _show(self) -> None:
         """Makes the caches have the text, until `_resume`."""
         if self._passes.is_seen:
             with mx.stream(self._stream):
                 self._passes.show(self._text)
-                self._drafter.show()
+                for drafter in self._drafters:
+                    drafter.show()
         self._yielded = len(self._text)
 
     def _resume(self) -> None:
         if self._passes.is_seen:
             self._passes.resume()
-            self._drafter.resume()
+            for drafter in self._drafters:
+                drafter.resume()
 
     def _settle(self) -> None:
         """Makes the caches have all tokens that were yielded, and no others."""
         if self._passes.is_seen:
             with mx.stream(self._stream):
                 self._passes.settle(self._text[: self._yielded])
-                self._drafter.settle(self._yielded)
+                for drafter in self._drafters:
+                    drafter.settle(self._yielded)

@@ -98,8 +98,6 @@ def _has_left(client: socket.socket) -> bool:
 
 
 def _looking_up(*given: Any, **options: Any) -> Generator[Any, None, None]:
-    """`stream_generate`, which looks up drafts if there is no draft model."""
+    """`stream_generate` that looks up drafts, beside a draft model if one is given."""
     drafts: Callable[..., Generator[Any, None, None]] = stream_generate
-    models = *given[4:5], options.get("draft_model")  # it may be the fifth argument
-    has_model = any(each is not None for each in models)
-    return drafts(*given, lookup=not has_model, **options)
+    return drafts(*given, lookup=True, **options)

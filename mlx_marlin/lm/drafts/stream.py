@@ -68,7 +68,8 @@ def stream_generate(
         tokenizer: Its tokenizer.
         prompt: The text, or its tokens.
         max_tokens: Most tokens to generate; -1 for no limit.
-        draft_model: A smaller model with the same tokenizer, which drafts.
+        draft_model: A smaller model with the same tokenizer, which drafts; with
+            `lookup`, each pass verifies the draft that is expected to gain more.
         stream: MLX's stream or device. Default: mlx-lm's.
         lookup: Draft what followed the last few tokens earlier in the text.
         **options: The options of `mlx_lm.stream_generate`: `sampler`,
@@ -84,13 +85,10 @@ def stream_generate(
         `DraftedResponse`; without drafts, and with embeddings, mlx-lm's.
 
     Raises:
-        ValueError: If both drafters are asked for, `max_tokens` is 0, or the prompt is
-            empty.
+        ValueError: If `max_tokens` is 0 or the prompt is empty.
         TypeError: If an option is not one of mlx-lm's.
     """
     stream = generation_stream if stream is None else stream
-    if lookup and draft_model is not None:
-        raise ValueError("lookup=True and draft_model exclude each other: use one")
     drafts = lookup or draft_model is not None
     # Machines that share a model would draft by their own clocks, and then wait.
     plain = options.get("input_embeddings") is not None or is_divided(model)
@@ -106,7 +104,9 @@ def stream_generate(
     tokens = _tokens(tokenizer, prompt)
     cost = cost_of(model)
     given = {name: each for name, each in options.items() if name not in IGNORED}
-    decoding = _Decoding(model, draft_model, cost, stream, **given)
+    decoding = _Decoding(
+        model, draft_model, cost, stream, is_looking_up=lookup, **given
+    )
     yield from _responses(decoding, tokenizer, tokens, max_tokens)
 
 
@@ -120,6 +120,7 @@ class _Decoding:
         cost: PassCost,
         stream: Any,
         *,
+        is_looking_up: bool,
         sampler: Sampler | None = None,
         logits_processors: Sequence[Processor] | None = None,
         max_kv_size: int | None = None,
@@ -150,15 +151,13 @@ class _Decoding:
             quantized_from=None if kv_bits is None else quantized_kv_start,
             is_seen=prompt_cache is not None,
         )
-        drafter: Drafter = (
-            LookupDrafter()
-            if draft_model is None
-            else ModelDrafter(passes(draft_model, others))
-        )
+        drafters: list[Drafter] = [LookupDrafter()] if is_looking_up else []
+        if draft_model is not None:
+            drafters.append(ModelDrafter(passes(draft_model, others)))
         picker = Picker(sampler=sampler, processors=logits_processors or ())
         self.model, self.cost, self.stream = model, cost, stream
         self.progress = prompt_progress_callback or (lambda *_: None)
-        self.decoder = Decoder(passes(model, own), drafter, cost, picker, stream)
+        self.decoder = Decoder(passes(model, own), drafters, cost, picker, stream)
 
 
 def _split(
