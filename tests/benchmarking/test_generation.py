@@ -74,18 +74,6 @@ def test_arms_take_turns_and_their_medians_are_kept(
     assert rows[0].prompt.seconds in range(3, per_streams + 1)
 
 
-@pytest.mark.usefixtures("stock")
-def test_real_models_are_timed() -> None:
-    arms = {STOCK_MODEL: tiny_llama()}
-
-    rows = [*generation.measure("tiny", arms, (1, 3), prompt=5, new=4)]
-
-    assert [row.streams for row in rows] == [1, 3]
-    for row in rows:
-        assert row.prompt.seconds > 0
-        assert row.step.seconds > 0
-
-
 def test_decoding_gives_the_tokens_asked_for() -> None:
     prompts = generation.random_prompts(3, 5, 100)
 

@@ -21,7 +21,7 @@ from mlx_marlin.backends.metal.experts import gather_seconds
 from mlx_marlin.backends.metal.rates import level_seconds
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
-from stock_times import NOTES, ROWS, Row
+from stock_times import ROWS, Row
 
 KNOWN_DEVICES = [each for variants in device.chips().values() for each in variants]
 CLOSE = 0.15
@@ -62,25 +62,6 @@ def test_a_published_time_is_met(row: Row) -> None:
     )
 
     assert abs(row.error()) <= (CLOSER if first_fitted else CLOSE)
-
-
-def test_fitted_chips_are_held_to_their_rows() -> None:
-    held = [(row.series.clock, row.series.chip) for row in HELD]
-
-    assert held.count(("independent", "M3 Max, 40")) >= 14
-    assert held.count(("independent", "M4 Pro, 20")) >= 14
-    assert held.count(("independent", "M5 Max, 40")) >= 24
-    assert held.count(("chain", "M3 Ultra, 80")) >= 10
-    assert held.count(("chain", "M5 Max, 40")) >= 9
-    assert held.count(("chain", "M4 Max, 40")) >= 7
-    assert held.count(("chain", "M4 Pro, 20")) == 12
-    assert {row.why for row in ROWS if row.why} == NOTES.keys()
-
-
-def test_chains_are_left_out_only_for_weights_in_cache_and_other_work() -> None:
-    left_out = {row for row in ROWS if row.series.clock == "chain" and row.why}
-
-    assert {row.series.source for row in left_out} == {"#4265", "macprovider#1623"}
 
 
 def test_codes_of_8_bits_are_slower_and_one_row_of_2_bits_is_not_read_in_time() -> None:

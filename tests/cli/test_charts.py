@@ -1,6 +1,5 @@
 """Charts as values and as pictures: rooflines, staircases, busy cores."""
 
-import json
 import math
 import re
 import sys
@@ -218,20 +217,6 @@ def test_profile_plots_the_roofline(tmp_path: Path, printed: Run) -> None:
     assert "ours: gemm_register (predicted)" in texts
     assert any("546 GB/s" in text for text in texts)
     assert "8 rows" in texts
-
-
-@sampled(1)
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_same_chart_gives_the_same_bytes_and_json_stays_alone(
-    suffix: str, tmp_path: Path, printed: Run
-) -> None:
-    first, second = tmp_path / f"1.{suffix}", tmp_path / f"2.{suffix}"
-    for path in (first, second):
-        assert json.loads(printed(f"{PLAN} --json --plot", path))["threadgroups"] > 0
-
-    assert first.read_bytes() == second.read_bytes()
-    assert first.read_bytes().startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
-    assert sorted(tmp_path.iterdir()) == [first, second]
 
 
 @pytest.mark.parametrize(

@@ -261,14 +261,6 @@ def test_a_drawn_wide_tile_spans_two_columns(tmp_path: Path, printed: Run) -> No
     assert widths[2:] == pytest.approx([widths[2]] * 3)
 
 
-def test_a_drawn_idle_threadgroup_is_called_so(tmp_path: Path, printed: Run) -> None:
-    path = tmp_path / "plan.svg"
-    printed(f"{SEVEN} {CEIL} --save", path)
-
-    assert [text.strip() for text in svg_texts(path)].count("idle") == 1
-    assert any("1 idle" in text for text in svg_texts(path))
-
-
 @sampled(1)
 @pytest.mark.parametrize("suffix", ["svg", "png", "PNG"])
 def test_the_same_plan_gives_the_same_bytes_and_replaces_what_was_there(
@@ -330,15 +322,3 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_no_other(
     assert f"--save {path}: cannot be written" in refused(f"{SEVEN} --save", path)
     assert path.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_example_shows_every_strategy_twice_in_small_pictures() -> None:
-    readme = (EXAMPLE / "README.md").read_text(encoding="utf-8")
-    drawn = [*EXAMPLE.glob("*.svg")]
-    shown = Counter(re.findall(r"^\$ .*--strategy (\w+)", readme, re.MULTILINE))
-
-    assert {path.name for path in drawn} == set(re.findall(r"\]\((\S+\.svg)\)", readme))
-    assert max(path.stat().st_size for path in drawn) < LARGEST_SVG
-    assert set(shown) == set(STRATEGIES)
-    assert min(shown.values()) == 2
-    assert "2, 2, 2, 1, 0" in readme

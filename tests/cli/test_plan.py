@@ -73,20 +73,6 @@ def test_three_by_three_tiles_on_five_draw_the_picture_of_marlin(lines: Lines) -
     ]
 
 
-def test_seven_tiles_on_five_show_the_idle_threadgroup(lines: Lines) -> None:
-    printed = lines(f"8 224 512 {MARLIN}")
-
-    assert "idle: 4" in printed
-    assert [line.split()[:3] for line in printed[-5:]] == [
-        ["0", "0", "0-15"],
-        ["1", "1", "16-31"],
-        ["2", "2", "32-47"],
-        ["3", "3", "48-55"],
-        ["4", "idle"],
-    ]
-    assert any("ceil, at most 16 k tiles each, 1 idle" in line for line in printed)
-
-
 def test_the_words_name_problem_device_plan_cost_and_server(lines: Lines) -> None:
     printed = lines("8 4096 4096 --chip 'Apple M3 Max'")
 

@@ -22,7 +22,6 @@ from mlx_marlin import regular_files, tables
 from mlx_marlin.backends import devices, planner
 from mlx_marlin.cli import documents, page
 from mlx_marlin.cli import render as command
-from mlx_marlin.cli.page import element
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
@@ -246,12 +245,6 @@ def test_a_file_cannot_invent_a_source_of_times() -> None:
 
     with pytest.raises(ValueError, match="a time is 'clocked', expected one of"):
         page_of(data)
-
-
-def test_text_is_escaped_and_elements_are_not() -> None:
-    inner = element("b", "<&>", class_='"')
-
-    assert element("p", inner, "<") == '<p><b class="&quot;">&lt;&amp;&gt;</b>&lt;</p>'
 
 
 @pytest.mark.parametrize(

@@ -192,18 +192,6 @@ def test_weights_mean_what_mlx_takes_them_for(name: str) -> None:
     assert 0.01 < actual.std() < 0.3
 
 
-def test_symmetric_weights_have_biases_for_stock() -> None:
-    format = weights.Format.parse("symmetric4g64")
-    native = weights.random_native(format, 32, 128)
-    rows = np.arange(32)
-    affine = (*native[:2], weights.biases_of_stock(format, native))
-
-    np.testing.assert_array_equal(
-        weights.decoded(format, native, rows),
-        weights.decoded(weights.Format("affine", 4, 64), affine, rows),
-    )
-
-
 @pytest.mark.parametrize("name", ["affine7g64", "affine4g16", "mxfp4g32", "int4", ""])
 def test_unknown_formats_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is none of affine4g128"):
@@ -295,15 +283,6 @@ def test_a_wrong_product_fails_the_run(
     said = capsys.readouterr().out
     assert "WRONG 3 rows of 256→96, affine4g128:float16, layout marlin" in said
     assert "2 products, 2 wrong" in said
-
-
-def test_columns_are_taken_as_numpy_takes_them() -> None:
-    matrix = np.arange(35, dtype=np.uint32).reshape(5, 7)
-    indices = np.array([4, 0, 3])
-
-    for axis in (0, 1):
-        actual = weights.taken(mx.array(matrix), indices, axis)
-        np.testing.assert_array_equal(np.array(actual), matrix.take(indices, axis))
 
 
 def of_zeros(

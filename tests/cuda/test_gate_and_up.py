@@ -1,4 +1,4 @@
-"""Gate and up as one product whose epilogue multiplies them."""
+"""Gate and up as one product whose epilogue multiplies them; layers on Metal too."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,11 +63,14 @@ def test_formats_and_activations(
     check((*format, "float16", *GATED_WAYS[0]), epilogue=epilogue, n=GATED_N)
 
 
-@sampled(4)
-@pytest.mark.usefixtures("on_cpu")
+@sampled(5)
 @pytest.mark.parametrize("rows", [(), (1,), (2, 9), (3, 50), (0,)], ids=str)
 @pytest.mark.parametrize("layout", ["marlin", "mlx"])
-def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
+@pytest.mark.parametrize("served", ["on_cpu", "kernels"])
+def test_a_layer_gates_half_of_it(
+    served: str, layout: str, rows: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(served)
     layer, x = layer_of(layout), mx.random.normal((*rows, 128)).astype(mx.float16)
 
     y = layer.gated(x)
@@ -78,18 +81,20 @@ def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
     assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
     assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
     gated = [plan.problem.epilogue.gated for plan in graph.plans_built()]
-    assert any(gated) == (layout == "marlin" and 0 not in rows)
+    kernels = {"on_cpu": ["marlin"], "kernels": ["marlin", "mlx"]}[served]
+    assert any(gated) == (layout in kernels and 0 not in rows)
 
 
-@sampled(2, 4)
+@sampled(3, 7)
 @pytest.mark.parametrize(
     ("how", "rows"),
     [("stock", 2), ("bias", 1), ("invariant", 2), ("no whole tiles", 1)],
 )
+@pytest.mark.parametrize("served", ["on_cpu", "kernels"])
 def test_without_a_gate_a_layer_multiplies_what_its_halves_give(
-    how: str, rows: int, request: pytest.FixtureRequest
+    served: str, how: str, rows: int, request: pytest.FixtureRequest
 ) -> None:
-    request.getfixturevalue("stock" if how == "stock" else "on_cpu")
+    request.getfixturevalue("stock" if how == "stock" else served)
     layer = layer_of(n=160 if how == "no whole tiles" else 192, bias=how == "bias")
     layer.invariant = how == "invariant"
     x = mx.random.normal((rows, 128)).astype(mx.float16)

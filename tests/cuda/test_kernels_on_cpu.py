@@ -92,12 +92,6 @@ def test_formats(case: Case) -> None:
     check(case)
 
 
-@sampled(0, 0)
-@pytest.mark.parametrize("case", [*every_case()], ids=str)
-def test_every_format(case: Case) -> None:
-    check(case)
-
-
 DTYPES_AND_ROWS = (("float16", 7), ("bfloat16", 40))
 OF_RINGS = (("float16", 19), ("bfloat16", 12))
 

@@ -110,12 +110,6 @@ def test_formats(case: Case) -> None:
     check(case)
 
 
-@sampled(0, 0)
-@pytest.mark.parametrize("case", [*every_case()], ids=str)
-def test_every_format(case: Case) -> None:
-    check(case)
-
-
 @pytest.mark.parametrize("m", [1, 8])
 def test_few_rows_are_served_too(m: int) -> None:
     check(("affine", 4, 64, "marlin", "bfloat16", m, WGMMA_WAYS[0]))

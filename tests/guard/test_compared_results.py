@@ -22,10 +22,9 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
+from mlx_marlin.planning.dequantize_plan import dequantize_plan
 from mlx_marlin.planning.epilogue import Epilogue, Heads, Rotation
-from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
-from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.tile_conversion import (
@@ -385,22 +384,6 @@ def test_a_result_that_cannot_be_evaluated_is_an_error_of_its_kernel(
             wrong = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)
             with pytest.raises(KernelError):
                 compares(wrong)
-
-
-def test_every_kind_of_plan_has_a_known_answer() -> None:
-    kinds = {
-        RoutePlan: experts.fault_of_route,
-        CombinePlan: experts.fault_of_combine,
-        HeadsPlan: known_answers.fault_of_rotation,
-        AddNormPlan: known_answers.fault_of_add_norm,
-        RepackPlan: known_answers._fault_of_repack,
-        DequantizePlan: known_answers._fault_of_decoded,
-        GatherPlan: known_answers._fault_of_experts,
-        Plan: known_answers._fault_of_products,
-    }
-    assert {each: known_answers.fault_of.dispatch(each) for each in kinds} == kinds
-    with pytest.raises(TypeError, match="no known answer of 'odd'"):
-        known_answers.fault_of("odd")
 
 
 def test_parts_are_compared_side_by_side() -> None:

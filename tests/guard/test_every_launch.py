@@ -28,7 +28,6 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import problem_of
 from support.guarded_calls import DEVICE, K, N
 from support.marks import needs_emulator
-from support.profiles import sampled
 
 pytestmark = needs_emulator
 HEADS = Heads(heads=2, kv_heads=1, features=32, columns=128, norm=1e-6)
@@ -93,7 +92,6 @@ def _changed(y: mx.array) -> mx.array:
     return ~y if y.dtype == mx.uint32 else (y + y).astype(y.dtype)
 
 
-@sampled(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_result_of_every_launch_is_compared(
     name: str, guarded: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-import metal_emulator
 import mlx_marlin
 from mlx_marlin import guard
 from mlx_marlin.backends import graph, planner
@@ -24,7 +23,6 @@ from support.choose import Choose
 from support.format_cases import Weight
 from support.guard_faults import Fault
 from support.guarded_calls import (
-    DEVICE,
     PRODUCTS,
     K,
     N,
@@ -202,16 +200,6 @@ def test_without_a_device_nothing_is_checked_or_exported(
     assert names == ["CustomKernel"]
 
 
-def test_on_the_emulator_a_broken_kernel_raises_by_default(
-    guarded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(guard.ENVIRONMENT)
-    Fault("gemv", "body does not compile").plant(monkeypatch)
-    x, w = operands(m=1)
-    with pytest.raises(metal_emulator.CompileError):
-        mlx_marlin.quantized_matmul(x, *w)
-
-
 def test_other_values_of_the_switch_are_refused(
     guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,18 +217,6 @@ def test_a_plan_of_tuning_is_checked_too(
     with pytest.warns(RuntimeWarning, match="marlin_dequantize failed"):
         assert guard.why_not(plan) is not None
     assert graph.plans_built() == []
-
-
-@pytest.mark.skipif(not mx.metal.is_available(), reason="no Metal device here")
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 16])
-def test_on_a_mac_the_usual_kernels_pass(
-    m: int, guarded: Path, backend: Choose
-) -> None:
-    backend("metal")
-    for dtype in ("float16", "bfloat16"):
-        for layout in ("mlx", "marlin"):
-            problem = problem_of(m, 4096, 4096, dtype=dtype, layout=layout)
-            assert guard.why_not(planner.choose(problem, DEVICE)) is None
 
 
 def test_pack_reads_back_what_it_wrote(

@@ -474,16 +474,8 @@ def test_a_check_in_progress_is_no_verdict_yet(
     assert seen == [None]
 
 
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [
-        ("compile", signal.SIGKILL),
-        pytest.param("__call__", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("__call__", signal.SIGHUP, marks=pytest.mark.slow),
-    ],
-)
-def test_a_process_that_is_ended_bans_no_kernel(
-    guarded: Path, phase: str, number: int
+def test_a_process_that_is_killed_while_it_compiles_bans_no_kernel(
+    guarded: Path,
 ) -> None:
-    let_a_process_die(guarded, phase, number)
+    let_a_process_die(guarded, "compile", signal.SIGKILL)
     assert guard.verdicts_so_far() == []

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.stock.prediction import stock_call, stock_prediction
 from metal_emulator import trace
 from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.metal import explicit
@@ -103,28 +102,6 @@ def test_each_weight_is_read_once(m: int, layout: str) -> None:
     read = counters[0].of("w")
     assert read.read_bytes == problem.code_bytes == 3 * 64 * 256 // 2
     assert read.repeated_read_bytes == 0
-
-
-@pytest.mark.parametrize(("m", "n"), [(64, 1), (1, 64), (1, 1)])
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_arrays_that_32_bits_cannot_count_are_refused(
-    m: int, n: int, layout: str
-) -> None:
-    batch = MOST_ELEMENTS // 4096 + 1 if m * n > 1 else MOST_ELEMENTS // 32
-    k = 4096 * 8 if n > 1 else 64
-
-    with pytest.raises(ValueError, match=f"batch={batch} make an array"):
-        Problem(m=m, n=n, k=k, batch=batch, layout=layout)
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_bytes_that_32_bits_cannot_count_are_refused(batch: int) -> None:
-    # 4 GiB of codes, of which each byte is an offset: words are a quarter of them.
-    whole = Problem(m=1, n=2**19 // batch, k=2**13, group_size=32, bits=6, batch=batch)
-    assert whole.code_bytes // 4 < MOST_ELEMENTS
-
-    with pytest.raises(ValueError, match="make an array of"):
-        replace(whole, n=3 * 2**19 // batch, bits=3)
 
 
 def largest(problem: Problem) -> Problem:
@@ -226,23 +203,6 @@ def test_there_are_plans_of_every_other_strategy(problem: Problem) -> None:
     compared = [each.plan.strategy for each in candidates(problem, device, {})]
     assert compared
     assert "hytis" not in compared
-
-
-def test_a_batch_moves_and_computes_as_much_as_its_products() -> None:
-    one = Problem(m=3, n=96, k=256)
-    four = replace(one, batch=4)
-
-    assert (four.bytes, four.flops) == (4 * one.bytes, 4 * one.flops)
-    assert "each of 4 weights" in four.explain()
-    assert "weights" not in one.explain()
-    device = Device.named("Apple M3 Max")
-    for m in (3, 40):
-        rows = replace(four, m=m)
-        alone, call = stock_call(replace(one, m=m), device), stock_call(rows, device)
-        assert call.split_k == 1
-        assert call.threadgroups == 4 * alone.threadgroups // alone.split_k
-        # No times of batches were published.
-        assert not stock_prediction(rows, device).calibrated
 
 
 def test_many_small_products_fill_what_one_splits_for() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from mlx_marlin import state
-from mlx_marlin.backends import graph, selection
+from mlx_marlin.backends import selection
 from mlx_marlin.backends.build import IN_CONSTANT
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.guard import known_answers
@@ -194,31 +194,6 @@ PLANS = (
     RoutePlan(1, "float16", 20, 3, False, False),
     CombinePlan(1, "float16", 40, 3),
 )
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: type(plan).__name__)
-@pytest.mark.parametrize("wrong", [False, True])
-def test_the_guard_finds_a_wrong_kernel(
-    plan: Any, wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = graph.call
-
-    def changed(plan: Any) -> Callable[..., Any]:
-        run = own(plan)
-
-        def call(*arrays: mx.array) -> Any:
-            result = run(*arrays)
-            if not wrong:
-                return result
-            if isinstance(result, mx.array):
-                return result * 1.1
-            return result[0], result[1] * 1.1
-
-        return call
-
-    monkeypatch.setattr(graph, "call", changed)
-    fault = known_answers.fault_of(plan)
-    assert ("results are wrong" in str(fault)) if wrong else fault is None
 
 
 class Launches:

@@ -112,13 +112,6 @@ def test_an_unknown_name_is_answered_with_the_nearest_or_the_known_ones(
         Device.named(name)
 
 
-def test_every_variant_of_the_table_is_found_by_name_and_cores() -> None:
-    assert len(KNOWN_DEVICES) == 38
-    assert {chip.generation for chip in KNOWN_DEVICES} == {"M1", "M2", "M3", "M4", "M5"}
-    for chip in KNOWN_DEVICES:
-        assert Device.named(chip.name, chip.cores) == chip
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -184,12 +177,6 @@ def test_a_generation_decides_the_architecture_and_what_a_core_has(
     assert core.is_known == (chip.generation in ("M1", "M2"))
     assert core.tensor_flops_per_clock == (1024 if is_newest else 0)
     assert chip.has_tensor_units == is_newest
-
-
-def test_the_default_is_dispatched_as_a_first_generation_base_chip() -> None:
-    assert (DEFAULT.arch_gen, DEFAULT.size_letter) == (13, "g")
-    assert not DEFAULT.has_tensor_units
-    assert DEFAULT.core == Device.named("M1").core
 
 
 @pytest.mark.parametrize("arch", ["g1", "applegpu", "applegpu_g15", "applegpu_g15s "])

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +17,7 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import serving
-from support import drawn_arrays, epilogues, format_cases, oracles, strategies
-from support.gate_and_up import layer_of
+from support import drawn_arrays, epilogues, format_cases, strategies
 from support.oracles import exact
 from support.profiles import drawn, sampled
 from support.trace_mode import emulator_only, needs_kernels
@@ -251,45 +249,3 @@ def test_gate_and_up_stay_apart_where_that_is_predicted_to_be_faster() -> None:
 def test_one_row_in_the_layout_of_mlx_stays_with_stock() -> None:
     reason = str(planner.stock_reason(problem_of(1, 24576, k=4096), DEVICE))
     assert "by the table of Apple M4 Max" in reason
-
-
-@pytest.mark.usefixtures("kernels")
-@sampled(2)
-@pytest.mark.parametrize("rows", [(), (1,), (2, 3), (3, 11), (0,)], ids=str)
-@pytest.mark.parametrize("layout", ["mlx", "marlin"])
-def test_a_layer_gates_half_of_it(rows: tuple[int, ...], layout: str) -> None:
-    layer, x = layer_of(layout), mx.random.normal((*rows, 128)).astype(mx.float16)
-
-    y = layer.gated(x)
-
-    native = layer_of("mlx").native()
-    expected = epilogues.finished(oracles.product(x, *native, group_size=64), (), SILU)
-    assert (y.shape, y.dtype) == ((*rows, 96), mx.float16)
-    assert oracles.error(y, expected) < oracles.TOLERANCES["float16"]
-    gated = [plan.problem.epilogue.gated for plan in graph.plans_built()]
-    assert any(gated) == (0 not in rows)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("how", ["bias", "invariant", "no whole tiles"])
-def test_where_kernels_have_no_gate_a_layer_multiplies_its_halves(how: str) -> None:
-    layer = layer_of("marlin", n=160 if how == "no whole tiles" else 192)
-    if how == "bias":
-        layer["bias"] = mx.random.normal((192,)).astype(mx.float16)
-    layer.invariant = how == "invariant"
-    x = mx.random.normal((2, 128)).astype(mx.float16)
-
-    y = layer.gated(x)
-
-    half = layer.output_dims // 2
-    gate, up = layer.parts(x, (half, half))
-    assert mx.array_equal(y, nn.silu(gate) * up)
-    assert not any(plan.problem.epilogue.gated for plan in graph.plans_built())
-
-
-@pytest.mark.usefixtures("stock")
-def test_stock_mlx_gates_by_operations() -> None:
-    layer = layer_of("mlx")
-    x = mx.random.normal((2, 128)).astype(mx.float16)
-    gate, up = mx.split(layer(x), 2, axis=-1)
-    assert mx.array_equal(layer.gated(x), nn.silu(gate) * up)

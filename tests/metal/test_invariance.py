@@ -14,7 +14,7 @@ from mlx_marlin.planning.problem import Problem
 from support import drawn_arrays, oracles, strategies
 from support.drawn_arrays import run, stock
 from support.finished_products import EVERYTHING
-from support.profiles import drawn, sampled
+from support.profiles import sampled
 from support.trace_mode import needs_kernels
 
 pytestmark = [pytest.mark.metal, needs_kernels]
@@ -78,28 +78,6 @@ def test_the_shapes_above_are_split_in_every_way_there_is() -> None:
 
     assert ("split_k", True) in found
     assert {strategy for strategy, _ in found} == {"split_k", "data_parallel"}
-
-
-@drawn(
-    2,
-    problem=strategies.problems(max_m=1, max_n=100, max_k=768),
-    chip=strategies.devices(),
-    rows=st.integers(1, MOST),
-    first=st.integers(0, MOST - 1),
-)
-def test_any_rows_keep_their_bits(
-    problem: Problem, chip: Device, rows: int, first: int
-) -> None:
-    problem = replace(problem, invariant=True)
-    rows = min(rows, MOST - first)
-    x, native = drawn_arrays.arrays(replace(problem, m=MOST), seed=rows)
-    all_rows = planner.choose(replace(problem, m=MOST), chip)
-    some_rows = planner.choose(replace(problem, m=rows), chip)
-
-    whole = run(all_rows, x, native)
-    some = run(some_rows, x[first : first + rows], native)
-
-    assert mx.array_equal(some, whole[first : first + rows])
 
 
 def test_an_epilogue_keeps_them_too() -> None:

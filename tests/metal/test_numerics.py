@@ -366,23 +366,6 @@ def test_nothing_after_a_row_enters_it(variant: Variant, k: int) -> None:
     assert mx.array_equal(mx.stack(alone), expected)
 
 
-@all_families
-def test_a_view_in_the_middle_of_other_numbers_is_read_alone(variant: Variant) -> None:
-    m = rows_of(variant)
-    weight = variant.weight(N, K, seed=17)
-    plan = variant.plan(m, N, K, threadgroups=5)
-    x = mx.array(normal(variant, 18)).astype(getattr(mx, variant.dtype))
-    expected = format_cases.run(plan, x, weight)
-    around = mx.full((m + 7, K + 3), mx.nan, x.dtype)
-    around[3 : 3 + m, 1 : 1 + K] = x
-    rows = mx.full((m + 2, K), mx.nan, x.dtype)
-    rows[1 : 1 + m] = x
-
-    for view in (around[3 : 3 + m, 1 : 1 + K], rows[1 : 1 + m]):
-        y = format_cases.run(plan, view, weight)
-        assert mx.array_equal(y, expected)
-
-
 @pytest.mark.parametrize("k", [16, 48, 80, 208])
 def test_nvfp4_whose_k_fills_no_step_is_served_by_stock(kernels: None, k: int) -> None:
     weight = format_cases.any_weight("nvfp4", 4, 16, 8, k, dtype="float16", seed=19)

@@ -1,7 +1,6 @@
 """Stages of `gemm_staged`: budgets, the order of loads, the plans that have them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from mlx_marlin.backends.metal.kernel_limits import THREADGROUP_LIMIT
 from mlx_marlin.backends.metal.plan import (
     BUFFERS,
     MetalPlan,
-    barriers,
     buffer_bytes,
 )
 from mlx_marlin.measure import tuner
@@ -48,56 +46,6 @@ def test_a_plan_has_as_many_buffers_as_fit(
 
     fitting = [count for count in BUFFERS if count * size <= THREADGROUP_LIMIT]
     assert totals == [count * size for count in fitting]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """The work between two barriers."""
-
-    loads: tuple[int, ...] = ()  # Stages that are loaded
-    multiplies: int | None = None  # The stage that is multiplied, or None
-
-
-def phases(stages: int, buffers: int) -> Iterator[Phase]:
-    """Yields the phases of a split; a barrier ends each of them."""
-    ahead = buffers - 1
-    if ahead:
-        yield Phase(loads=tuple(range(min(ahead, stages))))
-    for stage in range(stages):
-        loads = (stage + ahead,) if stage + ahead < stages else ()
-        if ahead:
-            yield Phase(loads=loads, multiplies=stage)
-        else:
-            yield Phase(loads=loads)
-            yield Phase(multiplies=stage)
-
-
-@given(STAGES, ANY_BUFFERS)
-def test_every_stage_is_loaded_once_and_multiplied_once_in_order(
-    stages: int, buffers: int
-) -> None:
-    seen = [*phases(stages, buffers)]
-
-    # None beyond the last: a split may have fewer stages than there are buffers.
-    assert [stage for each in seen for stage in each.loads] == [*range(stages)]
-    multiplied = [each.multiplies for each in seen if each.multiplies is not None]
-    assert multiplied == [*range(stages)]
-    assert barriers(stages, buffers) == len(seen)
-
-
-@given(STAGES, ANY_BUFFERS)
-def test_no_load_touches_what_is_multiplied_now_or_later(
-    stages: int, buffers: int
-) -> None:
-    holds: dict[int, int] = {}  # what lies in each buffer since the last barrier
-    done = -1
-    for phase in phases(stages, buffers):
-        if phase.multiplies is not None:
-            assert holds[phase.multiplies % buffers] == phase.multiplies
-        assert all(holds.get(stage % buffers, done) <= done for stage in phase.loads)
-        assert len({stage % buffers for stage in phase.loads}) == len(phase.loads)
-        holds.update((stage % buffers, stage) for stage in phase.loads)
-        done = done if phase.multiplies is None else phase.multiplies
 
 
 PROBLEM = Problem(m=64, n=256, k=512, group_size=32)
