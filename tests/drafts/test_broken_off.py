@@ -65,19 +65,20 @@ def test_a_cache_has_what_was_yielded_after_an_error(
     cache = make_prompt_cache(model)
     drafter = ScriptedDrafter(text, 4, lambda nth: (2, 9, 0, 4)[nth % 4])
     options: dict[str, Any] = {}
-    called: Any = model
+    passes = Passes(model, cache)
     if what == "sampler":
         options["sampler"] = Failing(greedy, fails_at)
     elif what == "processor":
         options["processors"] = [Failing(unchanged, fails_at)]
     elif what == "model":
-        called = Failing(model, fails_at + 1)  # not the prompt's pass
+        # Not the prompt's pass.
+        passes._model = Failing(model, fails_at + 1)  # type: ignore[assignment]
     else:
         monkeypatch.setattr(
             Positions, "read", read := Failing(Positions.read, fails_at)
         )
         monkeypatch.setattr(Positions, "read", lambda each: read(each))
-    decoding = decoder(model, drafter, passes=Passes(called, cache), **options)
+    decoding = decoder(model, drafter, passes=passes, **options)
     found: list[int] = []
     with pytest.raises(RuntimeError, match="as asked"):
         found.extend(each.token for each in decoding.tokens(PROMPT, len(steps)))

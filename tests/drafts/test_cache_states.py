@@ -206,19 +206,22 @@ def test_a_pass_has_room_for_rows_that_are_as_if_each_were_alone(offset: int) ->
     assert rooms([CacheList(plain, keeping)], 8) == most(exact & before_full)
 
 
-@pytest.mark.parametrize("size", [7, 8, 9])
-def test_only_a_window_that_single_rows_overflow_begins_anew(size: int) -> None:
-    model, cache = Recalling(), [RotatingKVCache(size)]
+@pytest.mark.parametrize("kept", range(5, 9))
+@pytest.mark.parametrize(("size", "keep"), [(2, 0), (3, 0), (7, 4), (7, 5), (8, 0)])
+def test_rows_that_overwrote_a_window_are_taken_back_unless_they_overwrote_each_other(
+    size: int, keep: int, kept: int
+) -> None:
+    model, cache = Recalling(), [RotatingKVCache(size, keep)]
     passes = Passes(model, cache)
     passes.feed(PROMPT[:5])
     passes.begin(3, passes=3)
     for token in PROMPT[5:8]:
         passes.run(mx.array([token]))
-    passes.keep(7)
-    assert passes.fed == (5 if size == 7 else 7)
-    passes.feed(PROMPT[passes.fed : 7])
-    expected = [RotatingKVCache(size)]
-    for token in PROMPT[:7]:
+    passes.keep(kept)
+    assert passes.fed == (kept if size - keep >= 3 or kept == 8 else 5)
+    passes.feed(PROMPT[passes.fed : kept])
+    expected = [RotatingKVCache(size, keep)]
+    for token in PROMPT[:kept]:
         model(mx.array([[token]]), cache=expected)
     assert mx.array_equal(following(model, cache), following(model, expected))
 

@@ -2,12 +2,11 @@
 
 mlx-lm's `trim_prompt_cache` leaves a sliding window that is full, and a recurrent
 state, unchanged, and raises nothing. Here a window is cut to the rows that stay: a pass
-of several rows appends them. For a recurrent state, the one before the pass is kept and
-put back, and the rows that were right are fed again.
+of several rows appends them. One that passes of one row have overwritten is put back,
+and their own keys and values are written again. `row_states` has recurrent states.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +18,8 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+
+from mlx_marlin.lm.drafts.row_states import RowStates, copied
 
 Caches = list[Any]
 Variables = list[dict[str, Any]]
@@ -48,13 +49,20 @@ class Passes:
         self._step, self._quantized_from = step, quantized_from
         self.fed, self.is_seen = 0, is_seen
         # Since the last `begin`: passes to come, tokens before them, each leaf's
-        # offset, and the variables of those leaves that no rows can be taken from.
+        # offset, and the variables of windows that passes of one row overwrite.
         self._open = self._begun = 0
         self._offsets: list[Any] = []
         self._before: dict[int, dict[str, Any]] = {}
         self._hidden: Variables | None = None  # of each leaf, while another is shown
         self._shown = 0
         self._find_leaves()
+        # Quantizing replaces none of these leaves.
+        self._states = RowStates(model, [self._leaves[index] for index in self._whole])
+
+    @property
+    def are_fed_again(self) -> bool:
+        """Whether rows before a rejected one have to be fed again."""
+        return self._states.are_fed_again
 
     def room(self, rows: int) -> int:
         """Returns how many of some rows a pass can have, each as if it were alone.
@@ -76,7 +84,7 @@ class Passes:
     def _find_leaves(self) -> None:
         self._layers, self._leaves = [*self._cache], [*leaves(self._cache)]
         self._whole = {  # those that no rows can be taken from
-            index: leaf
+            index
             for index, leaf in enumerate(self._leaves)
             if type(leaf) not in (*APPENDED, RotatingKVCache)
         }
@@ -95,15 +103,14 @@ class Passes:
             self._find_leaves()
         self._begun, self._open = self.fed, passes
         self._offsets = [vars(leaf).get("offset") for leaf in self._leaves]
-        whole = self._whole
-        if passes > 1:  # each overwrites a slot of a window that is full
-            full = {
-                index: leaf
-                for index, leaf in enumerate(self._leaves)
-                if type(leaf) is RotatingKVCache and leaf.offset + rows > leaf.max_size
-            }
-            whole = whole | full
-        self._before = {index: _copied(vars(leaf)) for index, leaf in whole.items()}
+        self._states.begin(passes)
+        self._before = {
+            index: copied(vars(leaf))
+            for index, leaf in enumerate(self._leaves)
+            if type(leaf) is RotatingKVCache
+            and passes > 1
+            and leaf.offset + rows > leaf.max_size
+        }
 
     def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
         """Feeds tokens [m], and returns the logits [positions, vocabulary] of the
@@ -112,7 +119,8 @@ class Passes:
             self.begin(tokens.size)
         self._open -= 1
         try:
-            logits: mx.array = self._model(tokens[None], cache=self._cache)
+            with self._states.watching(tokens.size, is_verifying=positions > 1):
+                logits: mx.array = self._model(tokens[None], cache=self._cache)
         except BaseException:  # some layers may have the tokens
             self._go(self._begun)
             self.fed = self._begun
@@ -123,18 +131,18 @@ class Passes:
     def keep(self, count: int) -> None:
         """Takes back what was fed after `count` tokens; `fed` is what is left.
 
-        A cache that cannot be cut has no token of the last passes then.
+        That is less where the state after that token cannot be had.
         """
         self._open = 0
         if count < self.fed:
-            self.fed = self._begun if self._before else count
+            self.fed = self._reach(count)
             self._go(self.fed)
 
     def show(self, text: Sequence[int]) -> None:
         """Makes the cache have a text, until `resume`; what is missing is fed.
 
-        A cache that cannot be cut gets a graph that computes its state; nothing is
-        evaluated unless somebody reads it.
+        A recurrent state is a graph that computes it; nothing is evaluated unless
+        somebody reads it.
         """
         count = len(text)
         if count > self.fed:
@@ -145,14 +153,13 @@ class Passes:
             return
         self._hidden = [dict(vars(leaf)) for leaf in self._leaves]
         self._shown = count
-        if not self._before or count == self._begun:
-            self._go(count)
-            return
-        for leaf in self._leaves:  # an assignment to a slice changes the variable
-            vars(leaf).update(_copied(vars(leaf)))
-        self._go(self._begun)
-        missing = mx.array([*text[self._begun :]], mx.uint32)
-        self._model(missing[None], cache=self._cache)
+        reached = self._reach(count)
+        self._go(reached)
+        if reached < count:
+            for leaf in self._leaves:  # an assignment to a slice changes the variable
+                vars(leaf).update(copied(vars(leaf)))
+            missing = mx.array([*text[reached:]], mx.uint32)
+            self._model(missing[None], cache=self._cache)
 
     def resume(self) -> None:
         """Makes the cache have again what it had before `show`."""
@@ -183,12 +190,22 @@ class Passes:
             mx.clear_cache()
             told(start + len(part))
 
+    def _reach(self, count: int) -> int:
+        """Returns the most tokens, up to some, that `_go` can leave."""
+        rows = self._states.reach(count - self._begun)
+        for index, before in self._before.items():
+            window = self._leaves[index]
+            if _rows_since(window, before) > window.max_size - window.keep:
+                return self._begun  # some have overwritten others
+        return self._begun + rows
+
     def _go(self, count: int) -> None:
-        """Cuts each leaf to `count` tokens, or puts back what it had at `begin`."""
+        """Leaves the first tokens in each leaf; so many that `_reach` allows."""
+        self._states.put(count - self._begun)
         for index, leaf in enumerate(self._leaves):
             if index in self._before:
-                vars(leaf).update(_copied(self._before[index]))
-            else:
+                _write_again(leaf, self._before[index], count - self._begun)
+            elif index not in self._whole:
                 offset = self._offsets[index] + count - self._begun
                 _cut(leaf, leaf.offset - offset)
 
@@ -226,16 +243,17 @@ def _slots(window: RotatingKVCache, held: mx.array) -> mx.array:
     return mx.concatenate([held[..., : keep + 1, :], kept[..., keep:, :]], axis=2)
 
 
-def _copied(value: Any) -> Any:
-    """Returns a value with containers and variables of arrays of its own.
+def _rows_since(window: Any, before: dict[str, Any]) -> int:
+    """Returns how many rows were written to a window since an earlier state."""
+    rows: int = window.offset - before["offset"]
+    return rows
 
-    Arrays are shared, not copied: MLX's are immutable, and an assignment to a slice
-    gives the variable another one.
-    """
-    if isinstance(value, mx.array):
-        return copy(value)
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value))
-    return value
+
+def _write_again(window: Any, before: dict[str, Any], rows: int) -> None:
+    """Puts an earlier state of a window back, and writes the first rows since then."""
+    end = rows - _rows_since(window, before) or None
+    start, own = (end or 0) - rows, (window.keys, window.values)
+    written = [window._temporal_order(each)[..., start:end, :] for each in own if rows]
+    vars(window).update(copied(before))
+    if rows:
+        window.update_and_fetch(*written)
