@@ -1,13 +1,32 @@
 """The products of a model that `tune` measures."""
 
+import io
+import re
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import mixtral
 
-from mlx_marlin.lm.race.model_products import single_products
+import mlx_marlin
+from mlx_marlin import guard
+from mlx_marlin.backends.metal.experts import MetalGatherPlan
+from mlx_marlin.backends.metal.plan import MetalPlan
+from mlx_marlin.lm.race import product_race
+from mlx_marlin.lm.race.forward_race import Budget
+from mlx_marlin.lm.race.model_products import products_of, single_products
+from mlx_marlin.lm.race.product_race import ProductRace
+from mlx_marlin.lm.report.layer_products import Target
+from mlx_marlin.measure.clocks import Clock
+from mlx_marlin.measure.operands import Operands
+from mlx_marlin.measure.timing import Spread
+from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.weights.formats import LAYOUTS
 from support.models import Layers, tiny_llama
+from support.oracles import Floats, exact
 
 
 def test_a_models_products_are_found_once_each() -> None:
@@ -73,3 +92,116 @@ def test_without_any_float_bytes_meet_what_mlx_decodes_them_to() -> None:
     model.norm.weight = model.norm.weight.astype(mx.float16)
     found, _ = single_products(model, ["mlx"])
     assert {each.dtype for each in found} == {"float16"}
+
+
+def mixtral_of_twelve() -> nn.Module:
+    """Returns a model of twelve experts, two of whose products are alike."""
+    args = mixtral.ModelArgs(
+        model_type="mixtral",
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts_per_tok=3,
+        num_local_experts=12,
+    )
+    model = mixtral.Model(args)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+def weights_of(model: nn.Module, are_joined: bool) -> dict[str, Floats]:
+    """Returns the weights of a model's layers; of joined ones, that of all."""
+    found: dict[str, Floats] = {}
+    layers = {path: each for path, each in model.named_modules() if "scales" in each}
+    for path in sorted(layers, key=lambda path: path.replace("q_proj", "a_proj")):
+        layer = layers[path]
+        arrays = (layer[name] for name in ("weight", "scales", "biases"))
+        weight = exact(mx.dequantize(*arrays, layer.group_size, layer.bits))
+        first = re.sub("[kv]_proj", "q_proj", path).replace("up_proj", "gate_proj")
+        name = first if are_joined else path
+        found[name] = np.concatenate([found[name], weight]) if name in found else weight
+    if "lm_head" in found:
+        del found["model.embed_tokens"]  # which multiplies nothing
+    return found
+
+
+RACES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
+    "joined layers": (tiny_llama, {"layout": "marlin", "join": True}, 9),
+    "experts of few rows": (mixtral_of_twelve, {"layout": "mlx"}, 3),
+    "sorted experts": (mixtral_of_twelve, {"layout": "marlin"}, 64),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", RACES)
+def test_each_timed_call_computes_what_its_layer_does(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "why_not", lambda plan: None)
+    monkeypatch.setattr(product_race, "LEAST_ROWS", 9)  # packed weights are decoded too
+    made, options, m = RACES[case]
+    model = made()
+    are_joined = "join" in options
+    weights = weights_of(model, are_joined)
+    mlx_marlin.optimize(model, **options)
+    timed: dict[tuple[str, type], set[str]] = {}
+
+    def layer_of(x: Floats, y: Floats, experts: list[mx.array]) -> str:
+        """Returns the layer whose product y is; of joined ones, y may be the first."""
+        x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
+        chosen = [exact(each).astype(int).reshape(len(x), -1)[:, 0] for each in experts]
+        found = []
+        for path, weight in weights.items():
+            if weight.ndim == 2 + len(chosen) and weight.shape[-1] == x.shape[-1]:
+                part = weight[..., : y.shape[-1], :].swapaxes(-1, -2)
+                each = (x[:, None] @ part[chosen[0]])[:, 0] if chosen else x @ part
+                if each.shape == y.shape and np.allclose(each, y, atol=1e-4):
+                    found.append(path)
+        (only,) = found
+        return only
+
+    def measure(calls: Any, inputs: Operands) -> dict[Any, Spread]:
+        for arrays in inputs.weights:
+            for each in arrays[6:]:  # experts
+                rows = exact(each).reshape(len(each), -1)
+                assert all(len({*row}) == len(row) for row in rows)
+                assert len({*rows[:, 0]}) == (12 if m > 3 else 3)
+            for entry, call in calls.items():
+                graph, y = io.StringIO(), call(inputs.x, *arrays)
+                mx.export_to_dot(graph, y)
+                found = layer_of(exact(inputs.x), exact(y), [*arrays[6:]])
+                timed.setdefault((entry.layout, type(entry.plan)), set()).add(found)
+                if entry.plan is None and are_joined:
+                    parts = {"q_proj": 3, "gate_proj": 2}.get(found.split(".")[-1], 1)
+                    assert graph.getvalue().count("QuantizedMatmul") == parts
+        return {entry: Spread(median=1e-6, samples=3) for entry in calls}
+
+    race = ProductRace(
+        device=Target.of(None).device,
+        clock=Clock(
+            name="wall time",
+            measure=measure,
+            measure_independent=measure,
+            weights=lambda _: 1,
+            times_stock=True,
+        ),
+        layouts=LAYOUTS,
+        decides_layout=True,
+        stock=True,
+        known={},
+        store=lambda _: None,
+        budget=Budget(now=float, end=1.0),
+    )
+    for product in products_of(model, Target.of(None)):
+        race._race(product, m)
+    batched = {path for path, weight in weights.items() if weight.ndim == 3}
+    wanted = {
+        **{(layout, MetalPlan): {*weights} - batched for layout in LAYOUTS},
+        **{(layout, MetalGatherPlan): batched for layout in LAYOUTS},
+        ("marlin", DequantizePlan): {*weights} - batched if m >= 9 else set(),
+        ("mlx", type(None)): {*weights},
+    }
+    assert timed == {kind: paths for kind, paths in wanted.items() if paths}

@@ -63,7 +63,11 @@ class Called:
 
 
 ROOMS = {
-    "lm/race": _room(0.95, "lm/race/*.py", "race tuning integrations/test_optimize.py"),
+    "lm/race": _room(
+        0.95,
+        "lm/race/*.py lm/measured_models.py",
+        "race tuning integrations/test_optimize.py cli/test_tune_settings.py",
+    ),
     "lm/drafts": _room(0.95, "lm/drafts/*.py", "drafts"),
     "serving": _room(
         0.95,
