@@ -262,6 +262,7 @@ def test_a_value_that_fails_or_changes_tokens_is_not_chosen() -> None:
     assert reasons[0] == "the process ended"
     assert reasons[1] == "the logits are other than with MLX's own value"
     assert reasons[2] is None
+    assert {each.settings for each in values.comparisons.values()} == {DEFAULTS}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -144,39 +145,41 @@ def test_each_timed_call_computes_what_its_layer_does(
     monkeypatch.setattr(product_race, "LEAST_ROWS", 9)  # packed weights are decoded too
     made, options, m = RACES[case]
     model = made()
-    are_joined = "join" in options
-    weights = weights_of(model, are_joined)
+    weights = weights_of(model, "join" in options)
     mlx_marlin.optimize(model, **options)
     timed: dict[tuple[str, type], set[str]] = {}
+    # What waits for other products shows them.
+    monkeypatch.setattr(
+        mx, "depends", lambda y, others: mx.concatenate([y, *others], -1)
+    )
 
     def layer_of(x: Floats, y: Floats, experts: list[mx.array]) -> str:
-        """Returns the layer whose product y is; of joined ones, y may be the first."""
+        """Returns the layer whose product y is."""
         x, y = x.reshape(len(x), -1), y.reshape(len(y), -1)
         chosen = [exact(each).astype(int).reshape(len(x), -1)[:, 0] for each in experts]
         found = []
         for path, weight in weights.items():
             if weight.ndim == 2 + len(chosen) and weight.shape[-1] == x.shape[-1]:
-                part = weight[..., : y.shape[-1], :].swapaxes(-1, -2)
-                each = (x[:, None] @ part[chosen[0]])[:, 0] if chosen else x @ part
+                turned = weight.swapaxes(-1, -2)
+                each = (x[:, None] @ turned[chosen[0]])[:, 0] if chosen else x @ turned
                 if each.shape == y.shape and np.allclose(each, y, atol=1e-4):
                     found.append(path)
         (only,) = found
         return only
 
     def measure(calls: Any, inputs: Operands) -> dict[Any, Spread]:
+        graph = io.StringIO()
+        mx.export_to_dot(graph, inputs.x, *sum(inputs.weights, ()))
+        assert "label" not in graph.getvalue()  # all is evaluated
         for arrays in inputs.weights:
             for each in arrays[6:]:  # experts
                 rows = exact(each).reshape(len(each), -1)
                 assert all(len({*row}) == len(row) for row in rows)
                 assert len({*rows[:, 0]}) == (12 if m > 3 else 3)
             for entry, call in calls.items():
-                graph, y = io.StringIO(), call(inputs.x, *arrays)
-                mx.export_to_dot(graph, y)
-                found = layer_of(exact(inputs.x), exact(y), [*arrays[6:]])
+                y = exact(call(inputs.x, *arrays))
+                found = layer_of(exact(inputs.x), y, [*arrays[6:]])
                 timed.setdefault((entry.layout, type(entry.plan)), set()).add(found)
-                if entry.plan is None and are_joined:
-                    parts = {"q_proj": 3, "gate_proj": 2}.get(found.split(".")[-1], 1)
-                    assert graph.getvalue().count("QuantizedMatmul") == parts
         return {entry: Spread(median=1e-6, samples=3) for entry in calls}
 
     race = ProductRace(
@@ -195,7 +198,13 @@ def test_each_timed_call_computes_what_its_layer_does(
         store=lambda _: None,
         budget=Budget(now=float, end=1.0),
     )
+    monkeypatch.setattr(product_race, "ROWS", (m,))
+    monkeypatch.setattr(product_race, "PROMPTS", ())
     for product in products_of(model, Target.of(None)):
+        built = [y for step in race.steps([product]) for y in step()]
+        assert len(built) == sum(
+            bool(e.plan) for r in (1, m) for e in race._entries(product, r)
+        )
         race._race(product, m)
     batched = {path for path, weight in weights.items() if weight.ndim == 3}
     wanted = {
@@ -205,3 +214,33 @@ def test_each_timed_call_computes_what_its_layer_does(
         ("mlx", type(None)): {*weights},
     }
     assert timed == {kind: paths for kind, paths in wanted.items() if paths}
+
+
+@pytest.mark.parametrize(
+    ("cached", "count"), [(0, 1), (0.9, 1), (1, 2), (6.9, 7), (7, 8), (20, 8)]
+)
+def test_layers_are_read_in_turn_until_they_exceed_the_caches(
+    cached: float, count: int
+) -> None:
+    model = mlx_marlin.optimize(Layers(*(linear() for _ in range(12))), layout="mlx")
+    (product,) = products_of(model, Target.of(None))
+    weight = 96 * 128 // 2 + 96 * 2 * 2 * 4  # codes; scales and biases of two groups
+    assert product.count(1, caches_of(int(cached * weight))) == count
+
+
+def caches_of(size: int) -> Any:
+    return SimpleNamespace(cache_bytes=size)
+
+
+@pytest.mark.parametrize(("rows", "read"), [(1, 3), (3, 9), (4, 12), (64, 12)])
+def test_rows_read_as_many_experts_as_they_choose_and_there_are(
+    rows: int, read: int
+) -> None:
+    model = mlx_marlin.optimize(mixtral_of_twelve(), layout="mlx")
+    (product,) = (
+        each for each in products_of(model, Target.of(None)) if "64→96" in each.name
+    )
+    weight = 96 * 64 // 2 + 96 * 2 * 2 * 4  # as above
+    assert product.name == "64→96, 12 experts"
+    assert product.count(rows, caches_of(read * weight - 1)) == 1
+    assert product.count(rows, caches_of(read * weight)) == 2

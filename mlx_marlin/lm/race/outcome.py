@@ -122,7 +122,7 @@ def _times_as_fast(
         other = result.medians_us.get(STOCK, alone)
         stock += count * other
         ours += count * (other if result.stock else alone)
-    return stock / ours if ours else 1.0
+    return stock / ours
 
 
 def verdict(ratios: Mapping[int, float | None]) -> str:

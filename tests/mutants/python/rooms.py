@@ -96,7 +96,12 @@ ROOMS = {
     "lm/optimize": _room(
         0.95,
         "lm/recipe.py lm/optimize.py lm/layer_conversion.py",
-        "integrations race tuning layers",
+        "integrations/test_optimize.py integrations/test_optimize_failures.py "
+        "integrations/test_dry_run.py integrations/test_float16.py "
+        "integrations/test_warm_up.py integrations/test_invariant_model.py "
+        "race/test_recipes.py race/test_measured_models.py race/test_what_is_kept.py "
+        "layers/test_layer_structure.py layers/test_joined.py "
+        "layers/test_expert_layers.py",
     ),
     "checkpoints": _room(0.9, "checkpoints/**/*.py lm/checkpoints/*.py", "checkpoints"),
     "layers": _room(0.9, "layers/*.py", "layers"),
