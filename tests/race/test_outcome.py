@@ -1,20 +1,31 @@
 """What made-up times say about a layout and about who serves."""
 
-from collections.abc import Callable, Mapping
+import io
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mlx_marlin.lm.race import forward_race, outcome, product_race
+from mlx_marlin.lm.race import (
+    at_load,
+    forward_race,
+    model_products,
+    outcome,
+    product_race,
+    stock_kernels,
+)
+from mlx_marlin.lm.race.model_products import ModelProduct
+from mlx_marlin.lm.report.layer_products import Target, described
+from mlx_marlin.measure import clocks
 from mlx_marlin.planning.measurement import PROMPTS, STOCK, Forwards
 from mlx_marlin.planning.problem import Problem
-from race.conftest import DEVICES
+from race.conftest import DEVICES, SimulatedMac
+from support.models import tiny_llama
+from tuning.test_model_products import mixtral_of_twelve
 
 Pair = tuple[float, float]
 
@@ -57,73 +68,6 @@ class Known:
         return product.problem(m, layout)
 
 
-def prompt_and_answer(one: float, half: float | None, whole: float | None) -> float:
-    """Returns the time of 512 tokens read, and of 256 written."""
-    if whole is None:
-        assert half is not None
-        whole = 2 * half
-    return whole + 256 * one
-
-
-def layout_of(times: Mapping[int, Pair]) -> str | None:
-    """Returns the layout by the times of all layers, in MLX's layout and packed."""
-    few = [times[m] for m in (2, 4, 5, 8) if m in times]
-    if 1 not in times or not few:
-        return None
-    loses = times[1][1] > 1.03 * times[1][0]
-    if 256 in times or 512 in times:
-        native, packed = (
-            prompt_and_answer(times[1][i], *(times.get(m, none)[i] for m in (256, 512)))
-            for none in [(None, None)]
-            for i in (0, 1)
-        )
-        loses = loses or packed > native
-    gains = sum(packed for _, packed in few) <= 0.95 * sum(native for native, _ in few)
-    return "marlin" if gains and not loses else "mlx"
-
-
-@st.composite
-def races(draw: Callable[..., Any]) -> tuple[Known, list[Product], str | None]:
-    """Returns a race of two products, and the layout that follows."""
-    found, sums, unknown = Known(), {}, set()
-    products = [
-        Product(name=name, layers=(None,) * draw(st.integers(1, 12))) for name in "ab"
-    ]
-    near = st.sampled_from([100.0, 95.0, 94.0, 103.0, 104.0, 60.0])
-    packed_ones = st.sampled_from([95.0, 90.0, 100.0, 103.0, 104.0])
-    for m in found.raced:
-        missing = draw(st.sampled_from([None] * 9 + ["packed", "us", "stock"]))
-        for each in products:
-            stock, native = 100.0, draw(near) if draw(st.booleans()) else None
-            packed, count = draw(packed_ones), len(each.layers)
-            best = stock if native is None else min(stock, native)
-            before = sums.get(m, (0.0, 0.0))
-            sums[m] = before[0] + count * best, before[1] + count * packed
-            found.known[each.problem(m, "marlin")] = Result(us=packed, stocks=stock)
-            found.known[each.problem(m, "mlx")] = Result(us=native, stocks=stock)
-            if native is None and draw(st.booleans()):
-                del found.known[each.problem(m, "mlx")]
-        if missing is not None:
-            unknown.add(m)
-            last = products[-1].problem(m, "marlin")
-            if missing == "packed":
-                del found.known[last]
-            else:
-                gone = {"us": None} if missing == "us" else {"stocks": None}
-                found.known[last] = Result(**{"us": 90.0, "stocks": 100.0} | gone)
-    known = {m: pair for m, pair in sums.items() if m not in unknown}
-    return found, products, layout_of(known)
-
-
-@given(races())
-def test_a_layout_follows_from_the_sums_over_all_layers(
-    drawn: tuple[Known, list[Product], str | None],
-) -> None:
-    race, products, expected = drawn
-
-    assert outcome.faster_layout(race, products) == expected  # type: ignore[arg-type]
-
-
 FEW = {2: (100.0, 95.0), 4: (100.0, 95.0), 5: (100.0, 95.0), 8: (100.0, 95.0)}
 
 
@@ -151,7 +95,6 @@ def test_limits_of_packed_weights(times: dict[int, Pair], layout: str | None) ->
     }
 
     race: Any = Known(known=known, raced=tuple(times))
-    assert layout_of(times) == layout
     assert outcome.faster_layout(race, [product]) == layout  # type: ignore[list-item]
 
 
@@ -174,9 +117,50 @@ def test_packed_weights_lose_with_few_rows_or_with_a_prompt_and_its_answer(
     assert outcome.loses_packed(found) == loses
 
 
+LIVE = Result(us=None, stocks=None, stock=True)
+GAINS, LOSES = Result(us=90.0, stocks=100.0), Result(us=110.0, stocks=100.0)
+NATIVE_GAINS = {"marlin": GAINS, "mlx": Result(us=80.0, stocks=100.0)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts", "layout"),
+    [
+        ({"marlin": GAINS}, {"marlin": LOSES}, (11, 2), "marlin"),
+        ({"marlin": GAINS}, {"marlin": LOSES}, (2, 1), "mlx"),
+        ({"marlin": LOSES}, {"marlin": GAINS}, (2, 11), "marlin"),
+        # What counts is the faster of stock MLX and of ours in its layout.
+        ({"marlin": GAINS}, NATIVE_GAINS, (1, 1), "mlx"),
+        ({"marlin": GAINS}, {"marlin": GAINS, "mlx": LOSES}, (1, 1), "marlin"),
+        # A product of which a time is not known leaves it open.
+        ({"marlin": GAINS}, {}, (1, 1), None),
+        ({"marlin": GAINS}, {"marlin": Result(us=None, stocks=9.0)}, (1, 1), None),
+        ({"marlin": GAINS}, {"marlin": Result(us=9.0, stocks=None)}, (1, 1), None),
+        ({"marlin": GAINS}, {"marlin": GAINS, "mlx": LIVE}, (1, 1), "marlin"),
+    ],
+)
+def test_a_layout_is_that_of_the_least_sum_over_all_layers(
+    first: dict[str, Result],
+    second: dict[str, Result],
+    counts: tuple[int, int],
+    layout: str | None,
+) -> None:
+    products = [
+        Product(name=name, layers=(None,) * count)
+        for name, count in zip("ab", counts, strict=True)
+    ]
+    race: Any = Known(raced=(1, 2, 8))
+    race.known = {
+        product.problem(m, which): result
+        for product, results in zip(products, (first, second), strict=True)
+        for which, result in results.items()
+        for m in race.raced
+    }
+
+    assert outcome.faster_layout(race, products) == layout  # type: ignore[arg-type]
+
+
 OURS = Result(us=10.0, stocks=20.0)
 STOCKS = Result(us=40.0, stocks=30.0, stock=True)
-LIVE = Result(us=None, stocks=None, stock=True)
 
 
 @pytest.mark.parametrize(
@@ -364,3 +348,74 @@ def test_rows_between_lie_between_neighbours() -> None:
     for m, pair in product_race.BETWEEN.items():
         assert pair in neighbours
         assert pair[0] < m < pair[1]
+
+
+class Answering(nn.Module):
+    """Takes tokens and a cache, and remembers its logits."""
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        self.logits = mx.ones((1, tokens.shape[1], 8)) + 1
+        return self.logits
+
+
+@pytest.mark.parametrize(("rows", "is_computed"), [(1, True), (16, True), (256, False)])
+def test_logits_are_computed_but_for_prompts(rows: int, is_computed: bool) -> None:
+    model, text = Answering(), io.StringIO()
+    forward_race._run(model, [SimpleNamespace(state=mx.ones(1))], rows)
+
+    mx.export_to_dot(text, model.logits)
+    assert ("label" not in text.getvalue()) == is_computed
+
+
+def test_a_race_takes_short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        clocks, "wall_time", lambda *_, **options: given.update(options)
+    )
+
+    at_load.clock(DEVICES["metal"]).measure({}, ...)  # type: ignore[arg-type]
+
+    assert given == {"seconds": 0.03, "rounds": 3}
+
+
+def test_times_of_another_layout_are_measured_again(mac: SimulatedMac) -> None:
+    mac.ours = lambda layout, m: 9.0 if layout == "marlin" else 12.0
+    mac.forward = lambda m, ours: 0.5 if ours else 1.0
+    mac.seconds_each = at_load.SECONDS  # one measurement, which leaves MLX's layout
+    timed = []
+    for _ in range(3):
+        model = mac.optimize(tiny_llama(tied=False))
+        timed.append((model.lm_head.layout, {m for m, ours in mac.passes if ours}))
+        mac.seconds_each = 0.0
+
+    every = {*FEW_ROWS, *PROMPTS}
+    assert timed == [("mlx", {1}), ("marlin", every - {1}), ("marlin", {1})]
+
+
+def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mixtral_of_twelve()
+    products = {each for _, _, each in described(model, Target.of(None)) if each.weight}
+    done: list[tuple[str, int]] = []
+    own = model_products.call
+
+    def call(product: Any, m: int, entry: Any) -> Any:
+        def noted(*arrays: mx.array) -> mx.array:
+            y: mx.array = own(product, m, entry)(*arrays)
+            mx.eval(y)
+            assert y.shape[-1] == product.product.weight.n
+            done.append((product.name, m))
+            return y
+
+        return noted
+
+    monkeypatch.setattr(model_products, "call", call)
+    stock_kernels._multiply_all([*products], (8, 16))
+
+    names = {ModelProduct(product=each, layers=()).name for each in products}
+    assert {*done} == {(name, m) for name in names for m in (8, 16)}
+    bad = replace(next(iter(products)), weight=None)
+    done.clear()
+    stock_kernels._multiply_all([bad, *products], (8,))
+    assert {name for name, _ in done} == names

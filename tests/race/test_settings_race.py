@@ -296,6 +296,10 @@ def test_mlx_has_its_own_value_in_a_process_without_one(
     with settings_race.environment(5):
         assert os.environ[VARIABLE] == "5"
     assert os.environ[VARIABLE] == "77"
+    monkeypatch.delenv(VARIABLE)
+    with settings_race.environment(5):
+        assert os.environ[VARIABLE] == "5"
+    assert VARIABLE not in os.environ
 
 
 def fail() -> nn.Module:

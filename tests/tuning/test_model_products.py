@@ -200,7 +200,9 @@ def test_each_timed_call_computes_what_its_layer_does(
     )
     monkeypatch.setattr(product_race, "ROWS", (m,))
     monkeypatch.setattr(product_race, "PROMPTS", ())
-    for product in products_of(model, Target.of(None)):
+    products = products_of(model, Target.of(None))
+    assert sum(len(each.layers) for each in products) == len(weights)
+    for product in products:
         built = [y for step in race.steps([product]) for y in step()]
         assert len(built) == sum(
             bool(e.plan) for r in (1, m) for e in race._entries(product, r)
@@ -244,3 +246,10 @@ def test_rows_read_as_many_experts_as_they_choose_and_there_are(
     assert product.name == "64→96, 12 experts"
     assert product.count(rows, caches_of(read * weight - 1)) == 1
     assert product.count(rows, caches_of(read * weight)) == 2
+
+
+def test_the_product_that_reads_most_in_all_layers_comes_first() -> None:
+    for count, names in ((1, ["256→96", "128→96"]), (3, ["128→96", "256→96"])):
+        layers = [linear(256), *(linear() for _ in range(count))]
+        model = mlx_marlin.optimize(Layers(*layers), layout="mlx")
+        assert [each.name for each in products_of(model, Target.of(None))] == names
