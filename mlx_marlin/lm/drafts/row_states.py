@@ -237,7 +237,7 @@ class RowStates:
             self._is_checked = True
             return found
         self._places = {}
-        _warn(self._model, "makes its states otherwise than is known")
+        _tell(f"{self._model.__module__} makes its states otherwise than is known")
         return None
 
     def _are_left(self, found: list[list[After | None]], rows: int) -> bool:
@@ -281,7 +281,7 @@ def _places(model: nn.Module) -> Places:
                 update = UPDATES[name]
                 known = inspect.signature(vars(owner)[name]).parameters.keys()
                 if missing := {*update.rows, update.state} - known:
-                    _warn(type(model), f"has no {min(missing)} in its {name}")
+                    _tell(f"{owner.__name__}'s {name} has no {min(missing)}")
                     return {}
                 found[owner, name] = update
     if nn.Conv1d in classes:
@@ -289,9 +289,9 @@ def _places(model: nn.Module) -> Places:
     return found
 
 
-def _warn(model: type, reason: str) -> None:
+def _tell(reason: str) -> None:
     warn_once(
         "row states",
-        f"{model.__module__} {reason}; after a rejected draft its accepted tokens are "
-        "fed again, which is slower",
+        "accepted tokens are fed again after a rejected draft, which takes longer, "
+        f"because {reason}",
     )
