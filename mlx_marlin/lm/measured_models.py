@@ -233,14 +233,13 @@ def model_key(model: "nn.Module") -> str:
 def _formats(model: "nn.Module") -> list[str]:
     """Returns how many rows of a weight each format has; joining does not change it."""
     from mlx_marlin.lm.module_tree import computing_layers
-    from mlx_marlin.lm.report.layer_products import has_weight, weight_of
+    from mlx_marlin.lm.report.layer_uses import has_weight, weight_of
 
     rows: Counter[str] = Counter()
     for layer in computing_layers(model):
         if has_weight(layer):
-            weight = weight_of(layer, "mlx")
-            scheme = f"{weight.mode} {weight.bits} {weight.group_size} {weight.k}"
-            rows[scheme] += weight.n * prod(weight.batch)
+            n, k, group_size, bits, mode, batch, _ = weight_of(layer)
+            rows[f"{mode} {bits} {group_size} {k}"] += n * prod(batch)
     return sorted(f"{scheme}: {count}" for scheme, count in rows.items())
 
 

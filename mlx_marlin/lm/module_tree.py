@@ -39,6 +39,17 @@ def one_at_a_time(change: Function) -> Function:
     return cast("Function", locked)
 
 
+def check_model(model: object) -> None:
+    """Raises a TypeError if an argument is not an `nn.Module`."""
+    if isinstance(model, nn.Module):
+        return
+    hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"
+    raise TypeError(
+        f"model must be an nn.Module, got {type(model).__name__}"
+        + (hint if isinstance(model, tuple) else "")
+    )
+
+
 class Changes:
     """Changes of a model that can be undone after an error.
 

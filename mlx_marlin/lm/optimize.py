@@ -7,8 +7,6 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 import mlx.nn as nn
 
 from mlx_marlin.layers.sharded_linear import SHARDED
-from mlx_marlin.lm.dry_run import DryRun
-from mlx_marlin.lm.dry_run import dry_run as _dry_run
 from mlx_marlin.lm.float16 import (
     check_compute,
     drop_float16_record,
@@ -35,12 +33,15 @@ from mlx_marlin.lm.layer_conversion import (
 )
 from mlx_marlin.lm.module_tree import (
     Changes,
+    check_model,
     computing_layers,
     find_layers,
     one_at_a_time,
 )
 from mlx_marlin.lm.race import at_load, conditions, forward_race
 from mlx_marlin.lm.recipe import Recipe, resolve
+from mlx_marlin.lm.report import model_report
+from mlx_marlin.lm.report.model_report import DryRun
 from mlx_marlin.lm.tracing_code import set_tracing, tracing_code
 from mlx_marlin.lm.warm_up import check_rows, run_once
 
@@ -150,9 +151,9 @@ def optimize(
         dry_run: Change nothing, and return what would become of each layer.
 
     Returns:
-        The same model. With `dry_run=True` a `DryRun`: the layers that would be
-        converted and, with reasons, those that would stay, and with `trace=True` the
-        blocks that would be traced or not; `str` returns a table.
+        The same model. With `dry_run=True` the report without rows: the layers that
+        would be converted and, with reasons, those that would stay, and with
+        `trace=True` the blocks that would be traced or not; `str` returns a table.
 
     Raises:
         TypeError: If `model` is not an `nn.Module`.
@@ -184,7 +185,7 @@ def optimize(
     if dry_run:
         half = None if compute is None else outcome_of(model)
         code = tracing_code(True) if recipe.trace else None
-        return _dry_run(model, recipe, half, code)
+        return model_report.dry_run(model, recipe, half, code)
     if recipe.is_stock:
         _leave_to_stock(model, progress)
     else:
@@ -265,17 +266,6 @@ def _leave_to_stock(model: nn.Module, progress: bool) -> None:
         converted = find_layers(model, has_stock_format)
         replace_layers(converted, to_stock, progress, changes)
     forward_race.keep(model, None)
-
-
-def check_model(model: object) -> None:
-    """Raises a TypeError if an argument is not an `nn.Module`."""
-    if isinstance(model, nn.Module):
-        return
-    hint = ": mlx_lm.load returns the model and its tokenizer, pass only the model"
-    raise TypeError(
-        f"model must be an nn.Module, got {type(model).__name__}"
-        + (hint if isinstance(model, tuple) else "")
-    )
 
 
 def _check_layers(model: nn.Module, conversion: LayerConversion) -> None:

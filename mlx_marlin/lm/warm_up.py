@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_marlin import state
 from mlx_marlin.backends import children, kernels, selection
 from mlx_marlin.layers.joined import whole
-from mlx_marlin.lm.report.layer_products import LayerProduct, Target, Weight, described
+from mlx_marlin.lm.report.layer_uses import LayerUse, Target, uses_of
 from mlx_marlin.progress import Stages, shown
 
 Step = Callable[[], Any]
@@ -108,28 +108,26 @@ def cache_factory(model: nn.Module) -> Callable[[], Any] | None:
 
 def layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields the call of each distinct product of the converted layers."""
-    seen: set[LayerProduct] = set()
-    for _, layer, product in described(model, Target.of(None)):
-        if product.is_converted and product.weight is not None and product not in seen:
-            seen.add(product)
-            yield partial(_call, whole(layer), product, product.weight, m)
+    for use in uses_of(model, Target.of(None)):
+        if use.is_converted and use.request is not None:
+            yield partial(_call, whole(use.layers[0]), use, m)
 
 
-def _call(layer: Any, product: LayerProduct, weight: Weight, m: int) -> Any:
+def _call(layer: Any, use: LayerUse, m: int) -> Any:
     """Calls a layer with m rows.
 
     A layer of experts does not know how many experts a row chooses; this uses one.
     """
-    is_transposed = "not transposed" not in product.operation
-    x = mx.zeros(
-        (m, weight.k if is_transposed else weight.n), getattr(mx, product.dtype)
-    )
-    match product.operation:
+    request = use.at(m)
+    x = mx.zeros((m, request.x_shape[-1]), request.x_dtype)
+    match use.operation:
         case "experts":
             return layer(x[:, None, None], mx.zeros((m, 1), mx.uint32))
         case "as_linear":
             return layer.as_linear(x)
         case "linear":
-            return layer.parts(x, product.parts) if product.parts else layer(x)
+            parts = request.epilogue.parts
+            return layer.parts(x, parts) if parts else layer(x)
         case _:
-            return layer(mx.broadcast_to(x, (*weight.batch, *x.shape)), is_transposed)
+            heads = mx.broadcast_to(x, (*use.batch, *x.shape))
+            return layer(heads, request.transpose)

@@ -102,7 +102,7 @@ def test_every_time_is_marked(
     assert (document["schema"], document["version"]) == ("mlx_marlin.report", 1)
     assert {each["origin"] for each in times_in(document)} <= {"predicted", "measured"}
     assert [each["name"] for each in document["layers"]] == [
-        layer.group.name for layer in report.layers
+        layer.use.name for layer in report.layers
     ]
 
 

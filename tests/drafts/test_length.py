@@ -107,7 +107,7 @@ LAYERS = {"q": (3, 100.0), "down": (2, 10.0)}
 
 def a_report(missing: int = 0, names: Sequence[str] = ("q", "down")) -> Any:
     """Returns a report on groups of layers; a product has no time with some rows."""
-    layers = [SimpleNamespace(group=None, decisions=())]  # not quantized
+    layers = [SimpleNamespace(use=None, decisions=())]  # not quantized
     for name in names:
         count, us = LAYERS[name]
         decisions = [
@@ -116,8 +116,8 @@ def a_report(missing: int = 0, names: Sequence[str] = ("q", "down")) -> Any:
             )
             for m in ROWS
         ]
-        group = SimpleNamespace(count=count)
-        layers.append(SimpleNamespace(group=group, decisions=decisions))
+        use = SimpleNamespace(paths=range(count))
+        layers.append(SimpleNamespace(use=use, decisions=decisions))
     return SimpleNamespace(layers=layers)
 
 

@@ -54,7 +54,8 @@ def test_it_tells_what_optimize_does(options: dict[str, Any]) -> None:
         assert {*told.converted} == {
             name for name in after if after[name] is not before[name]
         }
-        layouts = {each.name: each.layout for each in told.layers if each.layout}
+        uses = [each.use for each in told.layers if each.use.layout]
+        layouts = {path: use.layout for use in uses for path in use.paths}
         modules: dict[str, Any] = dict(model.named_modules())
         assert layouts == {
             name: getattr(modules[name], "layout", "mlx") for name in told.converted
@@ -86,7 +87,7 @@ def test_a_converted_model_stays_converted(join: bool) -> None:
     told = mlx_marlin.optimize(model, dry_run=True, layout="marlin")
 
     assert told.kept == {}
-    assert len(told.layers) == (1 + 2 * 4 if join else 1 + 2 * 7)
+    assert len(told.converted) == (1 + 2 * 4 if join else 1 + 2 * 7)
     assert ("model.layers.0.self_attn.q_proj+k_proj+v_proj" in told.converted) is join
 
 

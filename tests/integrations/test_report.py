@@ -124,10 +124,10 @@ def test_experts_do_what_their_report_says(
     expected = decided(lambda: model(x, mx.zeros((rows, 2), mx.uint32)))
 
     layers = mlx_marlin.report(model, [rows]).layers
-    by_name = {layer.group.name: layer for layer in layers}
+    by_name = {layer.use.name: layer for layer in layers}
     assert [*by_name] == ["gate_proj", "up_proj", "down_proj"]
     up = by_name["up_proj"]  # the first that mlx-lm calls
-    assert up.group.product.choices == 2
+    assert up.use.choices == 2
     assert answer(up.decisions[0]) == expected
     named = mlx_marlin.report(model, [rows], chip="Apple M3 Max")
     if chip is not None:
@@ -146,7 +146,7 @@ def test_heads_do_what_their_report_says(transpose: bool, layout: str) -> None:
     plain, not_transposed = mlx_marlin.report(model, [3]).layers
     found = plain if transpose else not_transposed
     assert answer(found.decisions[0]) == expected
-    assert not_transposed.group.product.operation == "heads, not transposed"
+    assert not_transposed.use.operation == "heads, not transposed"
 
 
 def test_heads_and_joined_layers_do_what_their_report_says() -> None:
@@ -157,16 +157,16 @@ def test_heads_and_joined_layers_do_what_their_report_says() -> None:
 
     embedding = model.model.embed_tokens
     expected = decided(lambda: embedding.as_linear(mx.zeros((3, 64))))
-    assert head.group.product.operation == "as_linear"
+    assert head.use.operation == "as_linear"
     assert answer(head.decisions[0]) == expected
-    joined = next(each for each in layers if "+" in each.group.name)
-    assert joined.group.name == "model.layers.*.self_attn.q_proj+k_proj+v_proj"
-    assert joined.group.count == 2
-    assert joined.group.product.parts == (64, 32, 32)
+    joined = next(each for each in layers if "+" in each.use.name)
+    assert joined.use.name == "model.layers.*.self_attn.q_proj+k_proj+v_proj"
+    assert len(joined.use.paths) == 2
+    assert joined.use.call.epilogue.parts == (64, 32, 32)
     part = model.model.layers[0].self_attn.q_proj
     assert answer(joined.decisions[0]) == decided(lambda: part(mx.zeros((3, 64))))
     embedding, *_ = mlx_marlin.report(tiny_llama(tied=False)).layers
-    assert embedding.group.product.operation == "look-up"
+    assert embedding.use.operation == "look-up"
     assert not embedding.decisions
 
 
@@ -184,7 +184,7 @@ def test_packed_parts_that_no_kernel_splits_are_columns_of_a_product(
 
     layers = mlx_marlin.report(model, [3]).layers
 
-    joined = next(each for each in layers if "+" in each.group.name)
+    joined = next(each for each in layers if "+" in each.use.name)
     assert joined.decisions[0].served_by == server
 
 
@@ -202,16 +202,16 @@ def test_the_report_before_optimize_is_that_after_it(
     mlx_marlin.optimize(model, join=False, trace=False)
     after = mlx_marlin.report(model)
 
-    quantized = [layer.group.product for layer in before.layers if layer.decisions]
-    assert not any(product.is_converted for product in quantized)
-    assert all(layer.group.product.is_converted for layer in after.layers)
+    quantized = [layer.use for layer in before.layers if layer.decisions]
+    assert not any(use.is_converted for use in quantized)
+    assert all(layer.use.is_converted for layer in after.layers)
     for old, new in zip(before.layers, after.layers, strict=True):
-        assert old.group.name == new.group.name
-        assert old.group.product.weight == new.group.product.weight
+        assert old.use.name == new.use.name
+        assert old.use.request == new.use.request
         assert old.decisions == new.decisions
     if on == "H200":
         assert named.layers == before.layers
-        layouts = {product.weight.layout for product in quantized if product.weight}
+        layouts = {use.call.layout for use in quantized}
         assert layouts == {"marlin"}
 
 
@@ -235,10 +235,10 @@ def test_layers_that_stay_have_a_reason() -> None:
 
     layers = mlx_marlin.report(model).layers
 
-    assert sorted(layer.group.name[-1] for layer in layers) == [*modules]
+    assert sorted(layer.use.name[-1] for layer in layers) == [*modules]
     for layer in layers:
-        _, reason = modules[layer.group.name[-1]]
-        stays = layer.group.product.stays
+        _, reason = modules[layer.use.name[-1]]
+        stays = layer.use.stays
         assert (stays is None) == (reason is None)
         assert (reason or "") in (stays or "")
         served = {(call.served_by, call.reason) for call in layer.decisions}
@@ -252,7 +252,7 @@ def test_equal_layers_are_one_group_and_shared_ones_count_once() -> None:
 
     layers = mlx_marlin.report(model).layers
 
-    named = {(each.group.name, each.group.count) for each in layers}
+    named = {(each.use.name, len(each.use.paths)) for each in layers}
     assert named == {("layers.*", 2), ("layers.3", 1)}
 
 
@@ -262,7 +262,7 @@ def test_a_layer_inside_another_is_found() -> None:
 
     layer = only(mlx_marlin.report(Layers(ReorderedLinear(inner, order))))
 
-    assert layer.group.name == "layers.0.linear"
+    assert layer.use.name == "layers.0.linear"
 
 
 def test_nobody_serves_invariant_rows_without_kernels(backend: Choose) -> None:

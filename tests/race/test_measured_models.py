@@ -161,7 +161,7 @@ def test_layers_that_mlx_would_round_stay_where_stock_mlx_is_faster(
     mlx_marlin.optimize(model, layout="marlin", join=True)
     told = mlx_marlin.optimize(model, dry_run=True)
     assert_same_layers(mlx_marlin.optimize(model), imported())
-    assert {each.action for each in told.layers} == {"converts", "restores"}
+    assert {each.use.action for each in told.layers} == {"converts", "restores"}
     # Where tracing is the default, no block of such a model is traced.
     monkeypatch.setattr(recipe, "is_tracing_faster", lambda: True)
     assert mlx_marlin.optimize(model, dry_run=True).blocks == ()
@@ -384,7 +384,7 @@ def test_a_layer_with_scales_of_its_own_is_left_alone(kept: Path) -> None:
     write(model, JOINED)
 
     assert is_joined(mlx_marlin.optimize(model))
-    assert "own_scales" not in str(mlx_marlin.report(model, rows=(1,)))
+    assert "convert a Scaled" in str(mlx_marlin.report(model, rows=(1,)))
 
 
 def test_a_model_whose_settings_cannot_be_read_is_not_tuned(kept: Path) -> None:
@@ -447,9 +447,9 @@ def test_a_report_shows_what_optimize_would_do(kept: Path) -> None:
     found = mlx_marlin.report(tiny_llama(), rows=(1,))
 
     layouts = {
-        layer.group.product.weight.layout
+        layer.use.call.layout
         for layer in found.layers
-        if layer.group.product.weight and "proj" in layer.group.name
+        if layer.use.request and "proj" in layer.use.name
     }
     assert layouts == {"marlin"}
     assert line in str(found)

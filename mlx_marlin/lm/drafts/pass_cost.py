@@ -79,5 +79,5 @@ def _predicted(model: nn.Module) -> dict[int, float]:
         for decision in layer.decisions:
             if decision.time is None:
                 return {}
-            seconds[decision.rows] += layer.group.count * decision.time.us * 1e-6
+            seconds[decision.rows] += len(layer.use.paths) * decision.time.us * 1e-6
     return seconds if all(seconds.values()) else {}

@@ -20,11 +20,11 @@ from mlx_marlin.lm.layer_conversion import is_marlin_layer
 from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.race import forward_race, outcome, product_race, stock_kernels
 from mlx_marlin.lm.race.forward_race import Budget, Seconds, Turns
-from mlx_marlin.lm.race.model_products import ModelProduct, products_of
+from mlx_marlin.lm.race.model_products import products_of
 from mlx_marlin.lm.race.product_race import ProductRace, contenders
 from mlx_marlin.lm.race.stock_kernels import StockKernels
 from mlx_marlin.lm.recipe import Recipe
-from mlx_marlin.lm.report.layer_products import Target, described
+from mlx_marlin.lm.report.layer_uses import LayerUse, Target, uses_of
 from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.measure import clocks
 from mlx_marlin.measure.clocks import Clock
@@ -61,7 +61,8 @@ class Race:
         limit = SECONDS if self.recipe.raced is None else MORE_SECONDS
         self.deadline = self._began + limit
         self.target = Target.of(None)
-        self.machine = measured_results.machine(self.target.device, selection.backend())
+        self.place = self.target.place
+        self.machine = measured_results.machine(self.place.device, selection.backend())
         self.folder = result_files.folder()
         self._has_stopped = False
         self._is_converted = False
@@ -73,7 +74,7 @@ class Race:
         given_up = self.recipe.raced is not None and self.recipe.raced.is_given_up
         self._is_given_up = given_up
         self.products = ProductRace(
-            device=self.target.device,
+            device=self.place.device,
             clock=self.clock,
             layouts=self._layouts(),
             decides_layout=self.recipe.decides_layout,
@@ -133,7 +134,7 @@ class Race:
 
     def _begin_passes(self, rows: Sequence[int]) -> None:
         """Times stock MLX's passes of the model as it is, if that compiles nothing."""
-        products = [each for _, _, each in described(self.model, self.target)]
+        products = uses_of(self.model, self.target)
         model = stock_kernels.pickled(self.model)
         key, options = self.recipe.key, self._options()
         with self._stopping("its forward passes are not compared"):
@@ -178,7 +179,7 @@ class Race:
                 f"{type(error).__name__}: {error}",
             )
 
-    def _is_left(self, found: Sequence[ModelProduct], seconds: Seconds) -> bool:
+    def _is_left(self, found: Sequence[LayerUse], seconds: Seconds) -> bool:
         """Returns whether a product or a pass of the model is not measured."""
         if any(map(self.products.left, found)):
             return True
@@ -225,7 +226,7 @@ class Race:
             return (self.recipe.layout,)
         return ("marlin",) if is_packed_faster() else ("mlx", "marlin")
 
-    def _run_products(self, found: Sequence[ModelProduct]) -> None:
+    def _run_products(self, found: Sequence[LayerUse]) -> None:
         """Times products, and leaves to stock MLX what there is no time for."""
         race = self.products
         for problem in (p for each in found for p in race.problems(each, 1).values()):
@@ -239,9 +240,8 @@ class Race:
         has_failed = True
         with self._stopping("the cost model decides who serves what is left"):
             if self._kernels.ahead is None:
-                products = [each.product for each in found]
                 key = self.recipe.key
-                self._kernels = stock_kernels.for_race(products, key, None, {})
+                self._kernels = stock_kernels.for_race(found, key, None, {})
             if selection.traits().compiles_ahead:
                 compile_steps(race.steps(left), self._bar)
             self._time(left)
@@ -249,7 +249,7 @@ class Race:
         if self._has_stopped or not has_failed:
             self._leave([each for each in left if race.left(each)])
 
-    def _leave(self, products: Sequence[ModelProduct]) -> None:
+    def _leave(self, products: Sequence[LayerUse]) -> None:
         """Leaves what is not timed to stock MLX, which reads MLX's layout only."""
         for each in products:
             problem = self.products.problems(each, 1).get("mlx")
@@ -262,7 +262,7 @@ class Race:
         fuse = sorted(self.recipe.fuse) if self.recipe.trace else None
         return {**options, "fuse": fuse, "measure": False}
 
-    def _time(self, left: Sequence[ModelProduct]) -> None:
+    def _time(self, left: Sequence[LayerUse]) -> None:
         """Times products while there is time, and those of MLX's kernels are ready."""
         self._bar.expect(sum(len(self.products.left(each)) for each in left))
         while True:
@@ -273,12 +273,12 @@ class Race:
             self._bar.say(self._kernels.told)
             self.wait(WAIT)
 
-    def _time_product(self, product: ModelProduct) -> None:
+    def _time_product(self, product: LayerUse) -> None:
         """Times a product; what an interrupt leaves is kept too."""
         try:
             for m in self.products.run(product):
                 self._has_timed = True
-                self._bar.say(f"timing {product.name}, {m} rows")
+                self._bar.say(f"timing {product.title}, {m} rows")
                 self._bar.step()
         finally:
             if self._unwritten:
@@ -335,7 +335,7 @@ class Race:
             return 0
         return measurement.WAITED if self._kernels.running else measurement.TRIED
 
-    def _ours_of(self, product: ModelProduct, m: int) -> AnyProblem | None:
+    def _ours_of(self, product: LayerUse, m: int) -> AnyProblem | None:
         """Returns the problem of a product in MLX's layout, if our kernels serve it.
 
         Where only packed weights raced, a refusal is a prediction and does not count.
@@ -343,7 +343,7 @@ class Race:
         problem = self.products.problem(product, m, "mlx")
         if problem is None or "mlx" not in self.products.layouts:
             return problem
-        answer = serving.serve_problem(problem, self.target.serving)
+        answer = serving.serve_problem(problem, self.place)
         return None if isinstance(answer, Refusal) else problem
 
     def _live(self, problem: AnyProblem) -> Result:
@@ -352,7 +352,7 @@ class Race:
         if known is not None:
             return replace(known, stock=True, live=True)
         return Result(
-            plan=contenders(problem, self.target.device)[0],
+            plan=contenders(problem, self.place.device)[0],
             stock=True,
             medians_us={},
             clock=self.clock.name,

@@ -12,9 +12,9 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import graph
 from mlx_marlin.backends.graph import Product
-from mlx_marlin.layers.joined import MarlinPart, whole
+from mlx_marlin.layers.joined import whole
 from mlx_marlin.layers.native import native_weight
-from mlx_marlin.lm.report.layer_products import LayerProduct, Target, described
+from mlx_marlin.lm.report.layer_uses import LayerUse, Target, uses_of
 from mlx_marlin.measure import operands
 from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
@@ -32,81 +32,47 @@ MOST_LAYERS = 8
 """Most layers whose weights a chain reads in turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelProduct:
-    """A product that layers of a model compute."""
-
-    product: LayerProduct  # What one of the layers computes
-    # The layers that hold the weights; of joined layers, the one of all
-    layers: tuple[Any, ...]
-
-    @property
-    def name(self) -> str:
-        """The shape as k→n, with the number of experts."""
-        weight = self.product.weight
-        assert weight is not None
-        experts = f", {weight.batch[0]} experts" if self.product.choices else ""
-        return f"{weight.k}→{weight.n}{experts}"
-
-    @property
-    def layout(self) -> str:
-        """The layout of the layers' weights."""
-        assert self.product.weight is not None
-        return self.product.weight.layout
-
-    def request(self, m: int, layout: str) -> Request:
-        """Returns the call of a layer with m rows, if its weight had a layout."""
-        assert self.product.weight is not None
-        weight = replace(self.product.weight, layout=layout)
-        product = replace(self.product, weight=weight, parts=(), bias=False)
-        return product.request(m, on_cpu=False)
-
-    def problem(self, m: int, layout: str) -> AnyProblem | None:
-        """Returns the problem that is raced, or None if our kernels do not serve it."""
-        found = serving.problem_of(self.request(m, layout))
-        return None if isinstance(found, Refusal) else plain(found)
-
-    def weights(self, layout: str, count: int) -> list[Weight]:
-        """Returns the arrays of the first layers, in a layout."""
-        return [_arrays(layer, layout) for layer in self.layers[:count]]
-
-    def count(self, m: int, device: PlanningDevice) -> int:
-        """Returns how many layers have weights that exceed the caches together."""
-        problem = self.problem(m, self.layout)
-        assert problem is not None
-        product = product_of(problem)
-        experts = min(product.m, len(self._experts)) if self.product.choices else 1
-        needed = device.cache_bytes // (product.weight_bytes * experts) + 1
-        return min(needed, MOST_LAYERS, len(self.layers))
-
-    @property
-    def _experts(self) -> range:
-        assert self.product.weight is not None
-        return range(self.product.weight.batch[0])
+def problem_of(use: LayerUse, m: int, layout: str | None = None) -> AnyProblem | None:
+    """Returns what is raced for m rows, or None if our kernels do not compute it."""
+    found = serving.problem_of(use.at(m, layout))
+    return None if isinstance(found, Refusal) else plain(found)
 
 
-def products_of(model: nn.Module, target: Target) -> list[ModelProduct]:
+def weights(use: LayerUse, layout: str, count: int) -> list[Weight]:
+    """Returns the arrays of the first layers, in a layout."""
+    return [_arrays(layer, layout) for layer in use.layers[:count]]
+
+
+def layers_beyond_caches(use: LayerUse, m: int, device: PlanningDevice) -> int:
+    """Returns how many layers have weights that exceed the caches together."""
+    problem = problem_of(use, m)
+    assert problem is not None
+    product = product_of(problem)
+    experts = min(product.m, use.batch[0]) if use.choices else 1
+    needed = device.cache_bytes // (product.weight_bytes * experts) + 1
+    return min(needed, MOST_LAYERS, len(use.layers))
+
+
+def products_of(model: nn.Module, target: Target) -> list[LayerUse]:
     """Returns the distinct products that may be served by us or by stock MLX.
 
-    The one that reads most comes first.
+    The one that reads most comes first. Joined layers are those that hold the weights.
     """
-    found: dict[AnyProblem, list[tuple[LayerProduct, Any]]] = {}
-    for _, layer, product in described(model, target):
-        if product.weight is None or product.stays or not product.is_converted:
+    found: dict[AnyProblem, list[LayerUse]] = {}
+    for use in uses_of(model, target):
+        call = use.request
+        if call is None or use.stays or not use.is_converted:
             continue
-        if isinstance(layer, MarlinPart) and layer.index:
-            continue  # the first part has the joined weight
-        if product.invariant or product.weight.global_scale:
+        if call.invariant or call.global_scale or not call.transpose:
             continue
-        one = ModelProduct(product=product, layers=())
-        if "not transposed" in product.operation:
-            continue
-        problem = one.problem(1, one.layout)
+        problem = problem_of(use, 1)
         if problem is not None and in_stock_mlx(product_of(problem)) is not None:
-            found.setdefault(problem, []).append((product, whole(layer)))
+            found.setdefault(problem, []).append(use)
     products = [
-        ModelProduct(product=pairs[0][0], layers=tuple(layer for _, layer in pairs))
-        for pairs in found.values()
+        replace(
+            uses[0], layers=tuple(whole(layer) for use in uses for layer in use.layers)
+        )
+        for uses in found.values()
     ]
     return sorted(products, key=_bytes, reverse=True)
 
@@ -121,31 +87,31 @@ def single_products(
     """
     counts: Counter[Problem] = Counter()
     others = 0
-    for _, layer, product in described(model, Target.of(None)):
-        if product.weight is None or product.weight.batch:
+    for use in uses_of(model, Target.of(None)):
+        if use.request is None or use.batch:
             continue
-        one = ModelProduct(product=product, layers=(layer,))
         given = layouts
-        if product.operation == "as_linear":
-            given = (one.layout if product.is_converted else "mlx",)
-        elif getattr(layer, "is_packed_only", False):
+        if use.operation == "as_linear":
+            given = (use.request.layout if use.is_converted else "mlx",)
+        elif getattr(use.layers[0], "is_packed_only", False):
             given = ("marlin",)
-        found = [one.problem(1, layout) for layout in given]
-        counts.update(each for each in found if isinstance(each, Problem))
-        others += not any(found)
+        found = [problem_of(use, 1, layout) for layout in given]
+        for each in found:
+            if isinstance(each, Problem):
+                counts[each] += len(use.layers)
+        others += len(use.layers) * (not any(found))
     return counts, others
 
 
-def stock_parts(product: ModelProduct) -> Sequence[int]:
+def stock_parts(use: LayerUse) -> Sequence[int]:
     """Returns the rows of the weights that stock MLX multiplies one by one."""
-    assert product.product.weight is not None
-    return product.product.parts or (product.product.weight.n,)
+    return use.call.epilogue.parts or (use.call.n,)
 
 
-def _bytes(product: ModelProduct) -> int:
-    problem = product.problem(1, product.layout)
+def _bytes(use: LayerUse) -> int:
+    problem = problem_of(use, 1)
     assert problem is not None
-    return product_of(problem).weight_bytes * len(product.layers)
+    return product_of(problem).weight_bytes * len(use.layers)
 
 
 def _arrays(layer: Any, layout: str) -> tuple[mx.array, ...]:
@@ -174,16 +140,15 @@ class Entry:
 
 
 def activations(
-    product: ModelProduct, m: int, count: int
+    use: LayerUse, m: int, count: int
 ) -> tuple[mx.array, list[tuple[mx.array, ...]]]:
     """Returns rows of x, and the experts that they choose for each weight."""
-    request = product.request(m, product.layout)
+    request = use.at(m)
     shape, dtype = request.x_shape, request.dtype
     x = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
     if request.experts is None:
         return x, [()] * count
-    choices = product.product.choices
-    return x, [(_experts(request, m, choices, seed),) for seed in range(count)]
+    return x, [(_experts(request, m, use.choices, seed),) for seed in range(count)]
 
 
 def _experts(request: Request, m: int, choices: int, seed: int) -> mx.array:
@@ -195,21 +160,22 @@ def _experts(request: Request, m: int, choices: int, seed: int) -> mx.array:
     return mx.sort(chosen.flatten()) if experts.is_sorted else chosen
 
 
-def call(product: ModelProduct, m: int, entry: Entry) -> Product:
+def call(use: LayerUse, m: int, entry: Entry) -> Product:
     """Returns what computes m rows of a product, from x and a weight's arrays."""
-    request = product.request(m, entry.layout)
+    request = use.at(m, entry.layout)
     if request.experts is not None:
-        gathered = _gathered(request, request.experts.is_sorted, entry.plan)
+        unbiased = replace(request.experts, biased=False)
+        gathered = _gathered(replace(request, experts=unbiased), entry.plan)
         # The sum of `timing.chain` keeps x's shape: one result of each row.
         return (
-            gathered
-            if request.experts.is_sorted
-            else lambda *arrays: gathered(*arrays)[:, :1]
+            gathered if unbiased.is_sorted else lambda *arrays: gathered(*arrays)[:, :1]
         )
     if entry.plan is None:
-        problem = in_stock_mlx(product_of(request.problem))
+        product = problem_of(use, m, entry.layout)
+        assert product is not None
+        problem = in_stock_mlx(product_of(product))
         assert problem is not None
-        return _in_parts(problem, stock_parts(product))
+        return _in_parts(problem, stock_parts(use))
     if isinstance(entry.plan, DequantizePlan):
         return graph.dequantized_product(entry.plan)
     assert not isinstance(entry.plan, GatherPlan)
@@ -235,7 +201,7 @@ def _in_parts(problem: Problem, parts: Sequence[int]) -> Product:
     return product
 
 
-def _gathered(request: Request, is_sorted: bool, plan: AnyPlan | None) -> Product:
+def _gathered(request: Request, plan: AnyPlan | None) -> Product:
     """Returns the product of experts, from x, a weight and the experts of the rows."""
     if plan is not None:
         assert isinstance(plan, GatherPlan)
@@ -247,6 +213,7 @@ def _gathered(request: Request, is_sorted: bool, plan: AnyPlan | None) -> Produc
             return y
 
         return ours
+    assert request.experts is not None
     has_biases = request.mode == "affine"
     multiply = partial(
         mx.gather_qmm,
@@ -254,7 +221,7 @@ def _gathered(request: Request, is_sorted: bool, plan: AnyPlan | None) -> Produc
         group_size=request.group_size,
         bits=request.bits,
         mode=request.mode,
-        sorted_indices=is_sorted,
+        sorted_indices=request.experts.is_sorted,
     )
 
     def stock(

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
-from mlx_marlin.lm.race.model_products import ModelProduct
+from mlx_marlin.lm.race.model_products import problem_of
 from mlx_marlin.lm.race.product_race import ProductRace
+from mlx_marlin.lm.report.layer_uses import LayerUse
 from mlx_marlin.measure import timing
 from mlx_marlin.planning.gather_plan import AnyProblem
 from mlx_marlin.planning.measurement import STOCK, Forwards, Result
@@ -19,7 +20,7 @@ FEW = 8
 """Rows of forward passes by whose sum a packed model is judged."""
 
 
-def faster_layout(race: ProductRace, products: Sequence[ModelProduct]) -> str | None:
+def faster_layout(race: ProductRace, products: Sequence[LayerUse]) -> str | None:
     """Returns the layout with which a model is faster, or None if that is not known.
 
     Weights are packed only if the sum over the products gains `PACKED_GAIN` at
@@ -41,7 +42,7 @@ def faster_layout(race: ProductRace, products: Sequence[ModelProduct]) -> str | 
 
 
 def _sums(
-    race: ProductRace, products: Sequence[ModelProduct], m: int
+    race: ProductRace, products: Sequence[LayerUse], m: int
 ) -> tuple[float, float] | None:
     """Returns the times of all products in MLX's layout and packed, or None."""
     times = [_layout_times(race, each, m) for each in products if m in race.rows(each)]
@@ -52,11 +53,11 @@ def _sums(
 
 
 def _layout_times(
-    race: ProductRace, product: ModelProduct, m: int
+    race: ProductRace, product: LayerUse, m: int
 ) -> tuple[float, float] | None:
     """Returns the times of all layers in MLX's layout and packed, or None."""
     native, packed = (
-        race.known.get(cast(AnyProblem, product.problem(m, layout)))
+        race.known.get(cast(AnyProblem, problem_of(product, m, layout)))
         for layout in ("mlx", "marlin")
     )
     if packed is None or packed.us is None or STOCK not in packed.medians_us:
@@ -94,7 +95,7 @@ def with_prompt(found: Mapping[int, tuple[float, float]]) -> tuple[float, float]
     return prompt[0] + DECODED * one[0], prompt[1] + DECODED * one[1]
 
 
-def served(race: ProductRace, products: Sequence[ModelProduct], kept: Forwards) -> str:
+def served(race: ProductRace, products: Sequence[LayerUse], kept: Forwards) -> str:
     """Returns at which rows our kernels serve a model's products, and the gain."""
     ratios: dict[int, float | None] = {}
     for m in sorted({1, *(m for each in products for m in race.rows(each))}):

@@ -11,7 +11,8 @@ from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.graph import Product
 from mlx_marlin.lm.race import model_products
 from mlx_marlin.lm.race.forward_race import Budget
-from mlx_marlin.lm.race.model_products import Entry, ModelProduct
+from mlx_marlin.lm.race.model_products import Entry, problem_of
+from mlx_marlin.lm.report.layer_uses import LayerUse
 from mlx_marlin.measure import operands, timing, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
@@ -61,10 +62,10 @@ class ProductRace:
     budget: Budget  # The time for all products
     # Whether stock MLX's products of so many rows compile nothing now
     is_ready: Callable[[int], bool] = lambda m: True
-    _kept_for: ModelProduct | None = None
+    _kept_for: LayerUse | None = None
     _kept: dict[str, list[Weight]] = field(default_factory=dict)
 
-    def run(self, product: ModelProduct) -> Iterator[int]:
+    def run(self, product: LayerUse) -> Iterator[int]:
         """Times a product with the numbers of rows that are left and ready.
 
         Yields each before it is timed. Rows between them follow if they are needed.
@@ -77,61 +78,61 @@ class ProductRace:
                     yield m
                     self._race(product, m)
 
-    def rows(self, product: ModelProduct) -> tuple[int, ...]:
+    def rows(self, product: LayerUse) -> tuple[int, ...]:
         """Returns the numbers of rows to time; one only where the layout is open."""
-        one = self.problem(product, 1, product.layout)
+        one = self.problem(product, 1, product.call.layout)
         assert one is not None
         each = 2 * product_of(one).m * product_of(one).n * product_of(one).k
         prompts = (m for m in PROMPTS if m * each <= MOST_FLOPS)
         return (*(1,) * self.decides_layout, *ROWS, *prompts)
 
-    def left(self, product: ModelProduct) -> list[int]:
+    def left(self, product: LayerUse) -> list[int]:
         """Returns the numbers of rows that are left to time."""
         every = (*self.rows(product), *self._between(product))
         return [m for m in every if not self._is_known(product, m)]
 
-    def problems(self, product: ModelProduct, m: int) -> dict[str, AnyProblem]:
+    def problems(self, product: LayerUse, m: int) -> dict[str, AnyProblem]:
         """Returns the problems of a product by the layout of the weight."""
         found = {layout: self.problem(product, m, layout) for layout in self.layouts}
         return {layout: problem for layout, problem in found.items() if problem}
 
-    def problem(self, product: ModelProduct, m: int, layout: str) -> AnyProblem | None:
+    def problem(self, product: LayerUse, m: int, layout: str) -> AnyProblem | None:
         """Returns the problem in a layout, or None if our kernels do not compute it."""
-        found, backend = product.problem(m, layout), registry.of_device(self.device)
+        found, backend = problem_of(product, m, layout), registry.of_device(self.device)
         if found is None or backend.unsupported(found, self.device) is not None:
             return None
         return found
 
-    def steps(self, products: Sequence[ModelProduct]) -> Iterator[Callable[[], object]]:
+    def steps(self, products: Sequence[LayerUse]) -> Iterator[Callable[[], object]]:
         """Yields the calls of our kernels that are left to time."""
         for product in products:
             for m in self.left(product):
                 yield partial(self._built, product, m)
 
-    def _built(self, product: ModelProduct, m: int) -> list[mx.array]:
+    def _built(self, product: LayerUse, m: int) -> list[mx.array]:
         entries = [each for each in self._entries(product, m) if each.plan]
         if not entries:
             return []
         calls, inputs = self._prepared(product, m, entries, 1)
         return [call(inputs.x, *inputs.weights[0]) for call in calls.values()]
 
-    def _is_known(self, product: ModelProduct, m: int) -> bool:
+    def _is_known(self, product: LayerUse, m: int) -> bool:
         return self.known.keys() >= {*self.problems(product, m).values()}
 
-    def _between(self, product: ModelProduct) -> list[int]:
+    def _between(self, product: LayerUse) -> list[int]:
         """Returns the rows whose neighbours are served by stock MLX and by us."""
         return [m for m, pair in BETWEEN.items() if self._disagree(product, pair)]
 
-    def _disagree(self, product: ModelProduct, rows: Sequence[int]) -> bool:
+    def _disagree(self, product: LayerUse, rows: Sequence[int]) -> bool:
         for layout in self.layouts:
-            problems = [product.problem(m, layout) for m in rows]
+            problems = [problem_of(product, m, layout) for m in rows]
             results = [self.known.get(each) for each in problems if each]
             served = {each.stock and not each.live for each in results if each}
             if len(served) > 1:
                 return True
         return False
 
-    def _race(self, product: ModelProduct, m: int) -> None:
+    def _race(self, product: LayerUse, m: int) -> None:
         problems = self.problems(product, m)
         entries = [
             entry
@@ -140,7 +141,7 @@ class ProductRace:
         ]
         if all(entry.plan is None for entry in entries):
             return  # every kernel has failed its check
-        count = product.count(m, self.device)
+        count = model_products.layers_beyond_caches(product, m, self.device)
         calls, inputs = self._prepared(product, m, entries, count)
         for trial in range(1 + AGAIN):
             if trial and not self.budget.fits(m):
@@ -150,7 +151,7 @@ class ProductRace:
             if self._judge(problems, spreads, is_final=trial == AGAIN):
                 return
 
-    def _entries(self, product: ModelProduct, m: int) -> list[Entry]:
+    def _entries(self, product: LayerUse, m: int) -> list[Entry]:
         entries = [
             Entry(plan=plan, layout=layout)
             for layout, problem in self.problems(product, m).items()
@@ -188,7 +189,7 @@ class ProductRace:
         return tuner.verdict(timing.winner(plans), rivals, self.clock.name, is_final)
 
     def _prepared(
-        self, product: ModelProduct, m: int, entries: Sequence[Entry], count: int
+        self, product: LayerUse, m: int, entries: Sequence[Entry], count: int
     ) -> tuple[dict[Entry, Product], Operands]:
         """Returns the calls of entries, and what they read: weights of some layers."""
         layouts = [*dict.fromkeys(entry.layout for entry in entries)]
@@ -205,13 +206,13 @@ class ProductRace:
         problem = product_of(self.problems(product, m)[entries[0].layout])
         return calls, Operands(problem=problem, x=x, native=weights[0], weights=weights)
 
-    def _weights(self, product: ModelProduct, layout: str, count: int) -> list[Weight]:
+    def _weights(self, product: LayerUse, layout: str, count: int) -> list[Weight]:
         """Returns the arrays of some layers; those made for a product are kept."""
         if self._kept_for is not product:
             self._kept_for, self._kept = product, {}
         found = self._kept.get(layout, [])
         if len(found) < count:
-            found = self._kept[layout] = product.weights(layout, count)
+            found = self._kept[layout] = model_products.weights(product, layout, count)
             mx.eval(found)
         return found[:count]
 

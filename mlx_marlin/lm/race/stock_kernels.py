@@ -4,7 +4,7 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,7 @@ import mlx.nn as nn
 from mlx_marlin.backends import registry, selection
 from mlx_marlin.backends.children import Ahead, Job
 from mlx_marlin.lm.race import forward_race, model_products, product_race
-from mlx_marlin.lm.race.model_products import ModelProduct
-from mlx_marlin.lm.report.layer_products import LayerProduct
+from mlx_marlin.lm.report.layer_uses import LayerUse
 from mlx_marlin.lm.warm_up import compile_steps
 from mlx_marlin.planning.measurement import PROMPTS
 from mlx_marlin.weights.dtypes import dtype
@@ -84,7 +83,7 @@ class StockKernels:
 
 
 def for_race(
-    products: Iterable[LayerProduct],
+    products: Iterable[LayerUse],
     key: str,
     model: bytes | None,
     options: Mapping[str, Any],
@@ -97,7 +96,12 @@ def for_race(
     ahead = registry.named(selection.backend()).ahead(version)
     if ahead is None:
         return StockKernels()
-    quantized = {each for each in products if each.weight and not each.stays}
+    # Equal products of other layers need the same kernels.
+    quantized = {
+        replace(each, paths=(), layers=())
+        for each in products
+        if each.request is not None and not each.stays
+    }
     ordered = sorted(quantized, key=repr)
     rows = {*product_race.ROWS, *product_race.BETWEEN, *forward_race.ROWS, *PROMPTS}
     by_rows = {
@@ -127,7 +131,7 @@ def _passes(
 
 
 def _job(name: str, argument: Any) -> Job:
-    return Job(name=name, module=__name__, argument=pickle.dumps(argument))
+    return Job(name=name, module=__name__, argument=_pickled(argument))
 
 
 def _groups(rows: Iterable[int]) -> list[Rows]:
@@ -142,11 +146,15 @@ def pickled(model: nn.Module) -> bytes | None:
 
     What cannot be pickled, such as a lambda, is compiled when it is needed.
     """
-    stream = io.BytesIO()
     try:
-        _Pickler(stream).dump(model)
+        return _pickled(model)
     except Exception:  # whatever a module's attributes raise
         return None
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(value)
     return stream.getvalue()
 
 
@@ -167,7 +175,7 @@ class _Unpickler(pickle.Unpickler):
 
 def work(argument: bytes) -> None:
     """Computes, with zeros, what makes MLX compile; runs in a process of its own."""
-    first, *rest = pickle.loads(argument)
+    first, *rest = _Unpickler(io.BytesIO(argument)).load()
     if isinstance(first, bytes):
         _pass(first, *rest)
     else:
@@ -187,27 +195,23 @@ def _pass(model: bytes, options: dict[str, Any] | None, rows: Sequence[int]) -> 
         forward_race.passes(layers, m, 1)
 
 
-def _multiply_all(products: Sequence[LayerProduct], rows: Rows) -> None:
+def _multiply_all(products: Sequence[LayerUse], rows: Rows) -> None:
     for m in rows:
         for product in products:
             with suppress(Exception):  # it is compiled when it is needed
                 _multiply(product, m)
 
 
-def _multiply(product: LayerProduct, m: int) -> None:
-    one = ModelProduct(product=product, layers=())
-    x, (indices,) = model_products.activations(one, m, 1)
+def _multiply(product: LayerUse, m: int) -> None:
+    x, (indices,) = model_products.activations(product, m, 1)
     entry = model_products.Entry(plan=None, layout="mlx")
-    mx.eval(model_products.call(one, m, entry)(x, *_zeros(product), *indices))
+    mx.eval(model_products.call(product, m, entry)(x, *_zeros(product), *indices))
 
 
-def _zeros(product: LayerProduct) -> tuple[mx.array, mx.array, mx.array]:
+def _zeros(product: LayerUse) -> tuple[mx.array, mx.array, mx.array]:
     """Returns a weight of zeros in MLX's layout."""
-    weight = product.weight
-    assert weight is not None
-    shape = *weight.batch, weight.n
-    words = mx.zeros((*shape, weight.k * weight.bits // 32), mx.uint32)
-    scales = mx.zeros(
-        (*shape, weight.k // weight.group_size), dtype(weight.scale_dtype)
-    )
+    call = product.call
+    shape = *product.batch, call.n
+    words = mx.zeros((*shape, call.k * call.bits // 32), mx.uint32)
+    scales = mx.zeros((*shape, call.k // call.group_size), call.scale_dtype)
     return words, scales, scales

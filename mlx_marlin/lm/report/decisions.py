@@ -4,17 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlx_marlin.backends import planner
-from mlx_marlin.lm.report.layer_products import LayerProduct, Target
+from mlx_marlin.lm.report.layer_uses import LayerUse
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
-from mlx_marlin.planning.gather_plan import (
-    AnyPlan,
-    AnyProblem,
-    GatherPlan,
-    GatherProblem,
-)
-from mlx_marlin.planning.measurement import STOCK, Measured, Result, label
+from mlx_marlin.planning.gather_plan import AnyPlan, GatherPlan
+from mlx_marlin.planning.measurement import STOCK, Result, label
 from mlx_marlin.planning.plan import Plan
-from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import serving
 from mlx_marlin.products.request import Request
 from mlx_marlin.products.serving import Answer, Refusal
@@ -56,101 +50,51 @@ class Decision:
     reason_origin: Origin | None = None
 
 
-def decide(product: LayerProduct, rows: int, target: Target) -> Decision:
+def decide(use: LayerUse, rows: int, place: serving.Place) -> Decision:
     """Returns who serves a product; its layer must have a quantized weight."""
-    if product.choices:
-        return _of_experts(product, rows, target)
-    request = product.request(rows, target.on_cpu)
-    answer = _answer(request, product, target)
-    if isinstance(answer, Refusal) and product.parts and request.layout == "marlin":
+    request = replace(use.at(rows), on_cpu=place.on_cpu)
+    answer = _answer(request, use, place)
+    if isinstance(answer, Refusal) and request.epilogue.parts and _is_packed(request):
         # As `layer_parts` does: the parts are then columns of one product.
-        whole = replace(product, parts=())
-        request = whole.request(rows, target.on_cpu)
-        answer = _answer(request, whole, target)
+        request = replace(request, epilogue=replace(request.epilogue, parts=()))
+        answer = _answer(request, use, place)
     # There is no model of products with weights that are not transposed.
     found = serving.problem_of(request) if request.transpose else None
-    problem = found if isinstance(found, Problem) else None
-    measured = target.serving.measured(problem) if problem else None
+    problem = None if isinstance(found, Refusal) else found
+    measured = place.measured(problem) if problem else None
     timed = None if measured is None else measured.result
     # Stock MLX has to decode packed weights, which is not measured.
     stock = None if timed is None else _of_stock(timed)
     if isinstance(answer, Refusal):
-        time = stock if request.layout == "mlx" else None
-    else:
-        time = _time(answer, timed, target)
-    origin = _origin(answer, problem, measured)
-    return _decision(rows, answer, request.invariant, time, stock, origin)
-
-
-def _answer(request: Request, product: LayerProduct, target: Target) -> Answer:
-    if product.stays:
-        return Refusal(product.stays)
-    return serving.serve(request, target.serving)
-
-
-def _origin(
-    answer: Answer, problem: AnyProblem | None, measured: Measured | None
-) -> Origin | None:
-    """Returns where the times in a reason come from; None if it has none."""
-    if not isinstance(answer, Refusal) or answer.cause != "speed" or problem is None:
-        return None
-    return None if measured is None else "measured"
-
-
-def _of_experts(product: LayerProduct, rows: int, target: Target) -> Decision:
-    packed = product.weight is not None and product.weight.layout == "marlin"
-    request = product.request(rows, target.on_cpu, packed)
-    answer = _answer(request, product, target)
-    measured = stock = ours = problem = None
-    if isinstance(found := serving.problem_of(request), GatherProblem):
-        problem = found
-        measured = target.serving.measured(problem)
-        ours, stock = _gather_times(problem, measured, target)
-    time = (None if packed else stock) if isinstance(answer, Refusal) else ours
-    origin = _origin(answer, problem, measured)
-    return _decision(rows, answer, request.invariant, time, stock, origin)
-
-
-def _gather_times(
-    problem: GatherProblem, measured: Measured | None, target: Target
-) -> tuple[Time | None, Time | None]:
-    """Returns the times of our kernel, measured or predicted, and of stock MLX."""
-    backend, device = target.backend, target.device
-    result = None if measured is None else measured.result
-    if result is not None and result.us is not None:
-        return _measured(result, label(result.plan)), _of_stock(result)
-    own = backend.seconds(planner.choose_gather(problem, device), device)
-    return None if own is None else _predicted(own), None
-
-
-def _decision(
-    rows: int,
-    answer: Answer,
-    invariant: bool,
-    time: Time | None,
-    stock: Time | None,
-    origin: Origin | None,
-) -> Decision:
-    if isinstance(answer, Refusal):
+        is_speed = answer.cause == "speed" and measured is not None
+        is_raised = request.invariant
         return Decision(
             rows=rows,
-            served_by="nobody" if invariant else "stock",
+            served_by="nobody" if is_raised else "stock",
             kernel=None,
             plan=None,
-            time=None if invariant else time,
+            time=None if is_raised or _is_packed(request) else stock,
             stock_time=stock,
             reason=answer.reason,
-            reason_origin=origin,
+            reason_origin="measured" if is_speed else None,
         )
     return Decision(
         rows=rows,
         served_by="decoded" if isinstance(answer, DequantizePlan) else "ours",
         kernel=_kernel(answer),
         plan=answer.explain(),
-        time=time,
+        time=_time(answer, timed, place),
         stock_time=stock,
         reason=None,
     )
+
+
+def _answer(request: Request, use: LayerUse, place: serving.Place) -> Answer:
+    return Refusal(use.stays) if use.stays else serving.serve(request, place)
+
+
+def _is_packed(request: Request) -> bool:
+    return request.layout == "marlin"
 
 
 def _kernel(plan: AnyPlan) -> str:
@@ -163,21 +107,17 @@ def _of_stock(timed: Result) -> Time | None:
     return _measured(timed, STOCK) if STOCK in timed.medians_us else None
 
 
-def _time(plan: AnyPlan, timed: Result | None, target: Target) -> Time | None:
-    """Returns the time of a plan of ours."""
-    if isinstance(plan, DequantizePlan):
-        if not plan.transposed:
-            return None
-        seconds = target.backend.seconds(plan, target.device)
-        return None if seconds is None else _predicted(seconds)
-    assert isinstance(plan, Plan)
+def _time(plan: AnyPlan, timed: Result | None, place: serving.Place) -> Time | None:
+    """Returns the time of a plan of ours, measured or predicted."""
     if timed is not None and plan == timed.plan and timed.us is not None:
         return _measured(timed, label(plan))
-    return _predicted(planner.predict(plan, target.device).seconds)
-
-
-def _predicted(seconds: float) -> Time:
-    return Time(us=seconds * 1e6, origin="predicted")
+    if isinstance(plan, DequantizePlan) and not plan.transposed:
+        return None
+    if isinstance(plan, Plan):
+        seconds: float | None = planner.predict(plan, place.device).seconds
+    else:
+        seconds = place.backend.seconds(plan, place.device)
+    return None if seconds is None else Time(us=seconds * 1e6, origin="predicted")
 
 
 def _measured(timed: Result, name: str) -> Time:

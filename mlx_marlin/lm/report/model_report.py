@@ -1,36 +1,36 @@
 """`report`: who serves each layer of a model, how long it takes, and why not us.
 
 Every time of the text says in its own cell or line where it comes from: "predicted" or
-"measured".
+"measured". `optimize(model, dry_run=True)` returns such a report without rows: what
+becomes of each layer and block.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
-from mlx_marlin.lm.optimize import check_model
+from mlx_marlin.lm.float16 import Float16Outcome
+from mlx_marlin.lm.layer_conversion import LayerConversion
+from mlx_marlin.lm.module_tree import check_model, common_path, pattern
 from mlx_marlin.lm.race.settings import name_of
-from mlx_marlin.lm.recipe import resolve
+from mlx_marlin.lm.recipe import Recipe, resolve
 from mlx_marlin.lm.report.decisions import Decision, Time, decide
-from mlx_marlin.lm.report.layer_products import (
-    DEFAULTS,
-    LayerGroup,
-    LayerProduct,
-    Target,
-    Weight,
-    groups_of,
-)
-from mlx_marlin.tables import Table, Value, printed
+from mlx_marlin.lm.report.layer_uses import DEFAULTS, LayerUse, Target, uses_of
+from mlx_marlin.tables import Table, Value, aligned, printed
+from mlx_marlin.weights.dtypes import dtype_name
 
 SCHEMA = "mlx_marlin.report"
 VERSION = 1
 """Version of the schema. It changes if a field is removed or changes its meaning."""
 GROUP = ("layer", "count", "product", "format", "layout")
 """Columns that say which layers several lines are of."""
+HEADS = ("layer", "count", "is", "optimize", "layout", "why not")
+BLOCK_HEADS = ("block", "count", "is", "optimize", "why not")
 SERVERS = {
     "ours": "ours",
     "decoded": "ours, decoded once",
@@ -41,51 +41,107 @@ SERVERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReport:
-    """Who serves the layers of a group."""
+    """What becomes of equal layers, and who serves them."""
 
-    group: LayerGroup  # The layers and their product
-    # Who serves it, for each number of rows; empty if the layers have no quantized
-    # product
-    decisions: tuple[Decision, ...]
+    use: LayerUse  # The layers and what they compute
+    # Who serves it, for each number of rows; empty without rows, or if the layers have
+    # no quantized product
+    decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOutcome:
+    """What `trace=True` does with a decoder block."""
+
+    name: str  # The path of the block
+    block: str  # The name of its class
+    reason: str | None = None  # Why it runs its own code; None if it is traced
+
+    @property
+    def action(self) -> str:
+        """What `optimize` does, in a word."""
+        return "traces" if self.reason is None else "keeps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The report on a model. `str` returns it as a table.
+    """The report on a model. `str` returns it as tables.
 
     Attributes:
         target: What the report decides for.
         backend: The back end of this process; None if a chip was named.
-        rows: The numbers of rows.
-        layers: The layers of the model.
+        rows: The numbers of rows; none if `optimize(dry_run=True)` has returned it.
+        layers: The layers of the model; equal ones at corresponding paths are one.
+        recipe: The options of `optimize`, and where each is from; None if a chip was
+            named.
+        float16: What `compute="float16"` converts; None without it.
+        blocks: Each decoder block, if blocks are to be traced.
     """
 
     target: Target
     backend: str | None
     rows: tuple[int, ...]
     layers: tuple[LayerReport, ...]
+    recipe: Recipe | None = None
+    float16: Float16Outcome | None = None
+    blocks: tuple[BlockOutcome, ...] = ()
+
+    @property
+    def tuned(self) -> str | None:
+        """The settings that `mlx-marlin tune` found for the model and that are used.
+
+        With the measured speed; None if there are none.
+        """
+        found = None if self.recipe is None else self.recipe.measured
+        return None if found is None else f"{name_of(found.settings)}: {found.reason}"
+
+    @property
+    def converted(self) -> tuple[str, ...]:
+        """The paths of the layers that `optimize` converts, or has converted."""
+        outcomes = self._outcomes()
+        return tuple(path for path, _, _, layout, _ in outcomes if layout is not None)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The reason of each layer that stays or becomes MLX's, by the layer's path."""
+        return {path: reason for path, *_, reason in self._outcomes() if reason}
+
+    def _outcomes(self) -> list[tuple[str, str, str, str | None, str | None]]:
+        """Returns the path, class, action, layout and reason of each layer."""
+        uses = [each.use for each in self.layers]
+        found = [
+            (path, use.layer, use.action, use.layout, use.refusal)
+            for use in uses
+            for path in use.paths
+        ]
+        return [*dict.fromkeys(found)]  # some layers compute two products
 
     def __str__(self) -> str:
-        """Returns the report as a table; every time says where it comes from."""
-        rows = [(layer.group, layer.decisions) for layer in self.layers]
-        return text(self.target, self.backend, rows)
+        """Returns who serves the layers; every time says where it comes from.
+
+        Without rows, tables of the options, of the layers, and of the blocks to be
+        traced.
+        """
+        return _serving(self) if self.rows else _conversion(self)
 
     def __repr__(self) -> str:
-        """Returns a line; `str` has the table."""
+        """Returns a line; `str` has the tables."""
         return f"<{type(self).__name__}: {self.summary()}>"
 
     def summary(self) -> str:
         """Returns in a line how many products our kernels serve with few rows."""
-        quantized = [layer for layer in self.layers if layer.decisions]
-        total = sum(layer.group.count for layer in quantized)
-        converted = sum(
-            layer.group.count for layer in quantized if layer.group.product.is_converted
-        )
+        if not self.rows:
+            converted, outcomes = len(self.converted), len(self._outcomes())
+            return f"optimize converts {converted} of {outcomes} layers"
+        quantized = [each for each in self.layers if each.decisions]
+        uses = [each.use for each in quantized]
+        total = sum(len(use.paths) for use in uses)
+        converted = sum(len(use.paths) for use in uses if use.is_converted)
         ours: Counter[int] = Counter()
         for layer in quantized:
             for decision in layer.decisions:
                 is_ours = decision.served_by in ("ours", "decoded")
-                ours[decision.rows] += is_ours * layer.group.count
+                ours[decision.rows] += is_ours * len(layer.use.paths)
         by_rows = (f"{ours[m]} at {m}" for m in self.rows)
         return (
             f"{converted} of {total} quantized products are converted; our kernels "
@@ -94,7 +150,7 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Returns the report as values that `json.dumps` accepts."""
-        device = self.target.device
+        device = self.target.place.device
         return {
             "schema": SCHEMA,
             "version": VERSION,
@@ -108,6 +164,10 @@ class Report:
             "rows": [*self.rows],
             "layers": [_row(layer) for layer in self.layers],
         }
+
+
+DryRun = Report
+"""The name of what `optimize(model, dry_run=True)` returns."""
 
 
 def report(
@@ -134,15 +194,22 @@ def report(
     """
     check_model(model)
     counts, target = check(rows, chip)
-    if target.is_here:
-        made = resolve(model, DEFAULTS)
-        target = replace(target, measured=made.measured, layout=made.conversion.layout)
-    layers = [
-        LayerReport(group=group, decisions=_decisions(group.product, counts, target))
-        for group in groups_of(model, target)
-    ]
-    backend = selection.backend() if target.is_here else None
-    return Report(target=target, backend=backend, rows=counts, layers=(*layers,))
+    recipe = backend = None
+    if target.place.is_here:
+        recipe, backend = resolve(model, DEFAULTS), selection.backend()
+        target = replace(target, conversion=recipe.conversion, stock=_stock(recipe))
+    layers = tuple(
+        LayerReport(
+            use=use,
+            decisions=tuple(decide(use, m, target.place) for m in counts)
+            if use.request is not None
+            else (),
+        )
+        for use in _uses(model, target)
+    )
+    return Report(
+        target=target, backend=backend, rows=counts, layers=layers, recipe=recipe
+    )
 
 
 def check(rows: Sequence[int], chip: str | None) -> tuple[tuple[int, ...], Target]:
@@ -153,56 +220,135 @@ def check(rows: Sequence[int], chip: str | None) -> tuple[tuple[int, ...], Targe
     return (*dict.fromkeys(rows),), Target.of(chip)
 
 
-def _decisions(
-    product: LayerProduct, rows: Sequence[int], target: Target
-) -> tuple[Decision, ...]:
-    if product.weight is None:
-        return ()
-    return tuple(decide(product, m, target) for m in rows)
+def dry_run(
+    model: nn.Module, recipe: Recipe, float16: Float16Outcome | None, tracing: Any
+) -> Report:
+    """Returns what a recipe does with each layer of a model. Changes nothing.
+
+    `float16`: what `compute="float16"` converts.
+    `tracing`: the module that traces blocks; None if there are none.
+    """
+    conversion = recipe.conversion
+    blocks: tuple[BlockOutcome, ...] = ()
+    target = replace(
+        Target.of(None), conversion=conversion, stock=_stock(recipe), changes_ours=True
+    )
+    if tracing:
+        # What can be traced depends on classes. Unpacked layers share arrays.
+        unpacked = replace(conversion, layout="mlx")
+        blocks = tuple(
+            BlockOutcome(name=name, block=cls, reason=reason)
+            for name, cls, reason in tracing.block_outcomes(
+                model, lambda block: _as_converted(block, unpacked)
+            )
+        )
+    return Report(
+        target=target,
+        backend=recipe.backend,
+        rows=(),
+        layers=tuple(LayerReport(use=use) for use in _uses(model, target)),
+        recipe=recipe,
+        float16=float16,
+        blocks=blocks,
+    )
+
+
+def _uses(model: nn.Module, target: Target) -> list[LayerUse]:
+    """Returns what layers compute, without the layers: a report keeps no weights."""
+    return [replace(use, layers=()) for use in uses_of(model, target)]
+
+
+def _stock(recipe: Recipe) -> str | None:
+    """Returns why a recipe leaves a model to stock MLX, or None."""
+    measured = recipe.measured
+    return measured.reason if measured is not None and recipe.is_stock else None
+
+
+def _as_converted(entry: Any, conversion: LayerConversion) -> Any:
+    """Returns a module as `optimize` would leave it; the model's own stays as it is."""
+    if not isinstance(entry, nn.Module):
+        return entry
+    if conversion.applies_to(entry):
+        return conversion.convert(entry)
+    twin = copy(entry)
+    entries = {name: _as_converted(each, conversion) for name, each in entry.items()}
+    dict.update(twin, entries)
+    return twin
 
 
 def _row(layer: LayerReport) -> dict[str, Any]:
-    product = layer.group.product
+    use = layer.use
     return {
-        "name": layer.group.name,
-        "count": layer.group.count,
-        "type": product.layer,
-        "operation": product.operation,
-        "is_converted": product.is_converted,
-        "why_not_converted": product.stays,
-        "dtype": product.dtype,
-        "weight": None if product.weight is None else asdict(product.weight),
-        "bias": product.bias,
-        "parts": [*product.parts],
-        "invariant": product.invariant,
-        "choices": product.choices or None,
+        "name": use.name,
+        "count": len(use.paths),
+        "type": use.layer,
+        "operation": use.operation,
+        "is_converted": use.is_converted,
+        "why_not_converted": use.stays,
+        "dtype": use.dtype,
+        "weight": None if use.request is None else _weight(use),
+        "bias": use.bias,
+        "parts": [] if use.request is None else [*use.request.epilogue.parts],
+        "invariant": use.request is not None and use.request.invariant,
+        "choices": use.choices or None,
         "calls": [asdict(decision) for decision in layer.decisions],
     }
 
 
-def text(
-    target: Target,
-    backend: str | None,
-    layers: Sequence[tuple[LayerGroup, Sequence[Decision]]],
-) -> str:
-    """Returns a report as text.
+def _weight(use: LayerUse) -> dict[str, Any]:
+    names = ("n", "k", "mode", "bits", "group_size", "layout", "global_scale")
+    return {name: getattr(use.call, name) for name in names} | {
+        "scale_dtype": dtype_name(use.call.scale_dtype),
+        "batch": use.batch,
+    }
 
-    `backend`: the back end of this process; None if a chip was named.
+
+def _conversion(report: Report) -> str:
+    """Returns what `optimize` does, with the options before it.
+
+    Equal layers at corresponding paths are one line. Blocks to be traced are a table
+    after it, and tuned settings that are used the last line.
     """
-    reasons: dict[str, int] = {}
-    rows = [
-        row for group, decisions in layers for row in _rows(group, decisions, reasons)
+    blocks = [
+        (each.name, each.block, each.action, each.reason) for each in report.blocks
     ]
+    measured = f"measured settings, {report.tuned}" if report.tuned else None
+    parts = (
+        report.recipe,
+        _table(HEADS, report._outcomes()),
+        blocks and _table(BLOCK_HEADS, blocks),
+        report.float16,
+        measured,
+    )
+    return "\n".join(str(each) for each in parts if each)
+
+
+def _table(heads: Sequence[str], outcomes: Sequence[tuple[Any, ...]]) -> str:
+    """Returns a table of outcomes, whose first cell is a path."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, *outcome in outcomes:
+        groups.setdefault((pattern(name), *outcome), []).append(name)
+    rows = [[*heads]]
+    for (_, *outcome_of_all), names in groups.items():
+        cells = (common_path(names), len(names), *outcome_of_all)
+        rows.append(["-" if cell is None else str(cell) for cell in cells])
+    return aligned(rows)
+
+
+def _serving(report: Report) -> str:
+    """Returns who serves the layers with each number of rows."""
+    reasons: dict[str, int] = {}
+    rows = [row for layer in report.layers for row in _rows(layer, reasons)]
     table = printed(Table(title="", rows=rows, once=GROUP, usual=["format", "layout"]))
-    lines = [_heading(target, backend), *_notes(target, layers), "", table]
+    lines = [_heading(report), *_notes(report), "", table]
     if reasons:
         lines += ["", "why not ours:"]
     lines += [f"[{number}] {reason}" for reason, number in reasons.items()]
     return "\n".join(lines)
 
 
-def _heading(target: Target, backend: str | None) -> str:
-    device = target.device.variant
+def _heading(report: Report) -> str:
+    device, backend = report.target.place.device.variant, report.backend
     if backend is None:
         return f"on a machine with {device}, as the cost model decides"
     heading = f"in this process, with the back end {backend} (device: {device})"
@@ -214,47 +360,46 @@ def _heading(target: Target, backend: str | None) -> str:
     )
 
 
-def _notes(
-    target: Target, layers: Sequence[tuple[LayerGroup, Sequence[Decision]]]
-) -> Iterator[str]:
+def _notes(report: Report) -> Iterator[str]:
     """Yields the lines between the heading and the table."""
-    quantized = [group.product for group, _ in layers if group.product.weight]
-    if any(not (product.is_converted or product.stays) for product in quantized):
+    quantized = [each.use for each in report.layers if each.use.request is not None]
+    if any(not (use.is_converted or use.stays) for use in quantized):
         yield (
             "layers marked with * are MLX's now: stock MLX serves them until "
             "optimize(model) converts them, and the line is what they do then"
         )
-        if target.backend.traits.replays_graphs:
+        if report.target.place.backend.traits.replays_graphs:
             yield (
                 "optimize(model) also joins layers that share x here; a report on the "
                 "converted model shows them joined"
             )
-    if target.measured is not None:
-        settings = name_of(target.measured.settings)
-        yield f"optimize(model) uses {settings}, {target.measured.reason}"
-    if any(product.choices for product in quantized):
+    measured = None if report.recipe is None else report.recipe.measured
+    if measured is not None:
+        yield f"optimize(model) uses {name_of(measured.settings)}, {measured.reason}"
+    if any(use.choices for use in quantized):
         yield "experts: rows are tokens, and each token chooses several experts"
 
 
-def _rows(
-    group: LayerGroup, decisions: Sequence[Decision], reasons: dict[str, int]
-) -> Iterator[dict[str, Value]]:
+def _rows(layer: LayerReport, reasons: dict[str, int]) -> Iterator[dict[str, Value]]:
     """Yields the lines of some layers; those that stay plain have one."""
-    product, weight = group.product, group.product.weight
-    star = "" if product.is_converted or product.stays else "*"
+    use, request = layer.use, layer.use.request
+    star = "" if use.is_converted or use.stays else "*"
     layers: dict[str, Value] = {
-        "layer": group.name + star,
-        "count": group.count,
-        "product": _product(product),
-        "format": product.dtype if weight is None else _format(product, weight),
-        "layout": "-" if weight is None else weight.layout,
+        "layer": use.name + star,
+        "count": len(use.paths),
+        "product": _product(use),
+        "format": use.dtype if request is None else _format(use),
+        "layout": "-" if request is None else request.layout,
     }
-    if weight is None:
-        why = _number(product.stays or "", reasons)
+    if request is None:
+        why = _number(use.stays or "", reasons)
         yield {**layers, **_call("stock MLX"), "why not ours": why}
-    for decision in decisions:
+    for decision in layer.decisions:
         call = _call(
-            _server(decision), decision.rows, _time(decision.time), _stock(decision)
+            _server(decision),
+            decision.rows,
+            _time(decision.time),
+            _time(decision.stock_time),
         )
         yield {**layers, **call, "why not ours": _reason(decision, reasons)}
 
@@ -266,36 +411,32 @@ def _call(
     return called | {"stock MLX in MLX's layout": stock}
 
 
-def _product(product: LayerProduct) -> str:
-    weight = product.weight
-    if weight is None:
-        return product.operation
-    shape = f"{weight.k}→{weight.n}"
-    if product.choices:
-        return f"{shape}, {product.choices} of {weight.batch[0]} experts"
+def _product(use: LayerUse) -> str:
+    if use.request is None:
+        return use.operation
+    shape = f"{use.request.k}→{use.request.n}"
+    if use.choices:
+        return f"{shape}, {use.choices} of {use.batch[0]} experts"
+    joined = len(use.request.epilogue.parts)
     parts = [
         shape,
-        "" if product.operation == "linear" else product.operation,
-        f"{weight.batch[0]} heads" if weight.batch else "",
-        f"{len(product.parts)} joined" if product.parts else "",
-        "bias" if product.bias else "",
-        "invariant" if product.invariant else "",
+        "" if use.operation == "linear" else use.operation,
+        f"{use.batch[0]} heads" if use.batch else "",
+        f"{joined} joined" if joined else "",
+        "bias" if use.bias else "",
+        "invariant" if use.request.invariant else "",
     ]
     return ", ".join(filter(None, parts))
 
 
-def _format(product: LayerProduct, weight: Weight) -> str:
-    names = f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
-    return f"{names}, {product.dtype}"
+def _format(use: LayerUse) -> str:
+    call = use.call
+    return f"{call.mode} {call.bits}-bit, group {call.group_size}, {use.dtype}"
 
 
 def _server(decision: Decision) -> str:
     server = SERVERS[decision.served_by]
     return server if decision.kernel is None else f"{server}: {decision.kernel}"
-
-
-def _stock(decision: Decision) -> str:
-    return _time(decision.stock_time)
 
 
 def _time(time: Time | None) -> str:
