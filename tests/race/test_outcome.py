@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_marlin.lm.report.layer_products import Target, described
 
 from mlx_marlin.lm.race import (
     at_load,
@@ -19,7 +20,6 @@ from mlx_marlin.lm.race import (
     stock_kernels,
 )
 from mlx_marlin.lm.race.model_products import ModelProduct
-from mlx_marlin.lm.report.layer_products import Target, described
 from mlx_marlin.measure import clocks
 from mlx_marlin.planning.measurement import PROMPTS, STOCK, Forwards
 from mlx_marlin.planning.problem import Problem

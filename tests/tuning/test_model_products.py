@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import mixtral
+from mlx_marlin.lm.report.layer_products import Target
 
 import mlx_marlin
 from mlx_marlin import guard
@@ -20,7 +21,6 @@ from mlx_marlin.lm.race import product_race
 from mlx_marlin.lm.race.forward_race import Budget
 from mlx_marlin.lm.race.model_products import products_of, single_products
 from mlx_marlin.lm.race.product_race import ProductRace
-from mlx_marlin.lm.report.layer_products import Target
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
