@@ -15,8 +15,9 @@ def codes_of_words(words: mx.array, bits: int) -> mx.array:
     whole = octets[..., 0].astype(dtype)
     for octet in range(1, span):
         whole = whole | octets[..., octet].astype(dtype) << 8 * octet
-    mask = (1 << bits) - 1
-    codes = [(whole >> bits * index & mask).astype(mx.uint8) for index in range(run)]
+    codes = [
+        bits_at(whole, bits * index, bits).astype(mx.uint8) for index in range(run)
+    ]
     return mx.stack(codes, axis=-1).reshape(*words.shape[:-1], -1)
 
 
@@ -30,9 +31,19 @@ def words_of_codes(codes: mx.array, bits: int) -> mx.array:
     whole = runs[..., 0].astype(dtype)
     for index in range(1, run):
         whole = whole | runs[..., index].astype(dtype) << bits * index
-    octets = [(whole >> 8 * octet & 0xFF).astype(mx.uint8) for octet in range(span)]
+    octets = [bits_at(whole, 8 * octet, 8).astype(mx.uint8) for octet in range(span)]
     stacked = mx.stack(octets, axis=-1).reshape(*codes.shape[:-1], -1)
     return stacked.view(mx.uint32)
+
+
+def bits_at(whole: mx.array, low: int, bits: int) -> mx.array:
+    """Returns some bits of each unsigned integer, from bit `low` on.
+
+    MLX computes each operation of large weights in memory, also one without effect.
+    """
+    shifted = whole >> low if low else whole
+    is_rest = low + bits == 8 * whole.itemsize
+    return shifted if is_rest else shifted & (1 << bits) - 1
 
 
 def _run(bits: int) -> tuple[int, int, mx.Dtype]:

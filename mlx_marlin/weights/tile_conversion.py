@@ -3,10 +3,13 @@
 This is the reference for the repack kernels, and the fallback where they do not run.
 """
 
+from functools import reduce
+from operator import or_
+
 import mlx.core as mx
 
 from mlx_marlin.weights import layout
-from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.bit_streams import bits_at, codes_of_words, words_of_codes
 from mlx_marlin.weights.formats import planes_of
 
 
@@ -121,7 +124,7 @@ def _store(codes: mx.array, bits: int, order: str) -> mx.array:
     n, k = codes.shape
     planes, low = [], 0
     for plane_bits in planes_of(bits):
-        plane = codes >> low & (1 << plane_bits) - 1
+        plane = codes if plane_bits == bits else bits_at(codes, low, plane_bits)
         digits = plane.reshape(_digits_shape(plane_bits, order, n, k))
         stored = digits.transpose(_permutation()).reshape(n // 32, k // 64, -1)
         planes.append(words_of_codes(stored, plane_bits))
@@ -133,7 +136,7 @@ def _load(words: mx.array, bits: int, order: str) -> mx.array:
     """Unpacks padded codes [n, k], the inverse of `_store`."""
     tiles_n, tiles_k, _ = words.shape
     n, k = tiles_n * layout.TILE_N, tiles_k * layout.TILE_K
-    codes, low, first = mx.zeros((n, k), mx.uint8), 0, 0
+    planes, low, first = [], 0, 0
     for plane_bits in planes_of(bits):
         end = first + layout.tile_words(plane_bits)
         radix = layout.sizes(plane_bits, order)
@@ -141,9 +144,9 @@ def _load(words: mx.array, bits: int, order: str) -> mx.array:
             tiles_n, tiles_k, *(radix[name] for name in layout.STORED)
         )
         plane = stored.transpose(_inverse(_permutation())).reshape(n, k)
-        codes = codes | plane << low
+        planes.append(plane << low if low else plane)
         low, first = low + plane_bits, end
-    return codes
+    return reduce(or_, planes)
 
 
 def _digits_shape(bits: int, order: str, n: int, k: int) -> tuple[int, ...]:
