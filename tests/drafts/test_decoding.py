@@ -225,6 +225,8 @@ def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) ->
     runs = iter([7.0, 2.0, 12.0, 9.0, 8.0, 3.0, 4.0])
 
     class Timed(Passes):
+        are_fed_again = True
+
         def room(self, rows: int) -> int:
             return rows - 1
 
@@ -244,9 +246,8 @@ def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) ->
             events.append(("seconds", seconds))
 
     def choose(probabilities: list[float], cost: PassCost, **given: Any) -> Choice:
-        assert {*given} == {"waiting", "seconds_of_draft", "seconds_of_token"}
-        assert (given["waiting"], given["seconds_of_token"]) == (1, 0.25)
-        begun = given["seconds_of_draft"]
+        begun = given.pop("seconds_of_draft")
+        assert given == {"waiting": 1, "seconds_of_token": 0.25, "are_fed_again": True}
         events.append(("asked", len(probabilities), pytest.approx(begun)))
         return Choice(length=next(lengths), rate=1.0)
 

@@ -1,6 +1,7 @@
 """The length of a draft has the most expected tokens a second."""
 
 from collections.abc import Sequence
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
     st.integers(1, 4),
     st.floats(0, 0.01),
     st.floats(0, 0.01),
+    st.booleans(),
 )
 def test_no_other_length_is_better(
     seconds: list[float],
@@ -32,15 +34,22 @@ def test_no_other_length_is_better(
     waiting: int,
     each: float,
     begun: float,
+    again: bool,
 ) -> None:
     cost = PassCost(dict(zip(ROWS, seconds, strict=True)), "test")
 
     def rate(length: int) -> float:
-        product, expected = 1.0, 1.0
-        for probability in probabilities[:length]:
-            product *= probability
-            expected += product
-        drafting = begun + length * each if length else 0.0
+        expected, later = 1.0, 0.0
+        for accepted in range(length):
+            before, probability = (
+                prod(probabilities[:accepted]),
+                probabilities[accepted],
+            )
+            expected += before * probability
+            rows = waiting + accepted  # to be fed again, with the token that is right
+            longer = cost.seconds(rows + 1) - cost.seconds(1)
+            later += before * (1 - probability) * longer * again
+        drafting = begun + length * each + later if length else 0.0
         return expected / (cost.seconds(waiting + length) + drafting)
 
     best = best_length(
@@ -49,6 +58,7 @@ def test_no_other_length_is_better(
         waiting=waiting,
         seconds_of_draft=begun,
         seconds_of_token=each,
+        are_fed_again=again,
     )
 
     lengths = range(min(len(probabilities), 16 - waiting) + 1)

@@ -254,6 +254,7 @@ class Decoder:
             waiting=waiting,
             seconds_of_draft=self._to_begin,
             seconds_of_token=drafter.seconds_of_token,
+            are_fed_again=self._passes.are_fed_again,
         )
 
     def _show(self) -> None:

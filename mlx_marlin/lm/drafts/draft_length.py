@@ -61,6 +61,7 @@ def best_length(
     waiting: int = 1,
     seconds_of_draft: float = 0.0,
     seconds_of_token: float = 0.0,
+    are_fed_again: bool = False,
 ) -> Choice:
     """Returns the length with the most expected tokens a second.
 
@@ -71,16 +72,21 @@ def best_length(
     `seconds_of_draft`: seconds that a pass with a draft takes longer than one that was
     begun while the host waited for the token before.
     `seconds_of_token`: seconds that one drafted token takes to make.
+    `are_fed_again`: whether the rows before a rejected one wait for the next pass,
+    which takes longer then; the expected seconds of this count.
     """
     best = Choice(length=0, rate=1 / cost.seconds(waiting))
     expected = product = 1.0
+    again = 0.0
     for length, probability in enumerate(probabilities, 1):
         if waiting + length > cost.most_rows:
             break
+        seconds = cost.seconds(waiting + length)
+        if are_fed_again:
+            again += product * (1 - probability) * (seconds - cost.seconds(1))
         product *= probability
         expected += product
-        seconds = cost.seconds(waiting + length)
-        seconds += seconds_of_draft + length * seconds_of_token
+        seconds += seconds_of_draft + length * seconds_of_token + again
         if expected / seconds > best.rate:
             best = Choice(length=length, rate=expected / seconds)
     return best
