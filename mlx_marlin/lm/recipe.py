@@ -51,7 +51,7 @@ class Recipe:
     given: frozenset[str]
     measured: MeasuredModel | None
     backend: str
-    measure: bool = True
+    measure: bool
     key: str = ""
     raced: Forwards | None = None
 

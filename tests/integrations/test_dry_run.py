@@ -1,15 +1,20 @@
 """`optimize(model, dry_run=True)` tells what becomes of each layer."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.mla import MultiLinear
 
 import mlx_marlin
-from mlx_marlin.lm import recipe
+from mlx_marlin.lm import layer_conversion, recipe
+from mlx_marlin.lm import optimize as optimizing
+from mlx_marlin.lm.layer_conversion import LayerConversion
 from mlx_marlin.lm.stock_layers import keep_on_stock
 from support.models import arrays, tiny_llama, types
 
@@ -78,6 +83,64 @@ def test_each_layer_that_stays_has_its_reason() -> None:
     keep_on_stock(model, ["converted"])
     kept = mlx_marlin.optimize(model, dry_run=True, quantize=True).kept
     assert kept["converted"] == "its error was above the limit of mlx-marlin verify"
+
+
+def heads(k: int = 64) -> nn.Module:
+    layer = MultiLinear(k, 40, 2).to_quantized(group_size=16, bits=4, mode="nvfp4")
+    layer.set_dtype(mx.float16)
+    return layer
+
+
+ON_METAL, ON_CUDA = True, False
+SUMS = "sums of machines, and heads on CUDA, are not invariant"
+REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, bool, str | None]] = {
+    "heads": (heads, ON_METAL, False, None),
+    "invariant heads": (heads, ON_METAL, True, None),
+    "invariant heads on CUDA": (heads, ON_CUDA, True, SUMS),
+    "short heads": (lambda: heads(80), ON_METAL, False, "k=80 is not a multiple of"),
+    "a sum of machines": (
+        lambda: nn.QuantizedShardedToAllLinear(128, 64),
+        *(ON_METAL, True),
+        SUMS,
+    ),
+    "part of one": (
+        lambda: nn.QuantizedShardedToAllLinear(128, 64),
+        *(ON_METAL, False),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layer_converts_or_has_its_reason(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, is_on_metal, invariant, reason = REFUSED[case]
+
+    def supports(invariant: bool) -> bool:
+        return is_on_metal or not invariant
+
+    monkeypatch.setattr(layer_conversion, "supports_heads", supports)
+    monkeypatch.setattr(optimizing, "supports_heads", supports)
+    conversion = LayerConversion(invariant=invariant)
+    layer = made()
+
+    assert conversion.applies_to(layer) == (reason is None)
+    assert reason is None or conversion.why_not(layer).startswith(reason)
+    converted = LayerConversion().convert(layer) if "short" not in case else layer
+    remains = optimizing._remains_variant(converted, LayerConversion(invariant=True))
+    assert remains == (case != "heads" and case != "invariant heads")
+
+
+def test_blocks_that_are_missing_are_told_to_who_asked_for_tracing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipe, "is_tracing_faster", lambda: True)
+
+    mlx_marlin.optimize(Layers())  # without a warning
+
+    with pytest.warns(RuntimeWarning, match="trace"):
+        mlx_marlin.optimize(Layers(), trace=True)
 
 
 @pytest.mark.parametrize("join", [False, True])

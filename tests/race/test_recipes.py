@@ -143,6 +143,10 @@ def test_measured_settings_replace_the_defaults_together_or_not_at_all(
             assert told.options.items() >= wanted.items()
             assert told.is_stock == (settings is None and not given)
             assert not (told.measured and told.decides_layout)
+        # What quantizes plain layers has no part in what was measured.
+        for numbers in ({"bits": 8}, {"group_size": 32}, {"bits": 8, "quantize": True}):
+            told = recipe.resolve(model, LayerConversion(**numbers))
+            assert told.measured == (None if "quantize" in numbers else tuned)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ ROOMS = {
         "integrations/test_warm_up.py integrations/test_invariant_model.py "
         "race/test_recipes.py race/test_measured_models.py race/test_what_is_kept.py "
         "layers/test_layer_structure.py layers/test_joined.py "
-        "layers/test_expert_layers.py",
+        "layers/test_expert_layers.py layers/test_from_packed.py "
+        "layers/test_multi_linear.py",
     ),
     "checkpoints": _room(0.9, "checkpoints/**/*.py lm/checkpoints/*.py", "checkpoints"),
     "layers": _room(0.9, "layers/*.py", "layers"),
@@ -115,7 +116,10 @@ ROOMS = {
     "metal_emulator": Room(("metal_emulator/**/*.py",), ("tests/metal_emulator",), 0.9),
     "cli": _room(0.75, "cli/**/*.py", "cli tuning/test_profiling.py"),
     "lm/report": _room(
-        0.75, "lm/report/*.py lm/verification/*.py", "verification cli integrations"
+        0.75,
+        "lm/report/*.py lm/verification/*.py",
+        "verification cli/test_report.py cli/test_verify.py "
+        "integrations/test_report.py integrations/test_dry_run.py",
     ),
 }
 

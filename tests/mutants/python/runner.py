@@ -227,6 +227,7 @@ def _forked(act: Act, limit: float) -> tuple[int, int]:
     if child:
         os.close(writing)
         return child, reading
+    os.close(reading)  # else a result that nobody reads any more would be waited for
     try:
         os.setsid()
         resource.setrlimit(resource.RLIMIT_CPU, (ceil(limit), resource.RLIM_INFINITY))
