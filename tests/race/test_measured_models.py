@@ -13,6 +13,7 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 import mlx_marlin
 from mlx_marlin import cache, state
@@ -27,7 +28,7 @@ from mlx_marlin.lm.race.settings import DEFAULTS, ModelSettings
 from mlx_marlin.lm.tracing.block import TracedBlock
 from mlx_marlin.warn_once import forget
 from support.choose import Choose
-from support.models import arrays, assert_same_model, tiny_llama, types
+from support.models import Layers, arrays, assert_same_model, tiny_llama, types
 
 JOINED = ModelSettings(join=True)
 ALL = ModelSettings(layout="marlin", join=True, trace=True, fuse=("residual",))
@@ -329,6 +330,8 @@ def test_a_key_depends_on_the_shape_only() -> None:
     different = {measured_models.model_key(model) for model in (*others, half)}
     assert len(different) == 5
     assert not different & keys
+    experts = (QuantizedSwitchLinear(64, 32, count, bias=False) for count in (4, 12))
+    assert len({measured_models.model_key(Layers(each)) for each in experts}) == 2
 
 
 @dataclass

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 from mlx_marlin.lm.report.layer_products import Target, described
 
+from mlx_marlin.backends import planner
 from mlx_marlin.lm.race import (
     at_load,
     forward_race,
@@ -419,3 +420,52 @@ def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
     done.clear()
     stock_kernels._multiply_all([bad, *products], (8,))
     assert {name for name, _ in done} == names
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "m", "is_decoded", "close", "expected"),
+    [
+        ("mlx", 1, 2, False, 1.1, ["gemv", "gemm"]),
+        ("mlx", 1, 2, False, 1.11, ["gemv"]),
+        ("marlin", 1, 2, False, 1.1, ["gemv", "gemm"]),
+        # With prompts of packed weights, a kernel and decoding take part.
+        ("marlin", 1, 512, False, 1.1, ["gemv", "gemm", "decoded"]),
+        ("marlin", 1, 512, True, 1.1, ["decoded", "gemv"]),
+        ("mlx", 1, 512, True, 1.1, ["decoded"]),
+        ("marlin", 2, 512, True, 1.1, ["decoded"]),
+        ("marlin", 2, 512, False, 1.1, ["gemv", "gemm"]),
+    ],
+)
+def test_kernels_that_are_close_take_part(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    batch: int,
+    m: int,
+    is_decoded: bool,
+    close: float,
+    expected: list[str],
+) -> None:
+    def candidate(kernel: str, seconds: float) -> Any:
+        prediction = SimpleNamespace(seconds=seconds)
+        return SimpleNamespace(
+            plan=SimpleNamespace(kernel=kernel), prediction=prediction
+        )
+
+    choice = SimpleNamespace(
+        candidates=[
+            candidate("gemv", 1.0),
+            candidate("gemv", 1.01),
+            candidate("gemm", close),
+            candidate("third", close),
+        ]
+    )
+    decoded = SimpleNamespace(kernel="decoded")
+    monkeypatch.setattr(planner, "compare", lambda *_, **__: choice)
+    monkeypatch.setattr(
+        planner, "choose_dequantize", lambda *_: decoded if is_decoded else None
+    )
+    monkeypatch.setattr(product_race, "dequantize_plan", lambda _: decoded)
+    raced: Any = SimpleNamespace(layout=layout, batch=batch, m=m)
+
+    found: list[Any] = [*product_race.contenders(raced, DEVICES["metal"])]
+    assert [each.kernel for each in found] == expected

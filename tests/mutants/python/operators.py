@@ -5,8 +5,10 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 POWERS_OF_TEN = {1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9}
 OTHER_CALL = {"min": "max", "max": "min", "any": "all", "all": "any"}
@@ -228,19 +230,22 @@ def own(root: Path, file: str) -> list[Mutant]:
 
 def mutmuts(root: Path, file: str) -> Iterator[tuple[str, int]]:
     """Yields the file and a number for each mutant that mutmut makes of it."""
+    yield from ((file, i) for i in range(len(_mutmuts(root, file)[1])))
+
+
+@cache
+def _mutmuts(root: Path, file: str) -> tuple[Any, Any]:
+    """Returns a file's tree and its mutants, which takes seconds."""
     from mutmut.mutation.file_mutation import create_mutations
 
     source = (root / file).read_text(encoding="utf-8")
-    found = create_mutations(file, source)[1]
-    yield from ((file, i) for i in range(len(found)))
+    return create_mutations(file, source)[:2]
 
 
 def mutmut(root: Path, file: str, number: int) -> Mutant | None:
     """Returns one of mutmut's mutants; None for one that changes a message."""
-    from mutmut.mutation.file_mutation import create_mutations
-
     source = (root / file).read_bytes()
-    module, found, *_ = create_mutations(file, source.decode())
+    module, found = _mutmuts(root, file)
     chosen = found[number]
     text = module.deep_replace(chosen.original_node, chosen.mutated_node).code.encode()  # type: ignore[arg-type]
     start = next(
