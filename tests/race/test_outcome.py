@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_marlin.lm.report.layer_products import Target, described
 
 from mlx_marlin.backends import planner
 from mlx_marlin.lm.race import (
@@ -20,7 +19,7 @@ from mlx_marlin.lm.race import (
     product_race,
     stock_kernels,
 )
-from mlx_marlin.lm.race.model_products import ModelProduct
+from mlx_marlin.lm.report.layer_uses import Target, uses_of
 from mlx_marlin.measure import clocks
 from mlx_marlin.planning.measurement import PROMPTS, STOCK, Forwards
 from mlx_marlin.planning.problem import Problem
@@ -397,7 +396,7 @@ def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = mixtral_of_twelve()
-    products = {each for _, _, each in described(model, Target.of(None)) if each.weight}
+    products = {each for each in uses_of(model, Target.of(None)) if each.request}
     done: list[tuple[str, int]] = []
     own = model_products.call
 
@@ -405,8 +404,8 @@ def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
         def noted(*arrays: mx.array) -> mx.array:
             y: mx.array = own(product, m, entry)(*arrays)
             mx.eval(y)
-            assert y.shape[-1] == product.product.weight.n
-            done.append((product.name, m))
+            assert y.shape[-1] == product.call.n
+            done.append((product.title, m))
             return y
 
         return noted
@@ -414,9 +413,9 @@ def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
     monkeypatch.setattr(model_products, "call", call)
     stock_kernels._multiply_all([*products], (8, 16))
 
-    names = {ModelProduct(product=each, layers=()).name for each in products}
+    names = {each.title for each in products}
     assert {*done} == {(name, m) for name in names for m in (8, 16)}
-    bad = replace(next(iter(products)), weight=None)
+    bad = replace(next(iter(products)), request=None)
     done.clear()
     stock_kernels._multiply_all([bad, *products], (8,))
     assert {name for name, _ in done} == names

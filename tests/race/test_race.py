@@ -69,7 +69,7 @@ def one_layer(mac: SimulatedMac, **options: Any) -> Any:
 def results_of(model: nn.Module, m: int) -> Iterator[measured_results.Measured | None]:
     """Yields what was measured of each product of a model with a number of rows."""
     for product in at_load.products_of(model, at_load.Target.of(None)):
-        problem = model_products.problem_of(product, m, "mlx")
+        problem = product.problem(m, "mlx")
         assert problem is not None
         yield measured_results.find(problem, M3_MAX, selection.backend())
 

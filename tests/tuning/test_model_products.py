@@ -11,7 +11,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import mixtral
-from mlx_marlin.lm.report.layer_products import Target
 
 import mlx_marlin
 from mlx_marlin import guard
@@ -19,8 +18,13 @@ from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.lm.race import product_race
 from mlx_marlin.lm.race.forward_race import Budget
-from mlx_marlin.lm.race.model_products import products_of, single_products
+from mlx_marlin.lm.race.model_products import (
+    layers_beyond_caches,
+    products_of,
+    single_products,
+)
 from mlx_marlin.lm.race.product_race import ProductRace
+from mlx_marlin.lm.report.layer_uses import Target
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
@@ -183,7 +187,7 @@ def test_each_timed_call_computes_what_its_layer_does(
         return {entry: Spread(median=1e-6, samples=3) for entry in calls}
 
     race = ProductRace(
-        device=Target.of(None).device,
+        device=Target.of(None).place.device,
         clock=Clock(
             name="wall time",
             measure=measure,
@@ -227,7 +231,7 @@ def test_layers_are_read_in_turn_until_they_exceed_the_caches(
     model = mlx_marlin.optimize(Layers(*(linear() for _ in range(12))), layout="mlx")
     (product,) = products_of(model, Target.of(None))
     weight = 96 * 128 // 2 + 96 * 2 * 2 * 4  # codes; scales and biases of two groups
-    assert product.count(1, caches_of(int(cached * weight))) == count
+    assert layers_beyond_caches(product, 1, caches_of(int(cached * weight))) == count
 
 
 def caches_of(size: int) -> Any:
@@ -240,16 +244,16 @@ def test_rows_read_as_many_experts_as_they_choose_and_there_are(
 ) -> None:
     model = mlx_marlin.optimize(mixtral_of_twelve(), layout="mlx")
     (product,) = (
-        each for each in products_of(model, Target.of(None)) if "64→96" in each.name
+        each for each in products_of(model, Target.of(None)) if "64→96" in each.title
     )
     weight = 96 * 64 // 2 + 96 * 2 * 2 * 4  # as above
-    assert product.name == "64→96, 12 experts"
-    assert product.count(rows, caches_of(read * weight - 1)) == 1
-    assert product.count(rows, caches_of(read * weight)) == 2
+    assert product.title == "64→96, 12 experts"
+    assert layers_beyond_caches(product, rows, caches_of(read * weight - 1)) == 1
+    assert layers_beyond_caches(product, rows, caches_of(read * weight)) == 2
 
 
 def test_the_product_that_reads_most_in_all_layers_comes_first() -> None:
     for count, names in ((1, ["256→96", "128→96"]), (3, ["128→96", "256→96"])):
         layers = [linear(256), *(linear() for _ in range(count))]
         model = mlx_marlin.optimize(Layers(*layers), layout="mlx")
-        assert [each.name for each in products_of(model, Target.of(None))] == names
+        assert [each.title for each in products_of(model, Target.of(None))] == names

@@ -20,22 +20,14 @@ from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import AnyPlan, AnyProblem, GatherPlan
-from mlx_marlin.planning.measurement import plain, product_of
+from mlx_marlin.planning.measurement import product_of
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
-from mlx_marlin.products import serving
 from mlx_marlin.products.operands import experts_call
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.request import Request
-from mlx_marlin.products.serving import Refusal
 
 MOST_LAYERS = 8
 """Most layers whose weights a chain reads in turn."""
-
-
-def problem_of(use: LayerUse, m: int, layout: str | None = None) -> AnyProblem | None:
-    """Returns what is raced for m rows, or None if our kernels do not compute it."""
-    found = serving.problem_of(use.at(m, layout))
-    return None if isinstance(found, Refusal) else plain(found)
 
 
 def weights(use: LayerUse, layout: str, count: int) -> list[Weight]:
@@ -45,7 +37,7 @@ def weights(use: LayerUse, layout: str, count: int) -> list[Weight]:
 
 def layers_beyond_caches(use: LayerUse, m: int, device: PlanningDevice) -> int:
     """Returns how many layers have weights that exceed the caches together."""
-    problem = problem_of(use, m)
+    problem = use.problem(m)
     assert problem is not None
     product = product_of(problem)
     experts = min(product.m, use.batch[0]) if use.choices else 1
@@ -65,7 +57,7 @@ def products_of(model: nn.Module, target: Target) -> list[LayerUse]:
             continue
         if call.invariant or call.global_scale or not call.transpose:
             continue
-        problem = problem_of(use, 1)
+        problem = use.problem(1)
         if problem is not None and in_stock_mlx(product_of(problem)) is not None:
             found.setdefault(problem, []).append(use)
     products = [
@@ -95,7 +87,7 @@ def single_products(
             given = (use.request.layout if use.is_converted else "mlx",)
         elif getattr(use.layers[0], "is_packed_only", False):
             given = ("marlin",)
-        found = [problem_of(use, 1, layout) for layout in given]
+        found = [use.problem(1, layout) for layout in given]
         for each in found:
             if isinstance(each, Problem):
                 counts[each] += len(use.layers)
@@ -109,7 +101,7 @@ def stock_parts(use: LayerUse) -> Sequence[int]:
 
 
 def _bytes(use: LayerUse) -> int:
-    problem = problem_of(use, 1)
+    problem = use.problem(1)
     assert problem is not None
     return product_of(problem).weight_bytes * len(use.layers)
 
@@ -171,7 +163,7 @@ def call(use: LayerUse, m: int, entry: Entry) -> Product:
             gathered if unbiased.is_sorted else lambda *arrays: gathered(*arrays)[:, :1]
         )
     if entry.plan is None:
-        product = problem_of(use, m, entry.layout)
+        product = use.problem(m, entry.layout)
         assert product is not None
         problem = in_stock_mlx(product_of(product))
         assert problem is not None

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
-from mlx_marlin.lm.race.model_products import problem_of
 from mlx_marlin.lm.race.product_race import ProductRace
 from mlx_marlin.lm.report.layer_uses import LayerUse
 from mlx_marlin.measure import timing
@@ -57,7 +56,7 @@ def _layout_times(
 ) -> tuple[float, float] | None:
     """Returns the times of all layers in MLX's layout and packed, or None."""
     native, packed = (
-        race.known.get(cast(AnyProblem, problem_of(product, m, layout)))
+        race.known.get(cast(AnyProblem, product.problem(m, layout)))
         for layout in ("mlx", "marlin")
     )
     if packed is None or packed.us is None or STOCK not in packed.medians_us:

@@ -11,7 +11,7 @@ from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.graph import Product
 from mlx_marlin.lm.race import model_products
 from mlx_marlin.lm.race.forward_race import Budget
-from mlx_marlin.lm.race.model_products import Entry, problem_of
+from mlx_marlin.lm.race.model_products import Entry
 from mlx_marlin.lm.report.layer_uses import LayerUse
 from mlx_marlin.measure import operands, timing, tuner
 from mlx_marlin.measure.clocks import Clock
@@ -80,7 +80,7 @@ class ProductRace:
 
     def rows(self, product: LayerUse) -> tuple[int, ...]:
         """Returns the numbers of rows to time; one only where the layout is open."""
-        one = self.problem(product, 1, product.call.layout)
+        one = self.problem(product, 1, product.layout)
         assert one is not None
         each = 2 * product_of(one).m * product_of(one).n * product_of(one).k
         prompts = (m for m in PROMPTS if m * each <= MOST_FLOPS)
@@ -96,9 +96,11 @@ class ProductRace:
         found = {layout: self.problem(product, m, layout) for layout in self.layouts}
         return {layout: problem for layout, problem in found.items() if problem}
 
-    def problem(self, product: LayerUse, m: int, layout: str) -> AnyProblem | None:
+    def problem(
+        self, product: LayerUse, m: int, layout: str | None
+    ) -> AnyProblem | None:
         """Returns the problem in a layout, or None if our kernels do not compute it."""
-        found, backend = problem_of(product, m, layout), registry.of_device(self.device)
+        found, backend = product.problem(m, layout), registry.of_device(self.device)
         if found is None or backend.unsupported(found, self.device) is not None:
             return None
         return found
@@ -125,7 +127,7 @@ class ProductRace:
 
     def _disagree(self, product: LayerUse, rows: Sequence[int]) -> bool:
         for layout in self.layouts:
-            problems = [problem_of(product, m, layout) for m in rows]
+            problems = [product.problem(m, layout) for m in rows]
             results = [self.known.get(each) for each in problems if each]
             served = {each.stock and not each.live for each in results if each}
             if len(served) > 1:

@@ -31,6 +31,8 @@ from mlx_marlin.lm.layer_conversion import (
 )
 from mlx_marlin.lm.module_tree import common_path, named_layers, pattern
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.gather_plan import AnyProblem
+from mlx_marlin.planning.measurement import plain
 from mlx_marlin.products import serving
 from mlx_marlin.products.request import Gather, Request
 from mlx_marlin.weights import dtypes
@@ -102,6 +104,11 @@ class LayerUse:
         """The shape as k→n, with the number of experts."""
         experts = f", {self.batch[0]} experts" if self.choices else ""
         return f"{self.call.k}→{self.call.n}{experts}"
+
+    def problem(self, m: int, layout: str | None = None) -> AnyProblem | None:
+        """Returns what a race times, or None if our kernels do not compute it."""
+        found = serving.problem_of(self.at(m, layout))
+        return None if isinstance(found, serving.Refusal) else plain(found)
 
     def at(self, m: int, layout: str | None = None) -> Request:
         """Returns the call with m rows, for experts as mlx-lm makes it."""
