@@ -1,4 +1,4 @@
-"""Profiles run samples of grids; the full one's have every value of each parameter."""
+"""Profiles run samples of grids, which have the values of as many parameters as fit."""
 
 from itertools import product
 
@@ -48,13 +48,12 @@ def test_representatives_have_every_value_of_every_parameter(number: int) -> Non
         assert {CASES[i][name] for i in chosen} == values
 
 
-def test_complete_representatives_leave_no_value_out() -> None:
+def test_representatives_are_completed_up_to_a_number() -> None:
     cases = [{"m": str(m), "n": str(m * m % 7)} for m in range(30)]
 
-    chosen = representatives(cases, 5, complete=True)
-
-    assert len(chosen) == 30
-    assert len(representatives(cases[:5] * 9, 2, complete=True)) == 5
+    assert len(representatives(cases, 5, most=99)) == 30
+    assert len(representatives(cases, 5, most=12)) == 12
+    assert len(representatives(cases[:5] * 9, 2, most=9)) == 5
 
 
 def test_rare_values_are_chosen_first() -> None:
@@ -71,14 +70,14 @@ def test_profiles_run_more_and_more(
 
     for name, runs in (
         ("quick", 4 + 1 + 1 + 1),
-        ("full", 6 + 5 + 3 + 2),
+        ("full", 6 + 3 + 3 + 2),
         ("every", 19),
     ):
         monkeypatch.setattr(profiles, "profile", lambda name=name: name)
         assert len({*items} - profiles.left_out(items)) == runs
 
 
-@pytest.mark.parametrize(("profile", "examples"), [("quick", 3), ("full", 6)])
+@pytest.mark.parametrize(("profile", "examples"), [("quick", 3), ("full", 4)])
 def test_a_test_draws_the_examples_of_the_profile(
     monkeypatch: pytest.MonkeyPatch, profile: str, examples: int
 ) -> None:

@@ -75,7 +75,6 @@ def assert_same(model: Any, exact: Any) -> None:
 @sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rules", ["", *RULES])
-@pytest.mark.usefixtures("unfused")
 def test_a_model_computes_with_its_experts(
     tmp_path: Path, name: str, rules: str
 ) -> None:

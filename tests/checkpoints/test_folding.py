@@ -73,7 +73,6 @@ def down_layers(path: Path) -> set[type]:
 
 @sampled(2, 6)
 @pytest.mark.parametrize("model_type", [*moved_rows.MODULES, *ALIASES])
-@pytest.mark.usefixtures("unfused")
 def test_folded_and_gathered_models_have_the_same_bits(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

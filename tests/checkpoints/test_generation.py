@@ -112,7 +112,7 @@ def check_tokens(tokens: list[int], exact: dict[str, np.ndarray]) -> None:
     assert len(ties) <= 1, ties
 
 
-@sampled(3, 10)
+@sampled(2, 8)
 @pytest.mark.parametrize("served", ["kernels", "stock", "on_cpu"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_writes_what_its_weights_say(

@@ -26,6 +26,7 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from support.choose import Choose
 from support.marks import needs_emulator
 from support.models import tiny_llama
+from support.profiles import sampled
 
 SECTIONS = [
     *("versions", "environment", "device", "back end", "compilers", "cache"),
@@ -281,9 +282,9 @@ def test_checks_do_not_contradict_that_calls_are_unchecked(
     assert ("MLX_MARLIN_GUARD=0 is set" in when) == (setting == "0")
 
 
-@pytest.mark.slow
+@sampled(0, 1)
 @needs_emulator
-@pytest.mark.parametrize("name", ["M5", "M5 Pro", "M5 Max"])
+@pytest.mark.parametrize("name", ["M5 Pro", "M5", "M5 Max"])
 def test_make_mac_checks_the_tensor_operations_of_an_m5(
     name: str, chip: Callable[..., None], backend: Choose, facts: Facts, printed: Run
 ) -> None:

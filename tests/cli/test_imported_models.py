@@ -80,13 +80,13 @@ def test_kernels_are_checked(
 
 
 @pytest.fixture
-def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_tokens(unfused: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the demo read few tokens of the held-out text."""
     fewer = partial(demo.held_out_tokens, windows=1, length=16)
     monkeypatch.setattr(demo, "held_out_tokens", fewer)
 
 
-@sampled(2)
+@sampled(1)
 @pytest.mark.usefixtures("few_tokens")
 def test_text_is_generated(model: Path, printed: Run) -> None:
     output = printed("demo --tokens 4 --batch 1 --model", model)

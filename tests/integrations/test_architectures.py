@@ -140,7 +140,7 @@ def assert_same_up_to_a_tie(ours: Stream, stock: Stream) -> None:
             return
 
 
-@sampled(1)
+@sampled(1, 6)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("name", "format"), FORMATS)
 def test_a_converted_model_answers_as_stock_and_is_restored(

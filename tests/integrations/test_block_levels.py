@@ -90,7 +90,7 @@ def test_levels_of_a_block_of_mlx_lm(family: str, counts: tuple[int, int]) -> No
     assert encoding_of_block(tiny(family, mx.float16, **SIZES)).counts == counts
 
 
-@sampled(2)
+@sampled(1, 5)
 @pytest.mark.parametrize(
     ("family", "fuse", "counts"),
     [

@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@sampled(2)
+@sampled(1, 4)
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(
     "make", [*ALL_CACHES, many_streams], ids=lambda make: make.__name__
@@ -132,6 +132,7 @@ def test_no_kernel_runs_that_is_not_asked_for(
 
 
 @sampled(3)
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("family", ["qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("fuse", [(), ("experts",), ("gate",)], ids=str)
 def test_a_shared_expert_is_fused_on_request(

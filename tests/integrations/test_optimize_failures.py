@@ -27,7 +27,7 @@ from support.decoder_models import one_stream, tiny
 from support.models import Layers, arrays, tiny_llama, types
 from support.profiles import sampled
 
-pytestmark = pytest.mark.usefixtures("stock")
+pytestmark = pytest.mark.usefixtures("stock", "unfused")
 
 
 class PlantedError(Exception):
@@ -130,7 +130,6 @@ def first_logits(model: nn.Module) -> mx.array:
 @sampled(16)
 @pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
 @pytest.mark.parametrize(("state", "make", "holder", "name", "nth"), cases())
-@pytest.mark.usefixtures("unfused")
 def test_optimize_is_all_or_nothing(
     monkeypatch: pytest.MonkeyPatch,
     state: str,

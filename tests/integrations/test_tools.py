@@ -31,7 +31,7 @@ OPTIONS = pytest.mark.parametrize(
     ),
 )
 
-pytestmark = pytest.mark.usefixtures("stock")
+pytestmark = pytest.mark.usefixtures("stock", "unfused")
 
 
 @cache

@@ -38,7 +38,7 @@ def chosen(m: int, n: int = 256, k: int = 512) -> Plan:
     return plan
 
 
-@sampled(3)
+@sampled(2, 4)
 @pytest.mark.parametrize(
     ("m", "k", "times"),
     [(8, 512, 1), (9, 512, 1), (16, 512, 1), (32, 512, 2), (16, 2048, 1)],
@@ -81,7 +81,7 @@ COUNTED = (
 """Every kind of codes, one plane and two, lanes with eight and with sixteen codes."""
 
 
-@sampled(5)
+@sampled(3, 8)
 @pytest.mark.parametrize("m", [8, 13, 16])
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),

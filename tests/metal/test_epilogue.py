@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.metal, needs_kernels]
 
 
 @drawn(
-    6,
+    4,
     plan=strategies.runnable_plans(
         max_k=384, epilogues=strategies.EPILOGUES, batches=st.integers(1, 3)
     ),
@@ -62,7 +62,7 @@ def test_each_activation_on_each_way_to_the_result(
     assert_finished(plan, seed=1)
 
 
-@sampled(2)
+@sampled(1, 4)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(

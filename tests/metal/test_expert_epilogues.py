@@ -164,7 +164,7 @@ def test_a_gate_needs_an_even_number_of_simdgroups() -> None:
     assert ", gated by silu" in plan.explain()
 
 
-@sampled(3)
+@sampled(1, 3)
 @pytest.mark.parametrize(("gate", "bias"), FINISHED)
 def test_known_answers_find_a_wrong_second_weight(gate: str | None, bias: bool) -> None:
     plan = plan_of(problem_of(64), gate, bias)

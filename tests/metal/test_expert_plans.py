@@ -141,7 +141,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, int], words: str) ->
         planned()
 
 
-@sampled(3)
+@sampled(2, 4)
 @emulator_only
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize(("simdgroups_m", "simdgroups_k"), [(1, 4), (2, 2)])

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.metal, needs_kernels]
 
 
 @drawn(
-    8,
+    6,
     plan=strategies.runnable_plans(batches=st.integers(1, 3)),
     seed=st.integers(0, 2**16),
     offsets=st.tuples(*[st.integers(0, 9)] * 4),
@@ -77,7 +77,7 @@ def assert_integers_are_exact(
     np.testing.assert_array_equal(oracles.exact(y), expected)
 
 
-@sampled(5)
+@sampled(3, 7)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
@@ -102,7 +102,7 @@ def test_the_chosen_plan_computes_the_product(
     assert_close_to_stock(y, plan, x, native)
 
 
-@sampled(4)
+@sampled(2, 4)
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("m", [17, 20, 24])
@@ -173,7 +173,7 @@ ANY = pytest.mark.parametrize(
 )
 
 
-@sampled(2)
+@sampled(1, 4)
 @pytest.mark.parametrize("reduction", ["workspace", "atomic"])
 @ANY
 def test_all_strategies_give_the_same_integers_and_add_in_ascending_k(

@@ -10,7 +10,7 @@ from support.profiles import sampled
 pytestmark = needs_emulator
 
 
-@sampled(0, 2)
+@sampled(0, 1)
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize(("chip", "architecture"), recorded_bits.CHIPS)
 def test_results_have_the_recorded_bits(

@@ -59,7 +59,7 @@ def every_problem() -> Iterator[Problem]:
                 )
 
 
-@sampled(1, 5)
+@sampled(1, 3)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("chip", GENERATIONS)
 def test_every_candidate_has_its_registers(chip: str, part: int) -> None:

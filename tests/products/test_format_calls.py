@@ -124,7 +124,7 @@ def test_an_epilogue_follows_any_format(
     assert_close(y, nn.silu(product + bias) * multiply + residual)
 
 
-@sampled(5)
+@sampled(3, 7)
 @pytest.mark.parametrize(
     ("mode", "bits", "group_size", "layout"),
     [(*each, "mlx") for each in FEW] + [(*each, "marlin") for each in FEW + NOT_IN_MLX],

@@ -15,8 +15,10 @@ from hypothesis.strategies import SearchStrategy
 Test = Callable[..., None]
 NO_CHECKS = [HealthCheck.too_slow]
 """Checks of Hypothesis that are off: an example may compile a kernel."""
-MORE = {"quick": 1, "full": 2, "every": 10}
+MORE = {"quick": 1.0, "full": 1.5, "every": 10.0}
 """Examples of `drawn` in each profile, as a multiple of those of `quick`."""
+MOST = 3
+"""Cases of a grid that complete its values in the full profile, as such a multiple."""
 
 
 def register() -> None:
@@ -50,7 +52,7 @@ def drawn(few: int, /, **inputs: SearchStrategy[Any]) -> Callable[[Test], Test]:
     """
     # A fixture chooses the back end, for instance, which holds for every example.
     examples = settings(
-        max_examples=few * MORE[profile()],
+        max_examples=int(few * MORE[profile()]),
         suppress_health_check=[*NO_CHECKS, HealthCheck.function_scoped_fixture],
     )
     return lambda test: examples(given(**inputs)(test))
@@ -59,8 +61,8 @@ def drawn(few: int, /, **inputs: SearchStrategy[Any]) -> Callable[[Test], Test]:
 def sampled(few: int, many: int | None = None) -> Callable[[Test], Test]:
     """Runs `few` of a test's parameter sets in the quick profile.
 
-    The full one runs `many`; without it, half as many again as `few`, and more until
-    every value of each parameter occurs.
+    The full one runs `many`; without it, half as many again as `few`, and up to `MOST`
+    times as many until every value of each parameter occurs.
     """
 
     def decorate(test: Test) -> Test:
@@ -91,16 +93,18 @@ def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
             kept = representatives(values, few)
         else:
             number = few + few // 2 if many is None else many
-            kept = representatives(values, number, complete=many is None)
+            most = MOST * few if many is None else many
+            kept = representatives(values, number, most)
         out |= {case for i, case in enumerate(cases) if i not in kept}
     return out
 
 
 def representatives(
-    cases: Sequence[Mapping[str, str]], number: int, complete: bool = False
+    cases: Sequence[Mapping[str, str]], number: int, most: int = 0
 ) -> set[int]:
     """Returns the indices of cases that stand for all of them.
 
+    There are `number`, and up to `most` until they have every value of each parameter.
     Each is the case with the most, and the rarest, values of parameters that no chosen
     case has; of equal ones, the first that is not near a chosen one.
     """
@@ -117,7 +121,7 @@ def representatives(
         return i * number // len(cases)
 
     while len(chosen) < min(number, len(cases)) or (
-        complete and len(seen) < len(frequency)
+        len(chosen) < most and len(seen) < len(frequency)
     ):
         best = max((i for i in range(len(cases)) if i not in chosen), key=gain)
         chosen.add(best)

@@ -50,7 +50,7 @@ def check_product(variant: Variant, shape: dict[str, int], seed: int) -> mx.arra
     return y
 
 
-SAMPLE = sampled(7)
+SAMPLE = sampled(6, 42)
 """The same variants in each test, so that their kernels are compiled once."""
 
 

@@ -179,7 +179,7 @@ def test_the_census_passes_with_the_stand_ins(walk: Walk) -> None:
 
 
 @pytest.mark.slow
-@sampled(1)
+@sampled(1, 1)
 @pytest.mark.parametrize(
     ("planted", "status", "sentence"),
     [
@@ -221,7 +221,7 @@ def test_without_metal_the_job_says_so(walk: Walk) -> None:
 
 @pytest.mark.slow
 @needs_emulator
-@sampled(1)
+@sampled(1, 2)
 @pytest.mark.parametrize(
     ("body", "limit", "sentence"),
     [

@@ -39,7 +39,6 @@ from support.profiles import sampled
 
 TOKENS = mx.array([[1, 5, 39, 0, 7, 3, 3, 2]])
 cases = pytest.mark.parametrize("name", CASES)
-pytestmark = pytest.mark.usefixtures("unfused")
 
 
 @pytest.fixture

@@ -193,7 +193,6 @@ def written_twice(
         ("gemma3", "TQ2_0"),
     ],
 )
-@pytest.mark.usefixtures("unfused")
 def test_a_model_computes_with_the_decoded_numbers(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +222,6 @@ def test_a_model_computes_with_the_decoded_numbers(
     assert oracles.error(found(tokens), np.array(expected(tokens), np.float64)) < 1e-4
 
 
-@pytest.mark.usefixtures("unfused")
 def test_the_table_shows_the_error(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
