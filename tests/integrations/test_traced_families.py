@@ -196,6 +196,7 @@ UNTRACED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("family", UNTRACED)
 def test_families_of_another_shape_run_untraced_and_say_so(family: str) -> None:
     options = UNTRACED[family]
