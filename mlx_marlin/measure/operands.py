@@ -190,12 +190,11 @@ def _of_super_blocks(problem: Problem, seed: int) -> Weight:
     w = mx.random.randint(0, 256, codes, mx.uint8, key=key).view(mx.uint32)
     _, words = problem.format.records(SUPER_BLOCK, problem.group_size)
     parameters = problem.format.parameters
-    byte = 0x88 if parameters == 2 and problem.group_size == 16 else 0x20
-    scale = byte & 0xF or byte  # the lower half of a byte, or all of it
+    scale = 0x20  # of a group of 32; `check` refuses super-blocks of others
     factor = mx.array([0.1 / problem.k**0.5 / scale] * parameters, mx.float16)
     if parameters == 2:
         factor = factor * mx.array([1, 2 ** (problem.bits - 1)], mx.float16)
-    octets = mx.full((words - parameters,), 0x101 * byte, mx.uint16)
+    octets = mx.full((words - parameters,), 0x101 * scale, mx.uint16)
     record = mx.concatenate([octets, factor.view(mx.uint16)])
     rows = mx.broadcast_to(record, (problem.n, problem.k // SUPER_BLOCK, words))
     rows = mx.contiguous(rows.reshape(problem.n, -1))

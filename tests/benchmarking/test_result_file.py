@@ -4,20 +4,24 @@ import getpass
 import json
 import platform
 import pwd
-from dataclasses import replace
+import subprocess
+from dataclasses import asdict, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import measured_results, planner, selection
 from mlx_marlin.evidence.codec import encoded
-from mlx_marlin.measure import privacy, result_file
+from mlx_marlin.measure import machine, privacy, result_file
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import Stage
+from mlx_marlin.planning.measurement import Machine
 from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import M3_MAX, mac_file, result_files
 from support.profiles import drawn
@@ -317,3 +321,39 @@ def test_text_of_a_user_without_a_home_is_kept(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_long_message_is_cut() -> None:
     assert len(privacy.redacted("word " * 1000)) == privacy.LONGEST
+
+
+@pytest.mark.parametrize(
+    ("backend", "memory"), [("metal", 36), ("cuda", 36), ("emulator", 0), ("stock", 0)]
+)
+def test_a_machine_is_described_with_the_memory_of_its_gpu(
+    backend: str, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "backend", lambda: backend)
+    active = SimpleNamespace(system_build=lambda: "25A354")
+    monkeypatch.setattr(selection, "active", lambda: active)
+    monkeypatch.setattr(mx, "device_info", lambda: {"memory_size": 36 * 2**30 - 9})
+    fields = dict.fromkeys(("chip", "architecture", "system", "mlx", "kernels"), "x")
+    here = Machine(**fields, cores=40)
+    monkeypatch.setattr(measured_results, "machine", lambda *_: here)
+
+    found = machine.facts(M3_MAX)
+
+    assert {**asdict(found)}.items() >= asdict(here).items()
+    assert (found.memory_gb, found.build, found.backend) == (memory, "25A354", backend)
+    assert found.python == platform.python_version()
+    assert found.commit == machine.commit()
+
+
+def test_the_commit_is_that_of_the_package_wherever_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "own/measure/machine.py"))
+    assert machine.commit() == ""
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b")
+    for step in ("init", "commit --allow-empty -m first"):
+        subprocess.run([*git, *step.split()], check=True, capture_output=True)
+
+    done = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)
+    assert len(machine.commit()) >= 7
+    assert done.stdout.decode().startswith(machine.commit())

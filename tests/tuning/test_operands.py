@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import operands, timing
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, format_of
+from support.oracles import exact
 from support.profiles import sampled
 from support.timed_products import M3_MAX, exact_product
 
@@ -103,6 +105,18 @@ def test_operands_of_every_scheme_are_right_and_a_wrong_product_is_told(
         assert not operands.is_right(
             lambda *arrays, product=product: 1.05 * product(*arrays), given
         )
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+def test_weights_of_super_blocks_are_spread_around_zero(bits: int) -> None:
+    format: dict[str, Any] = {"mode": "k_quant", "bits": bits, "group_size": 32}
+    problem = problem_of(2, 40, 512, **format, layout="marlin")
+    weight = exact(operands._decoded(problem, *operands.operands(problem, 1).native))
+
+    # Codes are all as frequent; a step of theirs is a tenth of 1 / sqrt(k).
+    scaled = weight * 10 * 512**0.5
+    assert scaled.std() == pytest.approx(((4**bits - 1) / 12) ** 0.5, rel=0.03)
+    assert abs(scaled.mean()) < 0.6  # half a step
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 
 import mlx.core as mx
 import numpy as np
@@ -153,6 +153,14 @@ def test_a_plan_whose_product_is_wrong_never_wins(
     assert outcome.wrong == (wrong,)
     assert outcome.result is not None
     assert outcome.result.plan == planner.choose(LARGE, M3_MAX)
+
+
+def test_each_step_of_tuning_is_told(fake: Callable[..., Clock]) -> None:
+    clock, ticks = fake(lambda arm: 20e-6), count()
+
+    tuner.tune(LARGE, M3_MAX, clock, lambda: next(ticks))
+
+    assert next(ticks) == tuner.steps(LARGE, M3_MAX, clock) > 2
 
 
 def test_nothing_is_kept_if_no_product_is_right(
