@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
 from itertools import count, pairwise, product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_marlin import guard
 from mlx_marlin.backends import graph, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.measure import rows, tuner
@@ -136,6 +138,8 @@ def test_a_plan_whose_product_is_wrong_never_wins(
     fake: Callable[..., Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong, right = second_plan(LARGE), graph.product
+    condemned: list[Any] = []
+    monkeypatch.setattr(guard, "condemn", lambda plan, why: condemned.append(plan))
     monkeypatch.setattr(
         graph,
         "product",
@@ -151,6 +155,7 @@ def test_a_plan_whose_product_is_wrong_never_wins(
     )
 
     assert outcome.wrong == (wrong,)
+    assert condemned == [wrong]
     assert outcome.result is not None
     assert outcome.result.plan == planner.choose(LARGE, M3_MAX)
 

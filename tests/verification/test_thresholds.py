@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mlx_marlin.lm.verification.thresholds import (
     FEW,
     ROUNDING,
+    UNIT,
     Sizes,
     product_limit,
     quantization_limit,
@@ -136,6 +137,16 @@ def test_the_limits_are_those_that_the_kernels_promise() -> None:
         name: promised[name] for name in ("float16", "bfloat16")
     }
     assert ROUNDING["float32"] < promised["float32"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "times"), [("float16", 3.5), ("bfloat16", 2.7), ("float32", 6.9)]
+)
+def test_limits_are_so_many_times_a_rounding(dtype: str, times: float) -> None:
+    unit = mx.finfo(getattr(mx, dtype)).eps / 2
+
+    assert UNIT[dtype] == unit
+    assert ROUNDING[dtype] == pytest.approx(times * unit / 3**0.5, rel=0.02)
 
 
 def test_results_below_the_normal_numbers_may_be_rounded_to_zero() -> None:

@@ -207,8 +207,7 @@ class Report:
     def __str__(self) -> str:
         rows = [*self._rows()]
         lines = [printed(Table(title="", rows=rows))] if rows else []
-        failed = [layer for layer in self.layers if layer.failures]
-        lines += [f"{each.name}: {text}" for each in failed for text in each.failures]
+        lines += [f"{x.name}: {text}" for x in self.layers for text in x.failures]
         lines += [
             f"{name}: the source has no such weight" for name in self.without_source
         ]
