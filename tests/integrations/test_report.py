@@ -336,3 +336,33 @@ def test_wrong_chips_and_models_are_named() -> None:
         mlx_marlin.report(tiny_llama(), chip=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model must be an nn.Module, got tuple"):
         mlx_marlin.report((tiny_llama(), None))  # type: ignore[arg-type]
+
+
+def test_a_summary_counts_the_products_of_equal_layers() -> None:
+    model = mlx_marlin.optimize(tiny_llama(), layout="marlin", join=True)
+
+    found = mlx_marlin.report(model, rows=(1, 64), chip="M3 Max")
+
+    # Four products in each of two blocks; stock MLX serves the tied head.
+    ours = "9 of 9 quantized products are converted; our kernels serve 8 at 1, 8 at 64"
+    assert found.summary().startswith(ours)
+    operations = [each["operation"] for each in found.document()["layers"]]
+    assert sorted({*operations}) == ["as_linear", "linear"]
+    table = str(found)
+    for product in ("64→100, as_linear ", "64→128, 3 joined ", "64→320, 2 joined "):
+        assert product in table
+    plain = mlx_marlin.report(tiny_llama(), rows=(8,), chip="M3 Max")
+    stocks = "0 of 15 quantized products are converted; our kernels serve 0 at 8 rows"
+    assert plain.summary().startswith(stocks)
+
+
+def test_a_product_is_told_with_its_heads_and_its_bias() -> None:
+    heads = MultiLinear(64, 40, 3).to_quantized(group_size=16, bits=4, mode="nvfp4")
+    model = Layers(heads, nn.QuantizedLinear(128, 96, bias=True))
+    mlx_marlin.optimize(model)
+
+    table = str(mlx_marlin.report(model, rows=(1,), chip="M3 Max"))
+
+    assert "64→40, heads, 3 heads " in table
+    assert "64→40, heads, not transposed, 3 heads " in table
+    assert "128→96, bias " in table

@@ -1,13 +1,20 @@
 """The error model covers correct sums in float32, and catches ten times their error."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from mlx_marlin.lm.verification import activations
+from mlx_marlin.lm.verification.comparison import WeightComparison
+from mlx_marlin.lm.verification.layers import Rows
 from mlx_marlin.lm.verification.thresholds import (
     FEW,
     ROUNDING,
+    SMALLEST,
     UNIT,
     Sizes,
     product_limit,
@@ -146,6 +153,8 @@ def test_limits_are_so_many_times_a_rounding(dtype: str, times: float) -> None:
     unit = mx.finfo(getattr(mx, dtype)).eps / 2
 
     assert UNIT[dtype] == unit
+    # Subnormal numbers of float16 count; on a GPU those of the others may be zero.
+    assert SMALLEST[dtype] == (2.0**-24 if dtype == "float16" else 2.0**-126)
     assert ROUNDING[dtype] == pytest.approx(times * unit / 3**0.5, rel=0.02)
 
 
@@ -173,3 +182,36 @@ def test_mlxs_quantizer_stays_within_the_limit_of_a_format(
     error = np.linalg.norm(weight.decoded - exact) / np.linalg.norm(exact)
     limit = quantization_limit(mode, bits)
     assert limit / 5 < error < limit
+
+
+@pytest.mark.parametrize("size", [1.0, 3.0])
+def test_weights_are_compared_row_by_row_and_in_all(size: float) -> None:
+    of_four_bits: Any = SimpleNamespace(
+        description="own", rounding=1e-3, format=("affine", 4, 64)
+    )
+    plain: Any = SimpleNamespace(description="plain", rounding=1e-3, format=None)
+    comparison = WeightComparison(of_four_bits, plain)
+    for matrix, start in ((0, 0), (11, 2)):
+        source = np.full((2, 8), size)
+        own = source.copy()
+        own[1] *= 1.1
+        if matrix:
+            own[1, 3] = np.nan
+        chunk = matrix, slice(start, start + 2)
+        comparison.add(*(Rows(*chunk, *[each] * 3) for each in (own, source)))
+
+    found = comparison.report()
+
+    assert comparison.rms_limit == pytest.approx(size * 3 / 15)
+    assert (found.wrong, found.first_wrong) == (1, (11, 3))
+    assert found.source == "plain"
+
+
+def test_experts_are_named_by_place_or_by_keyword() -> None:
+    layer: Any = SimpleNamespace(operation="experts", heads=1)
+    x, indices = mx.arange(8.0).reshape(2, 1, 1, 4), mx.array([[0, 11], [3, 3]])
+    for args, options in (((indices,), {}), ((), {"indices": indices})):
+        found = activations._rows(layer, x, args, options)
+        assert found is not None
+        assert found.matrices.tolist() == [0, 11, 3, 3]
+        assert found.x.tolist() == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
