@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metal_emulator
+from mlx_marlin import state
 from mlx_marlin.backends.metal.launches import repack_template, repack_tiles
 from mlx_marlin.planning.block_plans import REPACK_THREADS
 from mlx_marlin.products import packing
 from mlx_marlin.products.packing import pack, to_rows, to_tiles, unpack
-from mlx_marlin.weights import layout
+from mlx_marlin.weights import layout, tile_conversion
 from mlx_marlin.weights.formats import WIDTHS, planes_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, launches, strategies
@@ -304,3 +305,44 @@ def test_the_kernels_move_codes_where_metal_does(
     backend(wish)
 
     assert packing._on_gpu() is expected
+
+
+def test_operations_are_compared_once_a_shape_outside_of_traces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A wrong conversion by MLX is told, and a right one not computed twice."""
+    state.reset()
+    read, is_wrong = [], False
+    back, convert = tile_conversion.rows_of_tiles, tile_conversion.tiles_of_rows
+
+    def rows(*arguments: Any, **form: int) -> mx.array:
+        read.append(form["bits"])
+        return back(*arguments, **form)
+
+    def tiles(*arguments: Any, **form: int) -> mx.array:
+        return convert(*arguments, **form) ^ is_wrong
+
+    monkeypatch.setattr(tile_conversion, "rows_of_tiles", rows)
+    monkeypatch.setattr(tile_conversion, "tiles_of_rows", tiles)
+
+    def move(n: int, bits: int = 4) -> mx.array:
+        return to_tiles(any_words(n, 2 * bits, seed=n), n, 64, bits=bits, group_size=32)
+
+    form = {"bits": 4, "group_size": 32}
+    mx.eval(mx.compile(lambda w: to_tiles(w, 40, 64, **form))(any_words(40, 8, seed=1)))
+    read.clear()
+    for n, bits, compared in (
+        (40, 4, [4]),  # a trace has compared nothing
+        (40, 4, []),
+        (41, 4, [4]),
+        (40, 8, [8]),
+        (41, 4, []),
+    ):
+        move(n, bits)
+        assert read == compared, (n, bits)
+        read.clear()
+    is_wrong = True
+    with pytest.raises(RuntimeError, match="changed its codes"):
+        move(42)
+    with pytest.raises(RuntimeError, match="changed its codes"):
+        move(42)
