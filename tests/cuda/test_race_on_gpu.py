@@ -25,7 +25,11 @@ pytestmark = [
     ),
     pytest.mark.cuda,
 ]
-PRODUCTS = ("mma.cu", "mma_staged.cu", "wgmma.cu")
+PRODUCTS = {
+    **dict.fromkeys(("mma.cu", "mma_staged.cu", "wgmma.cu"), "extern __shared__"),
+    "dequantize.cu": "marlin::dequantize",
+}
+"""Files of kernels that compute products, and how their work begins."""
 WAIT = "for (long long start = clock64(); clock64() - start < 2000000;) {}\n"
 """About a millisecond."""
 
@@ -72,12 +76,11 @@ def test_a_slow_kernel_loses_and_stock_serves(
 ) -> None:
     folder = kept / "shaders"
     shutil.copytree(source.shader_folder(), folder)
-    for name in PRODUCTS:
+    for name, line in PRODUCTS.items():
         file = folder / "cuda" / name
-        head, line, tail = file.read_text().partition("extern __shared__")
-        assert line
-        declared, _, rest = tail.partition("\n")
-        file.write_text(f"{head}{line}{declared}\n{WAIT}{rest}")
+        text = file.read_text()
+        assert line in text
+        file.write_text(text.replace(line, WAIT + line, 1))
     plant(folder, monkeypatch)
 
     layer = mlx_marlin.optimize(model()).layers[0]
