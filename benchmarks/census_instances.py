@@ -18,7 +18,7 @@ from mlx_marlin.backends import kernels, planner
 from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.launch import Launch, Operand
 from mlx_marlin.backends.metal import probes, source
-from mlx_marlin.backends.metal.kernel_choice import PROBED
+from mlx_marlin.backends.metal.kernel_limits import PROBED
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.main_loop import MATRIX_OPS, loop_cost
 from mlx_marlin.backends.metal.plan import MetalPlan

@@ -18,8 +18,7 @@ import mlx_marlin
 from benchmarks import agx
 from mlx_marlin.backends.metal.candidates import body_of
 from mlx_marlin.backends.metal.device import DEFAULT
-from mlx_marlin.backends.metal.kernel_choice import BFLOAT_BITS, MIXED_BITS
-from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS
+from mlx_marlin.backends.metal.kernel_limits import BFLOAT_BITS, GEMV_ROWS, MIXED_BITS
 from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.main_loop import (
     LARGEST_GROUP,

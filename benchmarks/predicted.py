@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from benchmarks.stock import experts as stock_experts
 from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.backend import reason_of_experts
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import gather_seconds
-from mlx_marlin.backends.metal.handover import reason_of_experts
-from mlx_marlin.backends.metal.rates import memory_seconds
+from mlx_marlin.backends.metal.main_loop import memory_seconds
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 

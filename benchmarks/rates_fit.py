@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.log_fit import Vector, fitted
 from benchmarks.stock import prediction
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal import rates
+from mlx_marlin.backends.metal import main_loop
 from mlx_marlin.backends.metal.device import Device, chips, key
-from mlx_marlin.backends.metal.rates import Rates
+from mlx_marlin.backends.metal.main_loop import Rates
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.rows import CHAIN, STOCK, ProductRow
 
@@ -121,15 +121,15 @@ def rows_of(result: ResultFile) -> list[ProductRow]:
 def present(device: Device) -> Constants:
     """Returns the model's present constants for a device."""
     overlap = prediction.OVERLAP.get(device.generation, 1.0)
-    return Constants(rates.rates_of(device), overlap, OVERHEAD)
+    return Constants(main_loop.rates_of(device), overlap, OVERHEAD)
 
 
 @contextmanager
 def assumed(constants: Constants, device: Device) -> Iterator[None]:
     """Replaces the model's constants of a device's generation for a while."""
-    generation, tables = device.generation, (rates.RATES, prediction.OVERLAP)
+    generation, tables = device.generation, (main_loop.RATES, prediction.OVERLAP)
     before = [dict(table) for table in tables]
-    rates.RATES[generation] = constants.rates
+    main_loop.RATES[generation] = constants.rates
     prediction.OVERLAP[generation] = constants.overlap
     _forget()
     try:

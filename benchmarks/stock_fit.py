@@ -4,7 +4,7 @@ Each constant is fitted to the rows of `tests/data/published_times.json` that it
 and that no note rules out: the value with the least sum of squared logarithms of model
 over published. Each is fitted again to a part of these rows and judged by the others,
 which shows whether it says something about times that it was not fitted to. The
-constants in use are in `mlx_marlin/backends/metal/rates.py`; nothing is written.
+constants in use are in `mlx_marlin/backends/metal/main_loop.py`; nothing is written.
 
 Usage: python -m benchmarks.stock_fit
 """
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from benchmarks.stock import prediction
 from benchmarks.stock.prediction import stock_prediction
-from mlx_marlin.backends.metal import rates
+from mlx_marlin.backends.metal import main_loop
 from stock_times import ROWS, Row
 
 MISSED = "q"
@@ -51,8 +51,8 @@ class Constant:
 
 
 def _use_apple9_lanes(value: float) -> None:
-    apple9 = replace(rates.APPLE9, lane_bytes=value)
-    rates.RATES |= {"M3": apple9, "M4": apple9}
+    apple9 = replace(main_loop.APPLE9, lane_bytes=value)
+    main_loop.RATES |= {"M3": apple9, "M4": apple9}
 
 
 def _use_slower_bytes(value: float) -> None:
@@ -60,15 +60,15 @@ def _use_slower_bytes(value: float) -> None:
 
 
 def _use_m5_lanes(value: float) -> None:
-    rates.M5_MAX = replace(rates.M5_MAX, lane_bytes=value)
+    main_loop.M5_MAX = replace(main_loop.M5_MAX, lane_bytes=value)
 
 
 def _use_m5_bandwidth(value: float) -> None:
-    rates.M5_MAX = replace(rates.M5_MAX, bandwidth=value)
+    main_loop.M5_MAX = replace(main_loop.M5_MAX, bandwidth=value)
 
 
 def _use_ultra_lanes(value: float) -> None:
-    rates.ULTRA_LANES = value
+    main_loop.ULTRA_LANES = value
 
 
 def _chip(row: Row, *names: str) -> bool:
@@ -89,7 +89,7 @@ CONSTANTS = (
         name="lane_bytes of M3 and M4",
         values=tuple(range(70, 131)),
         use=_use_apple9_lanes,
-        current=rates.APPLE9.lane_bytes,
+        current=main_loop.APPLE9.lane_bytes,
         rows=lambda row: (
             not _is_chain(row) and _is_vector(row) and _chip(row, "M3 Max", "M4 Pro")
         ),
@@ -115,7 +115,7 @@ CONSTANTS = (
         name="bandwidth of M5 Max",
         values=tuple(value / 100 for value in range(75, 101)),
         use=_use_m5_bandwidth,
-        current=rates.M5_MAX.bandwidth,
+        current=main_loop.M5_MAX.bandwidth,
         rows=lambda row: not _is_chain(row) and row.m <= 2 and _chip(row, "M5 Max"),
         parts={
             "one row": lambda row: row.m == 1,
@@ -126,7 +126,7 @@ CONSTANTS = (
         name="lane_bytes of M5",
         values=tuple(range(70, 131)),
         use=_use_m5_lanes,
-        current=rates.M5_MAX.lane_bytes,
+        current=main_loop.M5_MAX.lane_bytes,
         rows=lambda row: _is_vector(row) and row.m > 2 and _chip(row, "M5 Max"),
         parts={
             "independent": lambda row: not _is_chain(row),
@@ -137,7 +137,7 @@ CONSTANTS = (
         name="share of lane_bytes of an Ultra",
         values=tuple(value / 100 for value in range(50, 121)),
         use=_use_ultra_lanes,
-        current=rates.ULTRA_LANES,
+        current=main_loop.ULTRA_LANES,
         rows=lambda row: _is_chain(row) and _is_vector(row) and _chip(row, "M3 Ultra"),
         parts={
             "4096→24896": lambda row: row.series.products[0][1] == 4096,

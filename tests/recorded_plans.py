@@ -15,10 +15,10 @@ from typing import Any
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.devices import named
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.planning.search import Choice
 from mlx_marlin.weights import formats
 
 FILE = Path(__file__).parent / "data" / "recorded_plans.json"

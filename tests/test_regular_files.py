@@ -11,7 +11,7 @@ import pytest
 from metal_emulator.compiling import build
 from mlx_marlin import cache, regular_files
 from mlx_marlin.backends import result_files
-from mlx_marlin.backends.cuda.compiling import kernel_files, mlx_folder
+from mlx_marlin.backends.cuda.compiling import kernel_text, preparation
 from mlx_marlin.checkpoints import folder, gguf
 from mlx_marlin.cli import render
 from mlx_marlin.guard import verdicts
@@ -46,7 +46,7 @@ REFUSED: dict[str, Callable[[Path], Any]] = {
 UNUSED: dict[str, Callable[[Path], Any]] = {
     "verdict": verdicts.read,
     "library": build._is_intact,
-    "ptx": lambda path: mlx_folder._has(path, b"text"),
+    "ptx": lambda path: kernel_text._has(path, b"text"),
 }
 """Readers of files that can be made again: what cannot be read is not there."""
 
@@ -104,7 +104,7 @@ def test_an_irregular_file_is_not_found_in_the_cache(
     make(tmp_path / "kernels" / "file")
     assert cache.find("kernels", "file") is None
     with limited(), pytest.raises(PermissionError, match=r"kernels/file is a \w+, exp"):
-        kernel_files.read("file")
+        preparation.read("file")
 
 
 def test_a_file_of_the_cache_that_is_a_link_is_not_used(

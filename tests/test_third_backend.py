@@ -20,9 +20,9 @@ from mlx_marlin.backends import (
     registry,
     selection,
 )
+from mlx_marlin.backends.base import Traits
 from mlx_marlin.backends.launch import Launch
 from mlx_marlin.backends.source import Source
-from mlx_marlin.backends.traits import Traits
 from mlx_marlin.guard import verdicts
 from mlx_marlin.planning.epilogue import PLAIN
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem

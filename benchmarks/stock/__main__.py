@@ -16,10 +16,10 @@ from itertools import islice, takewhile
 from typing import Any
 
 from benchmarks.stock import decision, experts
+from mlx_marlin.backends.metal.backend import FILE
 from mlx_marlin.backends.metal.cost import dequantize_seconds
 from mlx_marlin.backends.metal.device import Device, chips
 from mlx_marlin.backends.metal.experts import gather_seconds
-from mlx_marlin.backends.metal.handover import FILE
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.weights.formats import DTYPE_BYTES, FORMATS

@@ -7,9 +7,9 @@ from typing import Literal
 
 from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal.backend import epilogue_seconds, norm_seconds
 from mlx_marlin.backends.metal.cost import dequantize_if_faster
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.handover import epilogue_seconds, norm_seconds
 from mlx_marlin.planning.dequantize_plan import LEAST_ROWS
 from mlx_marlin.planning.problem import Problem
 

@@ -12,7 +12,7 @@ from benchmarks.stock.prediction import stock_prediction, tensor_slots
 from benchmarks.stock.slots import stock_slots, vector_slots
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import gather_seconds, own_times
-from mlx_marlin.backends.metal.rates import memory_seconds, slots_per_second
+from mlx_marlin.backends.metal.main_loop import memory_seconds, slots_per_second
 from mlx_marlin.planning.gather_plan import GatherProblem
 
 ONE_ROW_MARGIN = 1.1

@@ -28,7 +28,7 @@ from benchmarks.stock.slots import (
     vector_slots,
 )
 from mlx_marlin.backends.metal.device import ALU_FLOPS, Device
-from mlx_marlin.backends.metal.rates import (
+from mlx_marlin.backends.metal.main_loop import (
     SCHEDULERS_PER_CORE,
     lane_bytes_per_second,
     level_seconds,

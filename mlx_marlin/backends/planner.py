@@ -19,7 +19,7 @@ from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.search import Candidate, Prediction
 
 if TYPE_CHECKING:
-    from mlx_marlin.planning.choice import Choice
+    from mlx_marlin.planning.search import Choice
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +82,7 @@ def compare(
     **overrides: Unpack[PlanOverrides],
 ) -> "Choice":
     """Returns the plan that `make` returns, and the candidates it was compared to."""
-    from mlx_marlin.planning.choice import Choice
+    from mlx_marlin.planning.search import Choice
 
     device = device or registry.default_device()
     backend = registry.of_device(device)

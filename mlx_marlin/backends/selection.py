@@ -12,8 +12,7 @@ import mlx.core as mx
 
 from mlx_marlin import state
 from mlx_marlin.backends import registry
-from mlx_marlin.backends.base import Backend
-from mlx_marlin.backends.traits import Traits
+from mlx_marlin.backends.base import Backend, Traits
 
 BACKENDS = ("metal", "cuda", "emulator", "stock")
 ON_GPU = ("metal", "cuda")

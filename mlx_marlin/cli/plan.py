@@ -10,10 +10,10 @@ from mlx_marlin.backends import planner, registry
 from mlx_marlin.cli import arguments, output
 from mlx_marlin.cli.arguments import add_chip, device
 from mlx_marlin.cli.pictures import charts, figures, plan_picture, text
-from mlx_marlin.planning.choice import Candidate, Choice
 from mlx_marlin.planning.epilogue import ACTIVATIONS, Epilogue
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Candidate, Choice
 from mlx_marlin.planning.work.tiles import REDUCTIONS
 from mlx_marlin.planning.work.work import PARTITIONS, STRATEGIES, Strategy
 

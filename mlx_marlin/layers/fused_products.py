@@ -8,8 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
-from mlx_marlin.layers.guarded_parameters import GuardedParameters
-from mlx_marlin.layers.native import native_weight
+from mlx_marlin.layers.guarded_parameters import GuardedParameters, native_weight
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.products.linear import (
     GATED,

@@ -8,9 +8,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.guarded_parameters import (
+    GLOBAL_SCALE,
+    NATIVE,
+    GuardedParameters,
+    without_parameters,
+)
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.native import GLOBAL_SCALE, NATIVE, without_parameters
 from mlx_marlin.planning.epilogue import MOST_PARTS
 
 Kept = tuple[mx.array | None, list[mx.array], dict[int, mx.array]]

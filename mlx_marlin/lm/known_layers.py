@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_marlin.backends import selection
-from mlx_marlin.backends.traits import Traits
+from mlx_marlin.backends.base import Traits
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.planning.block_plans import RoutePlan
 from mlx_marlin.products import this_machine
@@ -212,7 +212,7 @@ def marlin_experts() -> Any:
 
 def marlin_heads() -> Any:
     """Returns `MarlinMultiLinear`, whose module imports mlx-lm."""
-    from mlx_marlin.layers.heads import MarlinMultiLinear
+    from mlx_marlin.layers.experts import MarlinMultiLinear
 
     return MarlinMultiLinear
 

@@ -9,11 +9,9 @@ from typing import Any, Literal
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.layers.embedding import MarlinEmbedding
+from mlx_marlin.layers.embedding import MarlinEmbedding, PackedEmbedding
 from mlx_marlin.layers.joined import MarlinPart, can_join, join, separate
-from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
-from mlx_marlin.layers.sharded_linear import SHARDED, class_for
+from mlx_marlin.layers.linear import SHARDED, MarlinLinear, class_for
 from mlx_marlin.lm.known_layers import (
     are_supported_experts,
     is_experts,

@@ -216,7 +216,7 @@ def model_key(model: "nn.Module") -> str:
 
     It is the same before and after `optimize`, and does not read weights.
     """
-    from mlx_marlin.layers.native import activation_dtype
+    from mlx_marlin.layers.guarded_parameters import activation_dtype
 
     args = getattr(model, "args", None)
     settings = asdict(args) if is_dataclass(args) and not isinstance(args, type) else {}

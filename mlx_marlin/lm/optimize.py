@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import mlx.nn as nn
 
-from mlx_marlin.layers.sharded_linear import SHARDED
+from mlx_marlin.layers.linear import SHARDED
 from mlx_marlin.lm.float16 import (
     check_compute,
     drop_float16_record,

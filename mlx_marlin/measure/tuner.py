@@ -13,7 +13,6 @@ from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.rows import CANDIDATE, CHAIN, ProductRow
 from mlx_marlin.measure.timing import Spread
-from mlx_marlin.planning.choice import Candidate
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import AnyPlan
 from mlx_marlin.planning.measurement import (
@@ -25,6 +24,7 @@ from mlx_marlin.planning.measurement import (
 )
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Candidate
 
 Arm = Plan | None
 """One of our plans, or None for stock MLX."""

@@ -14,7 +14,7 @@ from benchmarks import calibrate, rates_fit
 from benchmarks.rates_fit import Constants
 from benchmarks.stock import prediction
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal import rates
+from mlx_marlin.backends.metal import main_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.result_file import ResultFile
@@ -24,7 +24,7 @@ from mlx_marlin.planning.problem import problem_of
 from support.benchmark_rows import FACTS, M3_MAX, mac_file, row
 
 TRUE = Constants(
-    replace(rates.APPLE9, matrix_slots=17.5, bandwidth=0.8, scattered=0.8),
+    replace(main_loop.APPLE9, matrix_slots=17.5, bandwidth=0.8, scattered=0.8),
     overlap=0.9,
     overhead=3.1e-6,
 )
@@ -121,7 +121,7 @@ def test_what_no_row_depends_on_is_not_determined() -> None:
 
 def test_the_models_constants_are_what_they_were_afterwards() -> None:
     problem = problem_of(8, 4096, 4096)
-    before = rates_fit.present(M3_MAX), dict(rates.RATES), dict(prediction.OVERLAP)
+    before = rates_fit.present(M3_MAX), dict(main_loop.RATES), dict(prediction.OVERLAP)
     plan = planner.choose(problem, M3_MAX)
     seconds = planner.predict(plan, M3_MAX).seconds
 
@@ -131,7 +131,7 @@ def test_the_models_constants_are_what_they_were_afterwards() -> None:
         raise KeyError
 
     assert planner.predict(plan, M3_MAX).seconds == seconds
-    after = rates_fit.present(M3_MAX), dict(rates.RATES), dict(prediction.OVERLAP)
+    after = rates_fit.present(M3_MAX), dict(main_loop.RATES), dict(prediction.OVERLAP)
     assert after == before
 
 

@@ -19,9 +19,9 @@ from mlx_marlin.backends.metal.main_loop import (
     WEIGHTS_PER_TRIP,
     loop_of,
     loop_slots,
+    rates_of,
     readers,
 )
-from mlx_marlin.backends.metal.rates import rates_of
 from mlx_marlin.planning.problem import problem_of
 from support.profiles import sampled
 

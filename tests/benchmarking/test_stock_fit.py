@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import stock_fit
 from benchmarks.stock import prediction
-from mlx_marlin.backends.metal import rates
+from mlx_marlin.backends.metal import main_loop
 
 CONSTANTS = {constant.name: constant for constant in stock_fit.CONSTANTS}
 
@@ -41,7 +41,7 @@ def test_a_constant_predicts_the_rows_that_it_was_not_fitted_to(name: str) -> No
 def test_fitting_leaves_the_constants_as_they_were() -> None:
     def constants() -> tuple[Any, ...]:
         factor = prediction.SLOWER_BYTES
-        return rates.M5_MAX, rates.ULTRA_LANES, dict(rates.RATES), factor
+        return main_loop.M5_MAX, main_loop.ULTRA_LANES, dict(main_loop.RATES), factor
 
     before = constants()
     for constant in CONSTANTS.values():

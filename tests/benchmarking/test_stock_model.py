@@ -18,7 +18,7 @@ from benchmarks.stock.prediction import (
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import gather_seconds
-from mlx_marlin.backends.metal.rates import level_seconds
+from mlx_marlin.backends.metal.main_loop import level_seconds
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from stock_times import ROWS, Row

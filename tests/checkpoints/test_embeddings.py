@@ -10,7 +10,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.checkpoints.stored_weight import StoredWeight
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.embedding import PackedEmbedding
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import _embedding, _largest, load_model
 from support import foreign_checkpoints as foreign

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_marlin
 from mlx_marlin.backends import graph
 from mlx_marlin.checkpoints import gguf
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.embedding import PackedEmbedding
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.cuda import candidates, pipelined
+from mlx_marlin.backends.cuda import candidates, limits
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning.problem import Problem
@@ -27,7 +27,7 @@ def test_the_chosen_plan_is_right_for_the_device(
     if plan.kernel == "mma":
         assert k_tiles // warps_k >= candidates.LEAST_K_TILES or warps_k == 1
     else:
-        assert warps_k <= -(-k_tiles * plan.tile.k // pipelined.STAGE_K)
+        assert warps_k <= -(-k_tiles * plan.tile.k // limits.STAGE_K)
 
 
 @pytest.mark.parametrize("layout", ["mlx", "marlin"])

@@ -11,7 +11,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import devices, graph, selection
-from mlx_marlin.backends.cuda import cost, handover
+from mlx_marlin.backends.cuda import backend, cost
 from mlx_marlin.backends.cuda import device as cuda_device
 from mlx_marlin.lm.layer_conversion import default_layout
 from mlx_marlin.products.packing import pack
@@ -46,7 +46,7 @@ def test_a_batch_of_weights_is_served(recorder: Recorder) -> None:
     assert ("BATCHED", True) in recorder.called[0]["template"]
 
 
-MANY_ROWS = {"mlx": handover.FEW_ROWS + 1, "marlin": 150}
+MANY_ROWS = {"mlx": backend.FEW_ROWS + 1, "marlin": 150}
 
 STOCK: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
     "float32": (

@@ -16,9 +16,7 @@ from mlx_marlin.backends import kernels, planner, registry
 from mlx_marlin.backends.base import Prepared
 from mlx_marlin.backends.cuda import detection
 from mlx_marlin.backends.cuda.compiling import (
-    kernel_files,
     kernel_text,
-    mlx_folder,
     nvrtc,
     preparation,
     toolchain,
@@ -31,7 +29,7 @@ from mlx_marlin.planning.problem import problem_of
 from support.cuda_launches import H200, Model
 from support.recorder import Recorder
 
-CODE = kernel_files.ELF + bytes(range(256))
+CODE = preparation.ELF + bytes(range(256))
 SOURCE = Source(
     name="twice",
     input_names=("x", "numbers"),
@@ -96,7 +94,7 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Gives the test a cache and an MLX folder of its own."""
     place = tmp_path / "mlx_marlin"
     monkeypatch.setattr(cache, "root", lambda: place)
-    monkeypatch.setenv(mlx_folder.ENVIRONMENT, str(tmp_path / "ptx"))
+    monkeypatch.setenv(kernel_text.ENVIRONMENT, str(tmp_path / "ptx"))
     state.reset()
     yield tmp_path
     state.reset()
@@ -126,12 +124,12 @@ def test_the_text_is_the_one_that_mlx_compiles() -> None:
 
 
 def test_a_name_ends_with_the_hash_of_gnus_library() -> None:
-    assert mlx_folder.kernel_name(LAUNCH, "abc") == (
+    assert kernel_text.kernel_name(LAUNCH, "abc") == (
         "custom_kernel_twice_8_t_f_bfloat16_t_32d82bf8ed3dba39"
     )
     long = replace(LAUNCH, template=tuple((f"A{i}", 10**9) for i in range(25)))
     with pytest.raises(ValueError, match="more than 245 characters"):
-        mlx_folder.kernel_name(long, "abc")
+        kernel_text.kernel_name(long, "abc")
 
 
 def test_a_kernel_that_reads_shapes_is_not_kept() -> None:
@@ -146,7 +144,7 @@ def test_our_kernels_read_no_shapes_and_have_short_names(m: int) -> None:
     plan = planner.make(problem, device=H200)
     launch = registry.named(plan.backend).launches(plan)[0]
     text = kernel_text.text(launch)
-    assert "_shape" not in mlx_folder.kernel_name(launch, text)
+    assert "_shape" not in kernel_text.kernel_name(launch, text)
 
 
 def test_a_kernel_is_compiled_once_and_found_in_the_next_process(
@@ -162,7 +160,7 @@ def test_a_kernel_is_compiled_once_and_found_in_the_next_process(
     assert source.header == SOURCE.header + "// NVRTC 13.0, sm_90a\n"
     assert len(compiler.compiled) == 1
     (text,) = compiler.compiled
-    name = mlx_folder.kernel_name(replace(LAUNCH, source=source), text)
+    name = kernel_text.kernel_name(replace(LAUNCH, source=source), text)
     assert (root / "ptx" / f"{name}.ptx").read_bytes() == CODE
     names = f"{kernel_text.qualified(LAUNCH)}\t_Z{len(text)}\n"
     assert (root / "ptx" / f"{name}.txt").read_text() == names
@@ -206,21 +204,21 @@ def test_another_kernel_or_compiler_has_another_file(
 
 
 def with_head(head: object) -> bytes:
-    return kernel_files.MAGIC + json.dumps(head).encode() + b"\n" + CODE
+    return preparation.MAGIC + json.dumps(head).encode() + b"\n" + CODE
 
 
-DIGEST = kernel_files._digest(CODE)
-TOO_LONG = MachineCode("a", CODE + bytes(kernel_files.MOST_BYTES))
+DIGEST = preparation._digest(CODE)
+TOO_LONG = MachineCode("a", CODE + bytes(preparation.MOST_BYTES))
 INVALID: dict[str, Callable[[bytes], bytes]] = {
     "truncated": lambda content: content[:-1],
-    "too long": lambda _: kernel_files._content(TOO_LONG),
+    "too long": lambda _: preparation._content(TOO_LONG),
     "another version": lambda content: content.replace(b"kernel 1", b"kernel 2"),
     "a list": lambda _: with_head([]),
     "no digest": lambda _: with_head({"symbol": "a"}),
     "another symbol": lambda _: with_head({"symbol": "../a\tb", "sha256": DIGEST}),
     "no symbol": lambda _: with_head({"symbol": 7, "sha256": DIGEST}),
     "empty": lambda _: b"",
-    "deep": lambda _: kernel_files.MAGIC + b"[" * 100_000,
+    "deep": lambda _: preparation.MAGIC + b"[" * 100_000,
 }
 
 
@@ -258,10 +256,10 @@ def test_a_file_that_others_may_have_written_is_ignored(
 def test_a_folder_of_mlx_that_is_not_ours_is_not_written_to(
     compiler: Compiler, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlx_folder.os, "geteuid", lambda: 4_000_000)
+    monkeypatch.setattr(kernel_text.os, "geteuid", lambda: 4_000_000)
 
     with pytest.raises(PermissionError, match="ptx belongs to the user"):
-        mlx_folder.place(root / "ptx", "a", LAUNCH, MachineCode("a", CODE))
+        kernel_text.place(root / "ptx", "a", LAUNCH, MachineCode("a", CODE))
 
     assert [*(root / "ptx").iterdir()] == []
 
@@ -317,7 +315,7 @@ def test_without_mlxs_hash_mlx_compiles(
     def missing() -> None:
         raise error
 
-    monkeypatch.setattr(mlx_folder, "_hash", missing)
+    monkeypatch.setattr(kernel_text, "_hash", missing)
 
     with pytest.warns(RuntimeWarning, match=f"cannot be kept: {error}"):
         assert preparation.prepare(LAUNCH) == Prepared(SOURCE)

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_marlin import cache, state
 from mlx_marlin.backends import devices, graph, planner
-from mlx_marlin.backends.cuda.compiling import kernel_text, mlx_folder, toolchain
+from mlx_marlin.backends.cuda.compiling import kernel_text, toolchain
 from mlx_marlin.backends.launch import Launch, Operand, Output
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.problem import problem_of
@@ -63,13 +63,13 @@ def test_mlx_takes_the_kernel_from_its_folder(keep: bool) -> None:
     text = kernel_text.text(launch)
     chain = toolchain.here()
     assert chain is not None
-    name = mlx_folder.kernel_name(launch, text)
-    folder = mlx_folder.folder(chain.mlx)
+    name = kernel_text.kernel_name(launch, text)
+    folder = kernel_text.folder(chain.mlx)
     if keep:
         other = chain.compile(
             text.replace("T(2)", "T(3)"), kernel_text.qualified(launch)
         )
-        mlx_folder.place(folder, name, launch, other)
+        kernel_text.place(folder, name, launch, other)
 
     try:
         result = launched(source)

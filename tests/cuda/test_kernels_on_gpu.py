@@ -18,7 +18,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends import devices, graph
-from mlx_marlin.backends.cuda import pipelined
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -72,7 +72,7 @@ def possible(plan: Plan) -> Plan:
     """Returns a plan, if this device can run it."""
     here = devices.current()
     capability = here.capability if isinstance(here, CudaDevice) else None
-    if plan.is_pipelined and capability != pipelined.CAPABILITY:
+    if plan.is_pipelined and capability != limits.PIPELINED_CAPABILITY:
         pytest.skip(f"{plan.kernel} is Hopper's, and this is {capability}")
     return plan
 

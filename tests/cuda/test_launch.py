@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, graph
+from mlx_marlin.backends import build, graph
 from mlx_marlin.backends.cuda import launches as cuda_arguments
 from mlx_marlin.planning.epilogue import Epilogue
 from mlx_marlin.products import packing
@@ -46,7 +46,7 @@ def test_a_product_is_one_launch_of_whole_blocks(
     # Small arrays go as they are: CUDA has no other address space for them.
     _, w, scales, numbers = call["inputs"]
     assert (w.shape, scales.shape) == ((4,), (2,))
-    assert numbers.tolist() == [*arguments.shape(plan), *arguments.schedule(plan)]
+    assert numbers.tolist() == [*build.shape(plan), *build.schedule(plan)]
 
 
 @pytest.mark.parametrize("way", [WHOLE, SPLIT], ids=str)

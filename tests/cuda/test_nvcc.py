@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.arguments import TemplateValue, weight_template
+from mlx_marlin.backends.build import TemplateValue, weight_template
 from mlx_marlin.backends.cuda import launches as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.cuda.device import CudaDevice

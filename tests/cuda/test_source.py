@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends import planner, source
-from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.cuda import launches as cuda_arguments
 from mlx_marlin.backends.cuda import source as cuda_source
 from mlx_marlin.backends.source import Source
@@ -137,7 +136,7 @@ def test_biases_are_an_input_where_they_are_apart_or_a_global_scale(
     assert cuda_source.of_dequantize(plan.problem).input_names == read
 
 
-@pytest.mark.parametrize("names", [*powerset(declarations.EPILOGUE_OPERANDS)], ids=str)
+@pytest.mark.parametrize("names", [*powerset(source.EPILOGUE_OPERANDS)], ids=str)
 def test_an_epilogues_arrays_are_inputs_where_there_are_any(
     names: tuple[str, ...],
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_marlin.backends.cuda import limits, pipelined
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.formats import FORMATS
 from support import cuda_cases
@@ -55,7 +55,7 @@ def facts(case: Case) -> set[object]:
     codes = FORMATS[mode, bits].codes
     group = {32: "step 32", 128: "a stage's"}.get(group_size, "step 64")
     plan = BLOCKS[m, RING_WAYS.index(way)]
-    in_halves = plan.fragments_m > pipelined.WHOLE_FRAGMENTS
+    in_halves = plan.fragments_m > limits.WHOLE_FRAGMENTS
     return {
         (codes, bits, dtype),
         (codes, group_size),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.arguments import weight_template
+from mlx_marlin.backends.build import weight_template
 from mlx_marlin.guard import experts, known_answers, operands, reference
 from mlx_marlin.guard.miniatures import AnyPlan
 from mlx_marlin.guard.reference import Answer, EpilogueArrays

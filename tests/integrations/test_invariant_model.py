@@ -8,7 +8,7 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin.backends import graph
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.embedding import PackedEmbedding
 from support.decoder_models import tiny
 from support.models import Layers, assert_converted, tiny_llama
 from support.profiles import sampled

@@ -19,9 +19,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.quant.dwq import dwq_quantize
 
 import mlx_marlin
+from mlx_marlin.layers.embedding import PackedEmbedding
 from mlx_marlin.layers.joined import join
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support.models import TOKENS, Layers, arrays, assert_same_model, tiny_llama

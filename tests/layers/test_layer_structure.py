@@ -8,8 +8,7 @@ import mlx.nn as nn
 import pytest
 
 import mlx_marlin
-from mlx_marlin.layers.experts import MarlinSwitchLinear
-from mlx_marlin.layers.heads import MarlinMultiLinear
+from mlx_marlin.layers.experts import MarlinMultiLinear, MarlinSwitchLinear
 from support.models import Layers, arrays, assert_same_model
 from support.profiles import sampled
 

@@ -12,8 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_marlin.backends import selection
 from mlx_marlin.layers import fused_products
 from mlx_marlin.layers import linear as linear_module
-from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.sharded_linear import SHARDED, class_for
+from mlx_marlin.layers.linear import SHARDED, MarlinLinear, class_for
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.weights.packed_weight import PackedWeight

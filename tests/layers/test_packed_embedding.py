@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
+from mlx_marlin.layers.embedding import PackedEmbedding
 from support import format_cases, oracles
 from support.format_calls import NOT_IN_MLX
 from support.format_cases import GROUPED

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import trace
 from mlx_marlin.backends import graph, planner
-from mlx_marlin.backends.metal import explicit
+from mlx_marlin.backends.metal import choice
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.planner import predict
@@ -199,7 +199,7 @@ def test_there_are_plans_of_every_other_strategy(problem: Problem) -> None:
     for strategy in OF_ONE_TILE_SIZE:
         if strategy == "hybrid" and problem.n <= 32:
             continue  # of one tile each there may be too few
-        assert [*explicit.plans(problem, device, {"strategy": strategy})]
+        assert [*choice.plans(problem, device, {"strategy": strategy})]
     compared = [each.plan.strategy for each in candidates(problem, device, {})]
     assert compared
     assert "hytis" not in compared

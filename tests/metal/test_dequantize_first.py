@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlx_marlin
-from mlx_marlin.backends import arguments, devices, graph, planner
+from mlx_marlin.backends import build, devices, graph, planner
 from mlx_marlin.backends.metal import cost
 from mlx_marlin.backends.metal.cost import LEAST_ROWS, dequantize_seconds
 from mlx_marlin.backends.metal.device import Device
@@ -69,10 +69,10 @@ def test_a_weight_is_decoded_once_and_its_product_is_right(
     plan: DequantizePlan, seed: int
 ) -> None:
     x, weight = operands(plan, seed=seed)
-    arguments = format_cases.arguments(weight, plan.problem.layout)
+    build = format_cases.arguments(weight, plan.problem.layout)
 
-    y = graph.dequantized_product(plan)(x, *arguments)
-    decoded = oracles.exact(launches.dequantized(plan)(*arguments))
+    y = graph.dequantized_product(plan)(x, *build)
+    decoded = oracles.exact(launches.dequantized(plan)(*build))
 
     assert y.dtype == x.dtype
     assert_close(y, x, weight, plan.transposed)
@@ -114,7 +114,7 @@ def test_mlx_records_one_decoding_for_each_chunk(plan: DequantizePlan) -> None:
         grid, threadgroup = call["arguments"][2:5], call["arguments"][5:8]
         assert [*grid] == [threads, 1, 1]
         assert [*threadgroup] == [min(threads, 128), 1, 1]
-        values = map(int, arguments.weight_template(problem).values())
+        values = map(int, build.weight_template(problem).values())
         assert ", ".join(map(str, values)) in call["arguments"][1]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.kernel_choice import PROBED
+from mlx_marlin.backends.metal.kernel_limits import PROBED
 from mlx_marlin.backends.metal.plan import barriers
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.plan import Plan

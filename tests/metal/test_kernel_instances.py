@@ -6,12 +6,16 @@ from itertools import product
 import pytest
 
 import mlx_marlin
-from mlx_marlin.backends.metal import explicit
+from mlx_marlin.backends.metal import choice
 from mlx_marlin.backends.metal.candidates import plans
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.instances import variant_of
-from mlx_marlin.backends.metal.kernel_choice import default_kernel, forms
-from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS, THREE_FRAGMENTS_M
+from mlx_marlin.backends.metal.kernel_limits import (
+    GEMV_ROWS,
+    THREE_FRAGMENTS_M,
+    default_kernel,
+    forms,
+)
 from mlx_marlin.planning.explicit import STAGED, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
@@ -45,14 +49,14 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
                 yield from plans(problem, device, "gemm_tensor")
             if m > GEMV_ROWS[dtype]:
                 for overrides in of_a_race(problem):
-                    yield from explicit.plans(problem, device, overrides)
+                    yield from choice.plans(problem, device, overrides)
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:
                 overrides = PlanOverrides(
                     kernel="gemm_staged", buffers=buffers, loaders=loaders
                 )
-                yield from explicit.plans(problem, device, overrides)
+                yield from choice.plans(problem, device, overrides)
 
 
 def of_a_race(problem: Problem) -> Iterator[PlanOverrides]:

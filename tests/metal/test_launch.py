@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import metal_emulator
 import mlx_marlin
 from mlx_marlin import state
-from mlx_marlin.backends import arguments, graph, kernels, planner, selection
+from mlx_marlin.backends import build, graph, kernels, planner, selection
 from mlx_marlin.backends.metal import launches as metal_arguments
 from mlx_marlin.planning.epilogue import PLAIN, Epilogue
 from mlx_marlin.planning.plan import Plan
@@ -174,7 +174,7 @@ def assert_templates_are_the_plans(plan: Plan, calls: Sequence[Node]) -> None:
         assert names == [*template]
 
 
-def instance(values: Mapping[str, arguments.TemplateValue]) -> str:
+def instance(values: Mapping[str, build.TemplateValue]) -> str:
     """Returns how MLX spells template arguments."""
     metal = {"float16": "float16_t", "bfloat16": "bfloat16_t", "float32": "float"}
     return ", ".join(

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from mlx_marlin.backends import arguments, source
+from mlx_marlin.backends import build, source
 from mlx_marlin.backends.metal import launches as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
-from mlx_marlin.backends.metal.kernel_choice import OPERANDS
+from mlx_marlin.backends.metal.kernel_limits import OPERANDS
 from mlx_marlin.planning.epilogue import ACTIVATIONS, PLAIN
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.work.tiles import PADDED_COLUMNS
@@ -69,7 +69,7 @@ def test_no_body_makes_mlx_add_shape_parameters(kernel: str, fused: bool) -> Non
     assert re.search(r"\bthread\w*_(in|per)_\w+", text.source)
 
 
-def assert_all_used(body: str, template: dict[str, arguments.TemplateValue]) -> None:
+def assert_all_used(body: str, template: dict[str, build.TemplateValue]) -> None:
     for name in template:
         assert re.search(rf"\b{name}\b", body)
     used = set(re.findall(r"\b[A-Z][A-Z_]*\b", re.sub(r"//.*", "", body)))
@@ -87,7 +87,7 @@ def test_the_bodies_use_every_template_argument(plan: Plan) -> None:
         ragged = plan.problem.n % TILE_N != 0
         template = metal_arguments.product_template(plan)
         assert template.get("RAGGED", ragged) == ragged
-    weight = arguments.weight_template(plan.problem)
+    weight = build.weight_template(plan.problem)
     assert_all_used(metal_source.kernel_source("dequantize").source, weight)
     assert weight.items() <= metal_arguments.product_template(plan).items()
 
@@ -127,7 +127,7 @@ def test_codes_have_the_numbers_of_the_shaders() -> None:
 
     codes = {name.upper(): i for i, name in enumerate(CODES)}
     others = {
-        "GLOBAL_FLOATING": arguments.GLOBAL_FLOATING,
+        "GLOBAL_FLOATING": build.GLOBAL_FLOATING,
         "SUPER_BLOCK": SUPER_BLOCK,
     }
     assert numbers_of(text) == codes | others | {
@@ -154,7 +154,7 @@ def read_by_the_shaders(array: str) -> list[str]:
 def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
     plan: Plan,
 ) -> None:
-    shape, schedule = arguments.shape(plan), arguments.schedule(plan)
+    shape, schedule = build.shape(plan), build.schedule(plan)
 
     assert len(shape) < 8
     assert len(schedule) < 8
@@ -182,9 +182,9 @@ def test_numbers_are_few_enough_to_be_constants_and_in_the_shaders_order(
 
 @given(plan=PLANS)
 def test_atomic_sums_are_finished_as_whole_tiles(plan: Plan) -> None:
-    whole, *rest = arguments.epilogue_schedule(plan)
+    whole, *rest = build.epilogue_schedule(plan)
 
-    assert rest == [*arguments.schedule(plan)[1:]]
+    assert rest == [*build.schedule(plan)[1:]]
     if plan.reduction == "workspace":
         assert whole == plan.work.whole
     else:

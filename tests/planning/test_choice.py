@@ -13,9 +13,13 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.kernel_choice import default_kernel, operand_of
-from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS, product_registers
-from mlx_marlin.backends.metal.rates import level_seconds
+from mlx_marlin.backends.metal.kernel_limits import (
+    GEMV_ROWS,
+    default_kernel,
+    operand_of,
+    product_registers,
+)
+from mlx_marlin.backends.metal.main_loop import level_seconds
 from mlx_marlin.planning import search
 from mlx_marlin.planning.explicit import ACCEPTED, PlanOverrides
 from mlx_marlin.planning.plan import Plan

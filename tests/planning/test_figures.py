@@ -11,7 +11,7 @@ import pytest
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import MetalGatherPlan
-from mlx_marlin.planning import choice, search
+from mlx_marlin.planning import search
 from mlx_marlin.planning.block_plans import (
     AddNormPlan,
     CombinePlan,
@@ -19,14 +19,13 @@ from mlx_marlin.planning.block_plans import (
     RepackPlan,
     RoutePlan,
 )
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.dequantize_plan import DequantizePlan, dequantize_plan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import Epilogue, Heads, Rotation
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Candidate, Prediction
+from mlx_marlin.planning.search import Candidate, Choice, Prediction
 
 CHAIN = Prediction(
     memory=2e-6,
@@ -150,7 +149,7 @@ def test_a_choice_is_told_in_a_line() -> None:
 def test_the_table_has_a_row_for_each_candidate_and_why_stock_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choice, "aligned", lambda rows: rows)
+    monkeypatch.setattr(search, "aligned", lambda rows: rows)
     heads = ["strategy", "threadgroups", "simdgroups", "slots", "busy", "us"]
     figures = ["0.80", "28.0", "memory"]
     ours: list[Any] = [

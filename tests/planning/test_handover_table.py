@@ -20,7 +20,7 @@ import recorded_plans
 from benchmarks.stock import __main__ as writer
 from benchmarks.stock import decision, experts
 from mlx_marlin.backends.devices import named
-from mlx_marlin.backends.metal import handover
+from mlx_marlin.backends.metal import backend
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.experts import gather_seconds
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
@@ -33,7 +33,7 @@ from support.profiles import sampled
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((ROOT / "tests" / "data" / "recorded_servers.json").read_text())
 DOCUMENT = ROOT / "docs" / "stock_model.md"
-TABLE = json.loads(handover.FILE.read_text("ascii"))
+TABLE = json.loads(backend.FILE.read_text("ascii"))
 M3_MAX = Device.named("M3 Max")
 PAIRS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 OF_EXPERTS = (
@@ -134,7 +134,7 @@ def test_the_file_has_what_the_command_writes(chip: str) -> None:
 def test_the_file_has_every_chip_dtype_and_format_in_the_commands_form() -> None:
     chips = TABLE["chips"]
 
-    assert handover.FILE.read_text("ascii") == writer.text(chips, chips.values())
+    assert backend.FILE.read_text("ascii") == writer.text(chips, chips.values())
     assert TABLE["columns"] == [*writer.SHAPES]
     (of_first, *_) = (first := next(iter(chips.values()))).values()
     for name, dtype, mode in product(chips, first, of_first):
@@ -157,7 +157,7 @@ def test_no_experts_are_ours_that_are_predicted_to_be_slower(mode: str) -> None:
             m = max(1, round(each * of))
             problem = problem_of(m, n, k, mode=scheme, bits=int(bits), dtype=dtype)
             gather = GatherProblem(problem=problem, experts=of, is_sorted=order)
-            if handover.reason_of_experts(gather, device) is None:
+            if backend.reason_of_experts(gather, device) is None:
                 ours = gather_seconds(gather, device)
                 assert ours <= experts.stock_seconds(gather, device), (chip, gather)
 
@@ -168,10 +168,10 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     found = {"ours": ["", "5-8 33-"], "decoded": ["", "65-"], "experts": [0.5, 4]}
     chips = {"Apple M3 Max": {"float16": {"affine 4": found}}}
     table = {"columns": [512, 1024], "chips": chips}
-    monkeypatch.setattr(handover, "_table", lambda: table)
-    handover.line_of.cache_clear()
+    monkeypatch.setattr(backend, "_table", lambda: table)
+    backend.line_of.cache_clear()
     yield found
-    handover.line_of.cache_clear()
+    backend.line_of.cache_clear()
 
 
 @pytest.mark.usefixtures("line")
@@ -214,10 +214,10 @@ def test_a_reason_names_the_table_and_the_rows_that_ours_serve(line: Any) -> Non
         "serve 5 to 8, 33 and more rows of such a weight (not measured here)"
     )
     gather = GatherProblem(problem=Problem(m=3, n=64, k=512), experts=8, is_sorted=True)
-    reason = handover.reason_of_experts
+    reason = backend.reason_of_experts
     assert "kernel serves from 0.5 to 4 rows an expert" in str(reason(gather, M3_MAX))
     line["experts"] = [12, 8]
-    handover.line_of.cache_clear()
+    backend.line_of.cache_clear()
     many = replace(gather, problem=Problem(m=96, n=64, k=512))
     assert "serves no number of sorted rows an expert" in str(reason(many, M3_MAX))
     assert "from 12 rows" in str(reason(replace(gather, is_sorted=False), M3_MAX))
@@ -240,4 +240,4 @@ def test_a_reason_names_the_table_and_the_rows_that_ours_serve(line: Any) -> Non
 def test_a_chip_that_the_table_has_not_goes_by_an_older_one_of_its_tier(
     device: Device, stands: str
 ) -> None:
-    assert handover.line_of(problem_of(8, 4096, 4096), device).chip == f"Apple {stands}"
+    assert backend.line_of(problem_of(8, 4096, 4096), device).chip == f"Apple {stands}"

@@ -12,7 +12,7 @@ import pytest
 import kernel_times
 from kernel_times import speed
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.backends.metal import choice, rates
+from mlx_marlin.backends.metal import choice, main_loop
 from mlx_marlin.backends.metal.cost import predict, tensor_loop
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.main_loop import loop_of
@@ -239,9 +239,9 @@ def test_the_constants_of_our_kernels_are_the_best_fit(
     measured = kernel_times.fitted("gemm_register", "M4")
 
     def error(factor: float) -> float:
-        value = getattr(rates.APPLE9, name) * factor
-        changed = replace(rates.APPLE9, **{name: value})
-        monkeypatch.setitem(rates.RATES, "M4", changed)
+        value = getattr(main_loop.APPLE9, name) * factor
+        changed = replace(main_loop.APPLE9, **{name: value})
+        monkeypatch.setitem(main_loop.RATES, "M4", changed)
         loop_of.cache_clear()
         return sum(math.log(1 + row.error()) ** 2 for row in measured)
 

@@ -20,7 +20,7 @@ from mlx_marlin.planning.epilogue import PLAIN, Epilogue, Rotation
 from mlx_marlin.planning.measurement import Measured
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.products import dispatch, operands, serving
+from mlx_marlin.products import dispatch, serving
 from mlx_marlin.products.packing import pack
 from mlx_marlin.products.request import Request
 from mlx_marlin.weights.packed_weight import PackedWeight
@@ -382,7 +382,7 @@ def test_a_product_is_handed_the_dtypes_that_it_reads(
         return [each.dtype for each in handed]
 
     letters = {"h": mx.float16, "s": mx.uint8, "w": mx.float32}
-    run: Any = operands.as_called(product, replace(PLAIN_REQUEST, **changes))
+    run: Any = dispatch.as_called(product, replace(PLAIN_REQUEST, **changes))
 
     assert run(*arrays) == [letters.get(each, each) for each in wanted]
 

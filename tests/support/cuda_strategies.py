@@ -5,7 +5,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from mlx_marlin.backends.cuda import device, limits, pipelined
+from mlx_marlin.backends.cuda import device, limits
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.plan import Plan
@@ -53,18 +53,18 @@ def mma_plans(draw: st.DrawFn) -> Plan:
 def staged_plans(draw: st.DrawFn) -> Plan:
     """Draws any valid plan of a kernel with stages of x, sensible or not."""
     kernel = draw(st.sampled_from(("mma_staged", "wgmma")))
-    traits = pipelined.KERNELS[kernel]
+    traits = limits.PIPELINED[kernel]
     fragments_m = draw(st.sampled_from(traits.fragments_m))
     tiles_n = draw(st.integers(1, limits.MOST_SIMDGROUPS_N))
     columns = -(-tiles_n // traits.together) * traits.together
     most = (traits.most_simdgroups - 4) // columns
-    room = (limits.SHARED_LIMIT - pipelined.BARRIER_BYTES) // pipelined.stage_bytes(
+    room = (limits.SHARED_LIMIT - limits.BARRIER_BYTES) // limits.stage_bytes(
         8 * fragments_m
     )
     blocks = [
         (warps_k, buffers)
         for warps_k in range(1, most + 1)
-        for buffers in pipelined.buffers_of(fragments_m, warps_k)
+        for buffers in limits.buffers_of(fragments_m, warps_k)
         if buffers <= room
     ]
     warps_k, buffers = draw(st.sampled_from(blocks))

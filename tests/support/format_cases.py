@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_marlin.backends import graph
-from mlx_marlin.backends.metal.kernel_choice import OPERANDS, operand_reason
-from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS
+from mlx_marlin.backends.metal.kernel_limits import GEMV_ROWS, OPERANDS, operand_reason
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.plan import Plan

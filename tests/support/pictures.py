@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.planner import predict
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.search import Choice
 
 
 def chosen(plan: Plan, device: Device = DEFAULT) -> Choice:

@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_emulator import check
-from mlx_marlin.backends import arguments, planner, source
-from mlx_marlin.backends.cuda import declarations
+from mlx_marlin.backends import build, planner, source
 from mlx_marlin.backends.metal import device
 from mlx_marlin.backends.metal import launches as metal_arguments
 from mlx_marlin.backends.metal import source as metal_source
@@ -106,7 +105,7 @@ class Variant:
     kernel: str
     kind: str  # "plain", "fused", "gated", "normed", "normed gated" or "atomic"
     # Template arguments and dtypes, by name
-    values: tuple[tuple[str, arguments.TemplateValue], ...]
+    values: tuple[tuple[str, build.TemplateValue], ...]
 
     @property
     def source(self) -> source.Source:
@@ -155,7 +154,7 @@ def _inputs(names: Sequence[str], dtypes: Mapping[str, mx.Dtype]) -> Iterator[mx
             yield mx.zeros(3, mx.int32)
         elif name == "partials":
             yield mx.zeros(8, mx.float32)
-        elif name in (*declarations.EPILOGUE_INPUTS, *source.EXPERT_BIASES):
+        elif name in (*source.EPILOGUE_INPUTS, *source.EXPERT_BIASES):
             yield mx.zeros(8, dtypes["out"])
         else:
             yield mx.zeros(8, dtypes["x" if name in ("x", *source.NORM) else "scales"])
@@ -181,7 +180,7 @@ def variants_of(plan: Plan) -> list[Variant]:
 def decoder_of(problem: Problem) -> Variant:
     """The instance that decodes a problem's weight."""
     dtypes = {"scales": problem.scale_dtype, "out": problem.dtype}
-    values = {**arguments.weight_template(problem), **dtypes}
+    values = {**build.weight_template(problem), **dtypes}
     return Variant("dequantize", "plain", tuple(values.items()))
 
 
@@ -476,4 +475,4 @@ def checked(variants: Sequence[Variant]) -> frozenset[tuple[str, ...]]:
     )
 
 
-Pair = tuple[tuple[str, arguments.TemplateValue], ...]
+Pair = tuple[tuple[str, build.TemplateValue], ...]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from mlx_marlin.backends.cuda import limits, pipelined
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.cost import MOST_WARPS
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
@@ -17,7 +17,7 @@ from mlx_marlin.weights.formats import TILE_N
 
 FRAGMENTS_M: dict[str, tuple[int, ...]] = {
     "mma": limits.FRAGMENTS_M,
-    **{kernel: traits.fragments_m for kernel, traits in pipelined.KERNELS.items()},
+    **{kernel: traits.fragments_m for kernel, traits in limits.PIPELINED.items()},
 }
 LEAST_ROWS = 9
 """Fewest rows for which pipelined kernels are compared; for 8, "mma" already reads at
@@ -120,13 +120,13 @@ def plan_of(
         slices = _slices if kernel == "mma" else _staged_slices
         warps_k = slices(body, work, device)
     stages = (
-        {"buffers": pipelined.buffers(fragments_m, warps_k)}
-        if kernel in pipelined.KERNELS
+        {"buffers": limits.buffers(fragments_m, warps_k)}
+        if kernel in limits.PIPELINED
         else {}
     )
     fields: dict[str, Any] = {
         **stages,
-        "loaders": pipelined.LOADERS if stages else 0,
+        "loaders": limits.LOADERS if stages else 0,
         "reduction": "workspace" if work.is_split else "none",
         **given,
     }
@@ -158,19 +158,21 @@ def fitting(plan: CudaPlan, device: CudaDevice) -> CudaPlan:
 def kernels(problem: Problem, device: CudaDevice) -> Iterator[Kernel]:
     """Yields the kernels to compare."""
     yield "mma"
-    supported = device.capability == pipelined.CAPABILITY and problem.m >= LEAST_ROWS
-    room = device.shared_bytes - pipelined.BARRIER_BYTES
-    fits = room >= pipelined.MOST_BUFFER_BYTES
-    if supported and fits and not pipelined.why_not(problem):
+    supported = (
+        device.capability == limits.PIPELINED_CAPABILITY and problem.m >= LEAST_ROWS
+    )
+    room = device.shared_bytes - limits.BARRIER_BYTES
+    fits = room >= limits.MOST_BUFFER_BYTES
+    if supported and fits and not limits.why_not_pipelined(problem):
         yield from OF_CUDA[1:]
 
 
 def widths(problem: Problem, kernel: Kernel, warps_k: int = 1) -> range:
     """Returns the numbers of packed tiles side by side to compare."""
     room = limits.MOST_SIMDGROUPS // warps_k
-    if kernel in pipelined.KERNELS:
-        traits = pipelined.KERNELS[kernel]
-        multipliers = traits.most_simdgroups - pipelined.LOADERS
+    if kernel in limits.PIPELINED:
+        traits = limits.PIPELINED[kernel]
+        multipliers = traits.most_simdgroups - limits.LOADERS
         # At least one, so that its plan reports what is wrong.
         room = traits.together * max(multipliers // traits.together // warps_k, 1)
     most = min(limits.MOST_SIMDGROUPS_N, -(-problem.n // TILE_N), room)
@@ -239,11 +241,11 @@ def _staged_slices(body: Body, work: Work, _: CudaDevice) -> int:
     problem, kernel, fragments_m, tiles_n = body
     few = problem.bits > 4
     most = FEW_MULTIPLIERS[kernel] if few else MOST_MULTIPLIERS[kernel][fragments_m]
-    trips = pipelined.STAGE_K // k_tile(problem.group_size)
+    trips = limits.STAGE_K // k_tile(problem.group_size)
     stages = -(-(work.total // work.pieces) // trips)
-    columns = pipelined.columns(kernel, tiles_n)
+    columns = limits.warp_columns(kernel, tiles_n)
     warps_k = _even(columns, max(min(most // columns, stages), 1))
-    while warps_k > 1 and not pipelined.affordable_buffers(fragments_m, warps_k):
+    while warps_k > 1 and not limits.affordable_buffers(fragments_m, warps_k):
         warps_k -= 1
     return warps_k
 

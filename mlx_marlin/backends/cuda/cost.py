@@ -7,7 +7,7 @@ products), plus a fixed time per piece of work and per further launch. Other dev
 scaled by multiprocessors, bandwidth and throughput only.
 """
 
-from mlx_marlin.backends.cuda import limits, pipelined
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.plan import CudaPlan
 from mlx_marlin.planning.device import Residency
@@ -151,7 +151,7 @@ def _issue(plan: CudaPlan, steps: int) -> float:
         return -(-steps // plan.simdgroups_k) * STEP_SECONDS[plan.fragments_m - 1]
     stages = -(-steps // 2)
     if plan.kernel == "wgmma":
-        warps = pipelined.columns("wgmma", plan.simdgroups_n)
+        warps = limits.warp_columns("wgmma", plan.simdgroups_n)
         return warps // 4 * stages * STAGE_SECONDS[plan.fragments_m]
     tiles = plan.simdgroups_n * TILE_SECONDS[plan.fragments_m - 1]
     return stages * max(tiles, FILL_SECONDS[plan.fragments_m - 1])

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_marlin.backends import build
-from mlx_marlin.backends.arguments import (
+from mlx_marlin.backends.build import (
     GATES,
+    REDUCE_ROWS,
     epilogue_template,
     float_bits,
     parts,
@@ -13,7 +14,6 @@ from mlx_marlin.backends.arguments import (
     shape,
     weight_template,
 )
-from mlx_marlin.backends.build import REDUCE_ROWS
 from mlx_marlin.backends.cuda import source
 from mlx_marlin.backends.cuda.plan import CudaGatherPlan, CudaPlan
 from mlx_marlin.backends.launch import Launch, TemplateValue

@@ -9,7 +9,7 @@ and the blocks of the others end immediately.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_marlin.backends.cuda import limits, pipelined
+from mlx_marlin.backends.cuda import limits
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.planning.gather_plan import GatherPlan
 from mlx_marlin.planning.plan import Plan
@@ -31,14 +31,14 @@ class CudaPlan(Plan):
     @property
     def is_pipelined(self) -> bool:
         """Whether dedicated warps fill stages of x."""
-        return self.kernel in pipelined.KERNELS
+        return self.kernel in limits.PIPELINED
 
     @property
     def simdgroups(self) -> int:
         """Warps of a block."""
         if not self.is_pipelined:
             return self.simdgroups_n * self.simdgroups_k
-        return pipelined.simdgroups(self.kernel, self.simdgroups_n, self.simdgroups_k)
+        return limits.simdgroups(self.kernel, self.simdgroups_n, self.simdgroups_k)
 
     @property
     def threadgroup_bytes(self) -> int:
@@ -51,17 +51,17 @@ class CudaPlan(Plan):
         scratch = sums * self.tile.m * PADDED_COLUMNS * 4
         if not self.buffers:
             return scratch + limits.normed_bytes(self.problem)
-        return pipelined.BARRIER_BYTES + max(scratch, self.buffers * self.stage_bytes)
+        return limits.BARRIER_BYTES + max(scratch, self.buffers * self.stage_bytes)
 
     @property
     def stage_k(self) -> int:
         """K values of a stage."""
-        return pipelined.STAGE_K
+        return limits.STAGE_K
 
     @property
     def stage_bytes(self) -> int:
         """Bytes of a stage."""
-        return pipelined.stage_bytes(self.tile.m)
+        return limits.stage_bytes(self.tile.m)
 
     def check(self) -> None:
         """Checks the fields and their combination."""
@@ -249,7 +249,10 @@ def _check_counts(plan: CudaPlan | CudaGatherPlan) -> None:
 
 def _check_pipelined(plan: CudaPlan) -> None:
     """Checks the fields of a plan."""
-    reason, traits = pipelined.why_not(plan.problem), pipelined.KERNELS[plan.kernel]
+    reason, traits = (
+        limits.why_not_pipelined(plan.problem),
+        limits.PIPELINED[plan.kernel],
+    )
     if reason is not None:
         raise ValueError(f"kernel={plan.kernel!r}: {reason}")
     fragments_m = plan.fragments_m
@@ -257,9 +260,9 @@ def _check_pipelined(plan: CudaPlan) -> None:
         raise ValueError(
             f"fragments_m={fragments_m} is not one of {traits.fragments_m}"
         )
-    if plan.loaders != pipelined.LOADERS:
+    if plan.loaders != limits.LOADERS:
         raise ValueError(
-            f"{plan.kernel} has loaders={pipelined.LOADERS}, got loaders={plan.loaders}"
+            f"{plan.kernel} has loaders={limits.LOADERS}, got loaders={plan.loaders}"
         )
     _check_counts(plan)
     if plan.simdgroups > traits.most_simdgroups:
@@ -268,7 +271,7 @@ def _check_pipelined(plan: CudaPlan) -> None:
             f"{plan.simdgroups} simdgroups in a threadgroup, expected at most "
             f"{traits.most_simdgroups}"
         )
-    fitting = pipelined.buffers_of(fragments_m, plan.simdgroups_k)
+    fitting = limits.buffers_of(fragments_m, plan.simdgroups_k)
     if plan.buffers not in fitting:
         raise ValueError(
             f"buffers={plan.buffers} is not one of {fitting} for "

@@ -1,17 +1,29 @@
 """The search for a plan on CUDA, of a product and of experts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any, cast
 
-from mlx_marlin.backends.cuda import explicit, limits
-from mlx_marlin.backends.cuda.candidates import fewest_fragments, fitting, plans
+from mlx_marlin.backends.cuda import limits
+from mlx_marlin.backends.cuda.candidates import (
+    FRAGMENTS_M,
+    Body,
+    fewest_fragments,
+    fitting,
+    kernels,
+    plan_of,
+    plans,
+    valid,
+    widths,
+    worth_comparing,
+)
 from mlx_marlin.backends.cuda.cost import predict
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
 from mlx_marlin.backends.cuda.plan import MAX_PAIRS_PER_ROW, CudaGatherPlan, CudaPlan
-from mlx_marlin.planning import search
-from mlx_marlin.planning.explicit import PlanOverrides
+from mlx_marlin.planning import explicit, search
+from mlx_marlin.planning.explicit import WORK_FIELDS, PlanOverrides
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import (
     INVARIANT_ROWS,
@@ -21,7 +33,8 @@ from mlx_marlin.planning.problem import (
 )
 from mlx_marlin.planning.search import Candidate, Prediction
 from mlx_marlin.planning.work.decompositions import data_parallel
-from mlx_marlin.planning.work.work import STRATEGIES
+from mlx_marlin.planning.work.tiles import Kernel
+from mlx_marlin.planning.work.work import STRATEGIES, Work
 from mlx_marlin.weights.formats import TILE_N
 
 
@@ -44,7 +57,7 @@ def _plans(
     if (reason := limits.why_not(problem)) is not None:
         raise ValueError(reason)
     if overrides:
-        return explicit.plans(problem, device, overrides)
+        return _explicit(problem, device, overrides)
     return plans(problem, device)
 
 
@@ -161,3 +174,135 @@ def _takes_gate(gather: GatherProblem) -> bool:
     problem = gather.problem
     is_tiled = problem.layout == "marlin" and problem.n % TILE_N == 0
     return is_tiled and 0 < gather.pairs_per_row <= MAX_PAIRS_PER_ROW
+
+
+OF_WORK = WORK_FIELDS - {"simdgroups_n"}
+"""The fields that determine how work is divided: all tiles have the same width."""
+
+
+def _explicit(
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
+) -> Iterator[CudaPlan]:
+    """Yields the plans with the given fields, at least one."""
+    _check(device, overrides)
+    builds = [*_builds(problem, device, overrides)]
+    if not builds:
+        raise explicit.nothing_fits(overrides)
+    yield from valid(builds)
+
+
+def _builds(
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
+) -> Iterator[Callable[[], CudaPlan]]:
+    """Yields what builds the plans."""
+    errors, found = [], False
+    given: dict[str, Any] = {
+        name: value
+        for name, value in overrides.items()
+        if name in ("buffers", "reduction")
+    }
+    for body in _bodies(problem, device, overrides):
+        try:
+            works = _works(body, device, overrides)
+        except ValueError as error:  # too few tiles; narrower ones may be enough
+            errors.append(error)
+            continue
+        found = True
+        for work in works:
+            if explicit.can_meet(work, overrides):
+                warps_k = overrides.get("simdgroups_k")
+                yield partial(plan_of, body, work, device, warps_k, **given)
+    if errors and not found:
+        raise errors[0]
+
+
+def _bodies(
+    problem: Problem, device: CudaDevice, overrides: PlanOverrides
+) -> Iterator[Body]:
+    named = (overrides["kernel"],) if "kernel" in overrides else None
+    for kernel in named or kernels(problem, device):
+        fragments_m = overrides.get("fragments_m", fewest_fragments(problem, kernel))
+        if not named and not _fits_stages(kernel, fragments_m, overrides):
+            continue
+        given = (
+            (overrides["simdgroups_n"],)
+            if "simdgroups_n" in overrides
+            else widths(problem, kernel, overrides.get("simdgroups_k", 1))
+        )
+        for tiles_n in given:
+            yield Body(problem, kernel, fragments_m, tiles_n)
+
+
+def _fits_stages(kernel: Kernel, fragments_m: int, overrides: PlanOverrides) -> bool:
+    """Returns whether a kernel, if it is pipelined, can have the given fields."""
+    if kernel not in limits.PIPELINED:
+        return True
+    traits = limits.PIPELINED[kernel]
+    named = {"buffers", "loaders"} & overrides.keys()
+    if fragments_m not in traits.fragments_m or named:
+        return False
+    tiles_n = overrides.get("simdgroups_n", 1)
+    warps_k = overrides.get("simdgroups_k", 1)
+    warps = limits.simdgroups(kernel, tiles_n, warps_k)
+    affordable = limits.affordable_buffers(fragments_m, warps_k)
+    return warps <= traits.most_simdgroups and bool(affordable)
+
+
+def _works(body: Body, device: CudaDevice, overrides: PlanOverrides) -> list[Work]:
+    named = {name: value for name, value in overrides.items() if name in OF_WORK}
+    if not named:
+        return [*worth_comparing(body, device)]
+    return [work for work, _ in explicit.works(body.grid(device), named)]
+
+
+def _check(device: CudaDevice, overrides: PlanOverrides) -> None:
+    """Raises ValueError for fields that no CUDA kernel supports."""
+    kernel = overrides.get("kernel", "mma")
+    if kernel not in OF_CUDA:
+        raise ValueError(f"kernel={kernel!r} is not one of CUDA's, {OF_CUDA}")
+    _check_fixed(kernel, overrides)
+    if overrides.get("strategy") == "hytis":
+        raise ValueError(
+            f"strategy='hytis' has tiles of two widths, which {kernel} has not"
+        )
+    tiles_n, warps_k = (
+        overrides.get("simdgroups_n", 1),
+        overrides.get("simdgroups_k", 1),
+    )
+    if min(tiles_n, warps_k) < 1 or tiles_n * warps_k > limits.MOST_SIMDGROUPS:
+        raise ValueError(
+            f"simdgroups_n={tiles_n} x simdgroups_k={warps_k}, expected 1 to "
+            f"{limits.MOST_SIMDGROUPS} simdgroups"
+        )
+    known = FRAGMENTS_M[kernel]
+    if overrides.get("fragments_m", known[0]) not in known:
+        raise ValueError(
+            f"fragments_m={overrides['fragments_m']} is not one of {known}"
+        )
+    if kernel in limits.PIPELINED:
+        _check_device(kernel, device)
+
+
+def _check_fixed(kernel: Kernel, overrides: PlanOverrides) -> None:
+    """Raises ValueError if a field that is constant on CUDA has another value."""
+    staging = (
+        {"loaders": limits.LOADERS}
+        if kernel in limits.PIPELINED
+        else {"buffers": 0, "loaders": 0}
+    )
+    expected: dict[str, Any] = {"simdgroups_m": 1, "operand": "exact", **staging}
+    given = cast(dict[str, Any], overrides)
+    for name, value in expected.items():
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"{name}={given[name]!r}, expected {value!r} on a CUDA device"
+            )
+
+
+def _check_device(kernel: Kernel, device: CudaDevice) -> None:
+    if device.capability != limits.PIPELINED_CAPABILITY:
+        needed = ".".join(map(str, limits.PIPELINED_CAPABILITY))
+        raise ValueError(
+            f"kernel={kernel!r} needs compute capability {needed}, and {device.name} "
+            f"has {'.'.join(map(str, device.capability))}"
+        )

@@ -5,12 +5,137 @@ includes files of `lib` after `cuda/prelude.cuh`, which maps Metal's names to CU
 """
 
 from functools import cache
+from typing import NamedTuple
 
 from mlx_marlin.backends import source
-from mlx_marlin.backends.cuda import declarations
 from mlx_marlin.backends.cuda.plan import CudaGatherPlan, CudaPlan
-from mlx_marlin.backends.source import NUMBERS, OPERANDS, SECOND, Source, read
+from mlx_marlin.backends.source import (
+    EPILOGUE_INPUTS,
+    EPILOGUE_OPERANDS,
+    EXPERT_BIASES,
+    HEAD_NORMS,
+    NORM,
+    NUMBERS,
+    OPERANDS,
+    ROTATION,
+    SECOND,
+    Source,
+    read,
+)
+from mlx_marlin.planning.epilogue import PLAIN, Epilogue
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+
+ABSENT = {
+    "biases": "const auto* biases = scales;\n",
+    **{name: f"const T* {name} = nullptr;\n" for name in EPILOGUE_OPERANDS},
+}
+"""Declarations of arrays that a kernel does not read. An input array would cost MLX
+0.3 us per call (measured, docs/lab)."""
+
+
+class Declared(NamedTuple):
+    """Declarations of an epilogue or of the access to rows, before a kernel's body."""
+
+    suffix: str = ""  # Suffix of the kernel's name
+    arrays: tuple[str, ...] = ()  # Arrays that the kernel may read for them
+    numbers: tuple[str, ...] = ()  # Numbers of a plan that the kernel reads for them
+    declaration: str = ""  # The declaration of `epilogue` or `rows`
+
+    def combined(self, other: "Declared") -> "Declared":
+        """Returns the declarations of both."""
+        return Declared(
+            self.suffix + other.suffix,
+            self.arrays + other.arrays,
+            self.numbers + other.numbers,
+            self.declaration + other.declaration,
+        )
+
+
+NOTHING = Declared()
+NO_SOURCES = Declared(declaration="const uint32_t* sources = nullptr;\n")
+AS_IT_IS = Declared(declaration="const marlin::Plain epilogue{};\n")
+NO_SECOND = Declared(
+    declaration="const uint32_t* second = nullptr;\n"
+    "const auto* second_scales = scales;\n"
+)
+BIASED = Declared(
+    "_biased",
+    EXPERT_BIASES[:1],
+    declaration="const marlin::Biased<T> epilogue{expert_bias};\n",
+)
+FUSED = Declared(
+    "_fused",
+    EPILOGUE_OPERANDS,
+    EPILOGUE_INPUTS[-1:],
+    "const marlin::Epilogue<T, BIAS, ACTIVATION, MULTIPLY, RESIDUAL, PARTS> epilogue{\n"
+    "    bias, multiplier, residual, parts};\n",
+)
+GATED = Declared(
+    "_gated",
+    declaration="const marlin::Paired<marlin::Gated<ACTIVATION>> epilogue{};\n",
+)
+GATED_BIASED = Declared(
+    "_gated_biased",
+    EXPERT_BIASES,
+    declaration="using Biases = marlin::Biases<T>;\n"
+    "const marlin::Paired<marlin::Gated<ACTIVATION, Biases>> epilogue{\n"
+    "    {{expert_bias, second_bias}}};\n",
+)
+ROTATED = Declared(
+    "_rotated",
+    ("bias", *ROTATION),
+    EPILOGUE_INPUTS[-1:],
+    "using Heads = marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR>;\n"
+    "const marlin::Paired<Heads> epilogue{\n"
+    "    {{bias, nullptr, nullptr, parts}, positions, freqs, {}}};\n",
+)
+ROTATED_NORMS = Declared(
+    "_rotated_norms",
+    ("bias", *ROTATION, *HEAD_NORMS),
+    EPILOGUE_INPUTS[-1:],
+    "using Norms = marlin::Normalized<T, HEAD_EPSILON, QUERIES, FEATURES>;\n"
+    "using Heads =\n"
+    "    marlin::Rotated<T, BIAS, PARTS, FEATURES, ROTATED, EACH, FACTOR, Norms>;\n"
+    "const marlin::Paired<Heads> epilogue{\n"
+    "    {{bias, nullptr, nullptr, parts}, positions, freqs, {q_norm, k_norm}}};\n",
+)
+PLAIN_ROWS = Declared(declaration="const auto rows = marlin::plain_rows(x);\n")
+NORMED = Declared(
+    "_normed",
+    NORM,
+    declaration="const auto rows = marlin::normed<EPSILON>(x, norm);\n",
+)
+"""The declarations of `rows` for "mma"; the other kernels read x directly."""
+
+
+def declared_of_epilogue(epilogue: Epilogue) -> Declared:
+    """Returns the declarations of the epilogue of a product."""
+    if epilogue.gated:
+        return GATED
+    if epilogue.rotation is not None:
+        return ROTATED if epilogue.rotation.norm is None else ROTATED_NORMS
+    return AS_IT_IS if epilogue == PLAIN else FUSED
+
+
+def declared_of_product(plan: Plan) -> Declared:
+    """Returns the declarations of the epilogue and rows of a plan's first kernel."""
+    declared = (
+        AS_IT_IS if plan.is_split else declared_of_epilogue(plan.problem.epilogue)
+    )
+    if plan.kernel != "mma":
+        return declared
+    return declared.combined(PLAIN_ROWS if plan.problem.norm is None else NORMED)
+
+
+def declared_of_experts(plan: CudaGatherPlan) -> Declared:
+    """Returns the declarations of the epilogue and absent arrays of a gather plan."""
+    if plan.gather.gate:
+        declared = GATED_BIASED if plan.gather.bias else GATED
+    else:
+        declared = NO_SECOND.combined(BIASED if plan.gather.bias else AS_IT_IS)
+    return declared.combined(NO_SOURCES) if plan.pairs_per_row else declared
+
 
 SECTION = 7
 """Offset of the sections of CUDA's only array of numbers; the last may be longer."""
@@ -23,7 +148,7 @@ def of_product(plan: CudaPlan) -> Source:
     """
     file = "staged_decls" if plan.is_pipelined else "product_decls"
     header = f"#define THREADS {plan.threads}\n{_included(f'cuda/{file}.cuh')}"
-    declared = declarations.of_product(plan)
+    declared = declared_of_product(plan)
     return _of_cuda(plan.kernel, header, OPERANDS, NUMBERS, plan.problem, declared)
 
 
@@ -33,7 +158,7 @@ def gather_source(plan: CudaGatherPlan) -> Source:
     named = () if plan.pairs_per_row else ("sources",)
     second = SECOND if plan.gather.gate else ()
     operands = (*OPERANDS, *second, "experts", *named)
-    declared = declarations.of_experts(plan)
+    declared = declared_of_experts(plan)
     return _of_cuda("gather", header, operands, NUMBERS[:1], plan.problem, declared)
 
 
@@ -66,7 +191,7 @@ def of_dequantize(problem: Problem) -> Source:
 def of_reduce(plan: CudaPlan) -> Source:
     """Returns the source of the kernel that adds the splits of each tile."""
     header = _included("cuda/reduce_decls.cuh")
-    declared = declarations.of_epilogue(plan.problem.epilogue)
+    declared = declared_of_epilogue(plan.problem.epilogue)
     return _of_cuda("reduce", header, ("partials",), NUMBERS, plan.problem, declared)
 
 
@@ -76,7 +201,7 @@ def _of_cuda(
     operands: tuple[str, ...],
     numbers: tuple[str, ...],
     problem: Problem,
-    declared: declarations.Declared = declarations.NOTHING,
+    declared: Declared = NOTHING,
 ) -> Source:
     """Returns the source of a CUDA kernel, without inputs that it does not read.
 
@@ -86,7 +211,7 @@ def _of_cuda(
     """
     arrays = (*operands, *declared.arrays)
     present = tuple(name for name in arrays if _is_read(name, problem))
-    lines = [declarations.ABSENT[name] for name in arrays if name not in present]
+    lines = [ABSENT[name] for name in arrays if name not in present]
     for i, name in enumerate((*numbers, *declared.numbers)):
         lines.append(f"const int* {name} = numbers + {SECTION * i};\n")
     lines.append(declared.declaration)

@@ -1,37 +1,46 @@
 """The Metal back end: plans and kernels for Apple GPUs and for the emulator.
 
-The module implements `backends.base.Backend`.
+The module implements `backends.base.Backend`. Where nobody has measured a product, a
+table decides whether stock MLX serves a weight in MLX's layout: `python -m
+benchmarks.stock` writes `data/handover.json` by a model of stock MLX, from products of
+common sizes. A packed weight stays with our kernels, but what its product fuses may be
+predicted to be faster apart.
 """
 
+import json
+import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mlx_marlin.backends.base import KernelCall
+from mlx_marlin.backends import planner
+from mlx_marlin.backends.base import KernelCall, Traits
 from mlx_marlin.backends.launch import Launch
-from mlx_marlin.backends.metal import experts, kernel_limits
+from mlx_marlin.backends.metal import choice, experts, kernel_limits
 from mlx_marlin.backends.metal.choice import best
 from mlx_marlin.backends.metal.choice import candidates as candidates
+from mlx_marlin.backends.metal.cost import dequantize_if_faster, dequantize_seconds
 from mlx_marlin.backends.metal.cost import predict as predict
 from mlx_marlin.backends.metal.device import DEFAULT, Device
 from mlx_marlin.backends.metal.experts import MetalGatherPlan
-from mlx_marlin.backends.metal.kernel_choice import (
-    PROBED,
-    default_kernel,
-    has_registers,
-)
 from mlx_marlin.backends.metal.kernel_limits import (
     KERNELS,
     NORM_ROWS,
     OPERATION_FRAGMENTS,
+    PROBED,
     TENSOR_KERNEL,
+    default_kernel,
+    has_registers,
 )
 from mlx_marlin.backends.metal.launches import BY_TYPE
 from mlx_marlin.backends.metal.launches import launches as launches
+from mlx_marlin.backends.metal.main_loop import level_seconds, memory_seconds
 from mlx_marlin.backends.metal.plan import MetalPlan, splits_packed_tile
-from mlx_marlin.backends.traits import Traits
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.epilogue import PLAIN
@@ -39,7 +48,7 @@ from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Prediction
+from mlx_marlin.planning.search import MODEL_ERROR, Prediction
 from mlx_marlin.weights.formats import TILE_N
 
 name = "metal"
@@ -87,8 +96,6 @@ def choose_gather(gather: GatherProblem, device: Device) -> GatherPlan:
 def seconds(plan: DequantizePlan | GatherPlan, device: Device) -> float:
     """Returns the predicted time of a plan that decodes first or is of experts."""
     if isinstance(plan, DequantizePlan):
-        from mlx_marlin.backends.metal.cost import dequantize_seconds
-
         return dequantize_seconds(plan.problem, device)
     return experts.gather_seconds(plan.gather, device)
 
@@ -101,10 +108,8 @@ def handover(
     A packed weight stays with these kernels, but operations that its product fuses may
     be predicted to be faster apart.
     """
-    from mlx_marlin.backends.metal import handover as rules
-
     if isinstance(problem, GatherProblem):
-        return rules.reason_of_experts(problem, device)
+        return reason_of_experts(problem, device)
     normed = problem.norm is not None
     if normed and not has_registers(problem, device, 0):
         return (
@@ -114,10 +119,10 @@ def handover(
     if problem.layout == "marlin" and (problem.epilogue.gated or normed):
         rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
         apart = predict(best(replace(problem, **rest), device), device).seconds
-        return rules.faster_apart(problem, device, apart, predicted().seconds)
+        return faster_apart(problem, device, apart, predicted().seconds)
     if problem.layout == "marlin":
         return None
-    return rules.reason(problem, device, predicted)
+    return reason(problem, device, predicted)
 
 
 def dequantize_first(
@@ -127,12 +132,8 @@ def dequantize_first(
 
     A table says so of a weight in MLX's layout, which stock MLX could serve too.
     """
-    from mlx_marlin.backends.metal.cost import dequantize_if_faster
-
     if problem.layout == "marlin":
         return dequantize_if_faster(problem, device, predicted().seconds)
-    from mlx_marlin.backends.metal.handover import is_decoded_first
-
     others = inf if is_decoded_first(problem, device) else 0.0
     return dequantize_if_faster(problem, device, others)
 
@@ -148,8 +149,6 @@ def experiments(problem: Problem, device: Device) -> list[Plan]:
     same weights, and variants with more registers than were counted for a thread; none
     is predicted to be much slower.
     """
-    from mlx_marlin.backends.metal import choice
-
     return choice.experiments(problem, device)
 
 
@@ -215,3 +214,172 @@ def kernel(launch: Launch) -> KernelCall:
     from mlx_marlin.backends import kernels
 
     return kernels.kernel(launch.source)
+
+
+MOST_SLOWER = 1.15
+"""Times the time of our best plan that another one may be predicted to take where the
+table says that our kernels serve: our least lead over stock MLX in the table."""
+FILE = Path(__file__).parents[2] / "data" / "handover.json"
+
+
+class Ranges(NamedTuple):
+    """Numbers of rows that are served, as first and last ones of ranges."""
+
+    ranges: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, text: str) -> "Ranges":
+        """Reads the table's form, such as "5-31 33-63 129-"."""
+        ends = re.findall(r"(\d+)-(\d*)", text)
+        return cls(tuple((int(a), int(b) if b else inf) for a, b in ends))
+
+    def has(self, rows: int) -> bool:
+        """Returns whether a number of rows is in a range."""
+        return any(first <= rows <= last for first, last in self.ranges)
+
+    def __str__(self) -> str:
+        texts = [
+            f"{first} and more" if last == inf else f"{first} to {last}"
+            for first, last in self.ranges
+        ]
+        return f"{', '.join(texts) or 'no number of'} rows"
+
+
+class Line(NamedTuple):
+    """What the table says of weights in MLX's layout, in a format, on a chip."""
+
+    chip: str  # The chip of the table
+    ours: Ranges  # Rows with which our kernels serve if no weight is decoded first
+    decoded: Ranges  # Rows with which a weight is decoded first
+    # Least pairs per expert of our kernel for experts, and the most of sorted pairs,
+    # below the least where sorted pairs are never ours
+    experts: tuple[float, float]
+
+
+def reason(
+    problem: Problem, device: Device, predicted: Callable[[], Prediction]
+) -> str | None:
+    """Returns why stock MLX serves a weight in MLX's layout; None if it does not.
+
+    `predicted`: the times of our plan. It is not the best one if a user asks for it, or
+    if it stands in for one that a GPU computes wrong.
+    """
+    line = line_of(problem, device)
+    if problem.invariant:
+        return None
+    if line.ours.has(problem.m):
+        best = planner.propose(problem, device).prediction
+        ratio = predicted().seconds / best.seconds
+        if ratio <= MOST_SLOWER:
+            return None
+        return (
+            f"{_rows(problem.m)} on {device.variant}: this plan is predicted to take "
+            f"{ratio:.2f} times the time of the best one, for which the table of "
+            f"{line.chip} was written"
+        )
+    return (
+        f"{_rows(problem.m)} on {device.variant}: by the table of {line.chip} our "
+        f"kernels serve {line.ours} of such a weight (not measured here)"
+    )
+
+
+def reason_of_experts(gather: GatherProblem, device: Device) -> str | None:
+    """Returns why stock MLX serves experts in MLX's layout; None if it does not."""
+    problem = gather.problem
+    if problem.layout != "mlx" or problem.invariant:
+        return None
+    line = line_of(problem, device)
+    least, most = line.experts
+    pairs = problem.m / gather.experts
+    if least <= pairs and not (gather.is_sorted and pairs > most):
+        return None
+    limits = f"from {least:g}" + f" to {most:g}" * gather.is_sorted
+    if gather.is_sorted and most < least:
+        limits = "no number of sorted"
+    return (
+        f"{_rows(problem.m)} over {gather.experts} experts on {device.variant}: by the "
+        f"table of {line.chip} our kernel serves {limits} rows an expert (not measured "
+        f"here)"
+    )
+
+
+def is_decoded_first(problem: Problem, device: Device) -> bool:
+    """Returns whether a weight in MLX's layout is decoded and then multiplied."""
+    return line_of(problem, device).decoded.has(problem.m)
+
+
+@lru_cache(maxsize=4096)
+def line_of(problem: Problem, device: Device) -> Line:
+    """Returns what the table says of a product on a device."""
+    table, chip = _table(), _chip(device)
+    found = table["chips"][chip][problem.dtype][f"{problem.mode} {problem.bits}"]
+    size = bisect_right(table["columns"], problem.n) - 1
+    ours, decoded = (
+        Ranges.of(found[name][size] if size >= 0 and name in found else "")
+        for name in ("ours", "decoded")
+    )
+    return Line(chip, ours, decoded, tuple(found["experts"]))
+
+
+def _chip(device: Device) -> str:
+    """Returns the chip of the table that stands for a device.
+
+    It is the newest one up to the device's generation that has its tier, and tensor
+    units as the device has them.
+    """
+    known = [Device.named(name) for name in _table()["chips"]]
+    tier = "base" if device.tier == "unknown" else device.tier
+    units = device.has_tensor_units
+    alike = [each for each in known if each.has_tensor_units == units]
+    alike = [each for each in alike if each.tier == tier] or alike
+    older = [each for each in alike if each.arch_gen <= device.arch_gen]
+    return (older or alike[:1])[-1].name
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(FILE.read_text("utf-8"))
+    return table
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
+def faster_apart(
+    problem: Problem, device: Device, product: float, fused: float
+) -> str | None:
+    """Returns why separate operations are predicted to be faster, or None.
+
+    They must be faster by `MODEL_ERROR`: a caller asks for one kernel.
+
+    `product`: predicted seconds of the best plan without the norm, or without the
+    epilogue.
+    `fused`: predicted seconds of the best plan with it.
+    """
+    norm = norm_seconds(problem, device)
+    apart = product + (norm or epilogue_seconds(problem, device))
+    if fused <= apart * (1 + MODEL_ERROR):
+        return None
+    return (
+        f"{_rows(problem.m)} on {device.variant}: the model gives a product and its "
+        f"{'norm' if norm else 'epilogue'} {apart * 1e6:.1f} us as separate "
+        f"operations, and {fused * 1e6:.1f} us as one kernel"
+    )
+
+
+def norm_seconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted seconds of an RMSNorm of x as an operation of its own."""
+    if problem.norm is None:
+        return 0.0
+    moved = 2 * problem.activation_bytes
+    return level_seconds(device) + memory_seconds(moved, device)
+
+
+def epilogue_seconds(problem: Problem, device: Device) -> float:
+    """Returns the predicted seconds of an epilogue as one operation of its own."""
+    epilogue = problem.epilogue
+    if epilogue == PLAIN:
+        return 0.0
+    moved = (2 + epilogue.operands + epilogue.gated) * problem.output_bytes
+    return level_seconds(device) + memory_seconds(moved, device)

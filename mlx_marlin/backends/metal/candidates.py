@@ -6,11 +6,6 @@ from functools import lru_cache
 
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL, predict
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.kernel_choice import (
-    default_kernel,
-    has_registers,
-    operand_of,
-)
 from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     MAX_SIMDGROUPS,
@@ -19,6 +14,9 @@ from mlx_marlin.backends.metal.kernel_limits import (
     TENSOR_KERNEL,
     TENSOR_REGISTERS,
     THREADGROUP_LIMIT,
+    default_kernel,
+    has_registers,
+    operand_of,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, buffer_bytes, columns_of_tile
 from mlx_marlin.planning.explicit import CodeForm

@@ -6,27 +6,33 @@ chips.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
-from mlx_marlin.backends.metal import explicit
+from mlx_marlin.backends.metal import candidates as bodies
 from mlx_marlin.backends.metal.candidates import plans
 from mlx_marlin.backends.metal.cost import predict
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.kernel_choice import default_kernel, has_registers
 from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
+    KERNELS,
     OPERATION_FRAGMENTS,
     TENSOR_KERNEL,
+    THREADGROUP_LIMIT,
     THREE_FRAGMENTS_M,
+    default_kernel,
+    has_registers,
 )
-from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason
-from mlx_marlin.planning import search
-from mlx_marlin.planning.explicit import STAGED, PlanOverrides
+from mlx_marlin.backends.metal.plan import MetalPlan, buffer_bytes, tensor_reason
+from mlx_marlin.planning import explicit, search
+from mlx_marlin.planning.explicit import STAGED, WORK_FIELDS, PlanOverrides
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.planning.search import Candidate, Prediction
-from mlx_marlin.planning.work.tiles import FRAGMENT
+from mlx_marlin.planning.work.decompositions import WideWork
+from mlx_marlin.planning.work.tiles import FRAGMENT, Kernel, step_k
 from mlx_marlin.planning.work.work import STRATEGIES
+from mlx_marlin.weights.formats import TILE_N
 
 LEAST_ROWS = 6
 """Fewest rows. Published vector kernels win at 1 to 5."""
@@ -67,7 +73,7 @@ def candidates(
     problem: Problem, device: Device, overrides: PlanOverrides
 ) -> Iterator[Candidate]:
     """Yields the plans to compare, as `Backend.candidates`."""
-    given = [explicit.plans(problem, device, overrides)] if overrides else None
+    given = [_explicit(problem, device, overrides)] if overrides else None
     for of_kernel in given or _of_kernels(problem, device):
         for plan in of_kernel:
             prediction = predict(plan, device)
@@ -158,3 +164,71 @@ def _staged(problem: Problem, chosen: MetalPlan) -> Iterator[PlanOverrides]:
         return
     for buffers, loaders in STAGED:
         yield PlanOverrides(kernel="gemm_staged", buffers=buffers, loaders=loaders)
+
+
+OF_BODY = ("fragments_m", "simdgroups_m", "operand", "buffers", "loaders")
+"""Fields that all plans have in common."""
+DEFAULT_BUFFERS = 2
+"""Buffers of `gemm_staged` if they fit: the fewest with one barrier per stage."""
+
+
+def _explicit(
+    problem: Problem, device: Device, overrides: PlanOverrides
+) -> Iterator[MetalPlan]:
+    """Yields the plans with the given fields, at least one."""
+    kernel = overrides.get("kernel", default_kernel(problem, device))
+    _check_kernel(kernel, device)
+    given: dict[str, Any] = {
+        name: value for name, value in overrides.items() if name in OF_BODY
+    }
+    if kernel == "gemm_staged":
+        given.setdefault("buffers", _buffers(problem, overrides))
+    body = bodies.body_of(problem, device, kernel, **given)
+    reduction, simdgroups_k = overrides.get("reduction"), overrides.get("simdgroups_k")
+    if problem.invariant and not WORK_FIELDS & overrides.keys():
+        work, simdgroups_n, count = bodies.invariant_work(body, device)
+        count = count if simdgroups_k is None else simdgroups_k
+        yield bodies.with_work(body, work, simdgroups_n, count, reduction)
+        return
+    works = _works(body, device, overrides)
+    works = [pair for pair in works if explicit.can_meet(pair[0], overrides)]
+    if not works:
+        raise explicit.nothing_fits(overrides)
+    for work, simdgroups_n in works:
+        count = (
+            bodies.simdgroups_along_k(body, work, device, simdgroups_n)
+            if simdgroups_k is None
+            else simdgroups_k
+        )
+        yield bodies.with_work(body, work, simdgroups_n, count, reduction)
+
+
+def _works(body: MetalPlan, device: Device, overrides: PlanOverrides) -> list[WideWork]:
+    widest = overrides.get("simdgroups_k")
+    if not WORK_FIELDS & overrides.keys():
+        return bodies.works_of(body, device, widest)
+    works = explicit.works(bodies.grid_of(body, device, widest), overrides)
+    if body.problem.epilogue.gated or body.problem.norm is not None:
+        return [(work, body.simdgroups_n) for work, _ in works]
+    return works
+
+
+def _check_kernel(kernel: Kernel, device: Device) -> None:
+    if kernel not in KERNELS:
+        raise ValueError(
+            f"kernel={kernel!r} is not one of Metal's, {KERNELS}; others need "
+            f"another device, such as chip='NVIDIA H200'"
+        )
+    if kernel == TENSOR_KERNEL and not device.has_tensor_units:
+        raise ValueError(
+            f"kernel={kernel!r} needs tensor operations, and {device.variant} has "
+            f"none: expected an M5 or later with macOS 26.2 or later"
+        )
+
+
+def _buffers(problem: Problem, overrides: PlanOverrides) -> int:
+    """Returns the number of buffers that fits in memory next to the given fields."""
+    rows = FRAGMENT * overrides.get("fragments_m", 1) * overrides.get("simdgroups_m", 1)
+    k = step_k(problem.group_size) * overrides.get("simdgroups_k", 1)
+    size = buffer_bytes(rows, TILE_N, k, problem.fragment_bytes)
+    return DEFAULT_BUFFERS if DEFAULT_BUFFERS * size <= THREADGROUP_LIMIT else 1

@@ -27,24 +27,22 @@ from mlx_marlin.backends.metal.kernel_limits import (
 )
 from mlx_marlin.backends.metal.main_loop import (
     MATRIX_OPS,
+    SCHEDULERS_PER_CORE,
     WEIGHTS_PER_TRIP,
     LoopCost,
     MainLoop,
-    loop_cost,
-    loop_of,
-    padded_weights,
-    readers,
-)
-from mlx_marlin.backends.metal.plan import MetalPlan, barriers
-from mlx_marlin.backends.metal.rates import (
-    SCHEDULERS_PER_CORE,
     lane_bytes_per_second,
     level_seconds,
+    loop_cost,
+    loop_of,
     memory_seconds,
     mlx_matrix_slots,
+    padded_weights,
     rates_of,
+    readers,
     slots_per_second,
 )
+from mlx_marlin.backends.metal.plan import MetalPlan, barriers
 from mlx_marlin.planning.dequantize_plan import (
     LEAST_ROWS,
     DequantizePlan,

@@ -17,17 +17,23 @@ from typing import ClassVar
 
 from mlx_marlin.backends.metal.cost import STORE_SLOTS, WHOLE_SLOTS
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.kernel_choice import dots_of, operand_of, operand_reason
 from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     MAX_DOT_ROWS,
     MAX_SIMDGROUPS,
     MAX_SIMDGROUPS_M,
     THREADGROUP_LIMIT,
+    dots_of,
     expert_registers,
+    operand_of,
+    operand_reason,
 )
-from mlx_marlin.backends.metal.main_loop import WEIGHTS_PER_TRIP, loop_slots
-from mlx_marlin.backends.metal.rates import memory_seconds, slots_per_second
+from mlx_marlin.backends.metal.main_loop import (
+    WEIGHTS_PER_TRIP,
+    loop_slots,
+    memory_seconds,
+    slots_per_second,
+)
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.problem import Problem

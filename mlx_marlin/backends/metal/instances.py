@@ -14,7 +14,6 @@ from mlx_marlin.backends.launch import TemplateValue
 from mlx_marlin.backends.metal import launches, source
 from mlx_marlin.backends.metal.candidates import SIMDGROUPS_K, most_rows
 from mlx_marlin.backends.metal.cost import SIMDGROUPS_TO_FILL
-from mlx_marlin.backends.metal.kernel_choice import forms
 from mlx_marlin.backends.metal.kernel_limits import (
     GEMV_ROWS,
     MAX_SIMDGROUPS,
@@ -22,6 +21,7 @@ from mlx_marlin.backends.metal.kernel_limits import (
     TENSOR_FRAGMENTS_M,
     TENSOR_KERNEL,
     THREE_FRAGMENTS_M,
+    forms,
     product_registers,
 )
 from mlx_marlin.backends.metal.plan import MetalPlan, tensor_reason

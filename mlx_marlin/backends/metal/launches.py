@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from mlx_marlin.backends import arguments as shared_arguments
 from mlx_marlin.backends import build
-from mlx_marlin.backends.arguments import (
+from mlx_marlin.backends import build as shared_arguments
+from mlx_marlin.backends.build import (
     GATES,
+    REDUCE_ROWS,
     epilogue_schedule,
     epilogue_template,
     float_bits,
@@ -14,11 +15,10 @@ from mlx_marlin.backends.arguments import (
     schedule,
     weight_template,
 )
-from mlx_marlin.backends.build import REDUCE_ROWS
 from mlx_marlin.backends.launch import Launch, Output, TemplateValue, inputs_of
 from mlx_marlin.backends.metal import source
 from mlx_marlin.backends.metal.experts import MetalGatherPlan
-from mlx_marlin.backends.metal.kernel_choice import OPERANDS
+from mlx_marlin.backends.metal.kernel_limits import OPERANDS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.block_plans import (
     NORM_SIDE,

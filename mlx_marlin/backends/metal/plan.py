@@ -19,7 +19,6 @@ multiplying alternate, with a barrier between them. For three buffers:
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_marlin.backends.metal.kernel_choice import operand_reason
 from mlx_marlin.backends.metal.kernel_limits import (
     FRAGMENTS_M,
     GEMV_ROWS,
@@ -32,6 +31,7 @@ from mlx_marlin.backends.metal.kernel_limits import (
     TENSOR_ROUND_ROWS,
     THREADGROUP_LIMIT,
     THREE_FRAGMENTS_M,
+    operand_reason,
     product_registers,
 )
 from mlx_marlin.planning.explicit import CodeForm

@@ -14,7 +14,7 @@ from itertools import product
 from mlx_marlin.backends.base import Probe
 from mlx_marlin.backends.launch import Launch, Output, TemplateValue, inputs_of
 from mlx_marlin.backends.metal import source
-from mlx_marlin.backends.metal.kernel_choice import OPERANDS
+from mlx_marlin.backends.metal.kernel_limits import OPERANDS
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.work.tiles import FRAGMENT, SIMD_WIDTH
@@ -24,7 +24,7 @@ PAIRS = {"bfloat": "bfloat by bfloat", "half_by_float": "half by float"}
 
 
 def probe(operand: CodeForm) -> Probe:
-    """Returns the probe of a form of codes, one of `operands.PROBED`."""
+    """Returns the probe of a form of codes, one of `kernel_limits.PROBED`."""
     text = source.kernel_source("operand_probe")
     launch = Launch(
         source=text,

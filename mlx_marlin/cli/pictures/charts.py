@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple, Unpack
 from mlx_marlin.backends import planner
 from mlx_marlin.cli.pictures.text import fullest, schedule
 from mlx_marlin.measure.profiling import Point, Roofline
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.planning.search import Choice
 
 LEAST, MOST = 1e-9, 1e9
 """Range of the values that can be drawn; no figure of a device is outside of it."""

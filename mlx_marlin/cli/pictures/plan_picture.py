@@ -13,8 +13,8 @@ from mlx_marlin.cli.pictures.text import (
     span,
     spans_of,
 )
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.search import Choice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

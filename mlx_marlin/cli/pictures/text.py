@@ -5,8 +5,8 @@ from heapq import heapreplace
 from itertools import accumulate, groupby, takewhile
 
 from mlx_marlin import tables
-from mlx_marlin.planning.choice import Choice
 from mlx_marlin.planning.plan import Plan
+from mlx_marlin.planning.search import Choice
 from mlx_marlin.planning.work.tiles import Split
 
 SHOWN = 12

@@ -22,8 +22,8 @@ from mlx_marlin.checkpoints.settings import (
     in_config,
 )
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight, mlx_target
+from mlx_marlin.layers.embedding import PackedEmbedding
 from mlx_marlin.layers.linear import MarlinLinear
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource, open_source

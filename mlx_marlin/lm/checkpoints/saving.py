@@ -12,9 +12,8 @@ from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.stored_weight import record_of
 from mlx_marlin.checkpoints.writing import Shards, new_folder
-from mlx_marlin.layers.guarded_parameters import GuardedParameters
+from mlx_marlin.layers.guarded_parameters import GLOBAL_SCALE, GuardedParameters
 from mlx_marlin.layers.joined import MarlinPart, separate, whole
-from mlx_marlin.layers.native import GLOBAL_SCALE
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.lm.checkpoints.loading import CONFIG, check_written

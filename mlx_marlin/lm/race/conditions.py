@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_marlin.backends import measured_results, selection
-from mlx_marlin.layers.sharded_linear import SHARDED
+from mlx_marlin.layers.linear import SHARDED
 from mlx_marlin.lm.known_layers import is_sharded
 from mlx_marlin.lm.module_tree import computing_layers
 from mlx_marlin.lm.recipe import Recipe

@@ -12,8 +12,8 @@ import mlx.nn as nn
 
 from mlx_marlin.backends import graph
 from mlx_marlin.backends.graph import Product
+from mlx_marlin.layers.guarded_parameters import native_weight
 from mlx_marlin.layers.joined import whole
-from mlx_marlin.layers.native import native_weight
 from mlx_marlin.lm.report.layer_uses import LayerUse, Target, uses_of
 from mlx_marlin.measure import operands
 from mlx_marlin.measure.timing import Weight
@@ -22,7 +22,7 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import AnyPlan, AnyProblem, GatherPlan
 from mlx_marlin.planning.measurement import product_of
 from mlx_marlin.planning.problem import Problem, in_stock_mlx
-from mlx_marlin.products.operands import experts_call
+from mlx_marlin.products.dispatch import experts_call
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.products.request import Request
 

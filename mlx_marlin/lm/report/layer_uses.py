@@ -10,9 +10,9 @@ import mlx.nn as nn
 
 from mlx_marlin import guard
 from mlx_marlin.backends import devices
+from mlx_marlin.layers.embedding import PackedEmbedding
+from mlx_marlin.layers.guarded_parameters import activation_dtype
 from mlx_marlin.layers.joined import MarlinPart, whole
-from mlx_marlin.layers.native import activation_dtype
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.lm.known_layers import (
     has_expert_kernels,
     is_experts,

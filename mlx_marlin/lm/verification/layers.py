@@ -11,9 +11,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
+from mlx_marlin.layers.embedding import PackedEmbedding
+from mlx_marlin.layers.guarded_parameters import activation_dtype
 from mlx_marlin.layers.joined import MarlinPart
-from mlx_marlin.layers.native import activation_dtype
-from mlx_marlin.layers.packed_embedding import PackedEmbedding
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.known_layers import (
     is_experts,

@@ -71,7 +71,7 @@ ROOMS = {
     "lm/drafts": _room(0.95, "lm/drafts/*.py", "drafts"),
     "serving": _room(
         0.95,
-        "products/serving.py products/dispatch.py products/operands.py",
+        "products/serving.py products/dispatch.py",
         "products/test_dispatch.py products/test_gather_eligibility.py "
         "products/test_keys_of_memories.py products/test_linear.py "
         "products/test_decision_log.py products/test_gradients.py "

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mlx_marlin.backends import children
 from mlx_marlin.backends.children import Job
-from mlx_marlin.backends.cuda.compiling import mlx_folder
+from mlx_marlin.backends.cuda.compiling import kernel_text
 
 PRIVATE = ".mlx_marlin-"
 """How the folders of processes begin, inside the one that is shared."""
@@ -29,7 +29,7 @@ class Ahead:
     """The processes of some jobs."""
 
     def __init__(self, mlx: str) -> None:
-        self._shared = mlx_folder.folder(mlx)
+        self._shared = kernel_text.folder(mlx)
         self._processes: dict[Job, children.Process] = {}
 
     def start(self, jobs: Sequence[Job]) -> None:
@@ -43,14 +43,14 @@ class Ahead:
                 continue
 
     def _started(self, job: Job) -> children.Process:
-        mlx_folder.make(self._shared)
+        kernel_text.make(self._shared)
         private = Path(tempfile.mkdtemp(dir=self._shared, prefix=PRIVATE))
         for file in self._shared.iterdir():
             if file.is_file():
                 (private / file.name).symlink_to(file)
         (private / JOB).write_bytes(pickle.dumps(job))
         environment = os.environ | {
-            mlx_folder.ENVIRONMENT: str(private),
+            kernel_text.ENVIRONMENT: str(private),
             "MLX_MARLIN_GUARD": "0",  # others check kernels
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
