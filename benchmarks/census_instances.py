@@ -20,7 +20,7 @@ from mlx_marlin.backends.launch import Launch, Operand
 from mlx_marlin.backends.metal import probes, source
 from mlx_marlin.backends.metal.kernel_limits import PROBED
 from mlx_marlin.backends.metal.launches import launches
-from mlx_marlin.backends.metal.main_loop import MATRIX_OPS, loop_cost
+from mlx_marlin.backends.metal.main_loop import MATRIX_OPS, count
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.backends.source import Source
 from mlx_marlin.planning.block_plans import (
@@ -147,10 +147,9 @@ def _instructions(plan: MetalPlan) -> int | None:
     problem, fragments_m = plan.problem, plan.fragments_m
     if problem.dtype != "float16" or plan.kernel not in ("gemv", "gemm_register"):
         return None
-    cost = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     if fragments_m == 0:
-        return cost.of_rows(plan.tile.m, plan.operand, problem.dtype).slots
-    counts = cost.of_fragments(fragments_m, plan.operand, problem.dtype)
+        return count(problem, 0, plan.operand, rows=plan.tile.m).slots
+    counts = count(problem, fragments_m, plan.operand)
     return counts.slots + MATRIX_OPS[fragments_m]
 
 

@@ -23,7 +23,6 @@ from mlx_marlin.backends.metal.launches import launches
 from mlx_marlin.backends.metal.main_loop import (
     LARGEST_GROUP,
     MATRIX_OPS,
-    form_key,
     format_key,
 )
 from mlx_marlin.planning.explicit import CodeForm
@@ -147,11 +146,11 @@ def main() -> None:
     counted = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     for key, problem in formats(*sys.argv[1:]):
         fragments = {
-            form_key(*form): [count(problem, m, *form) for m in MATRIX_ROWS]
+            " ".join(form): [count(problem, m, *form) for m in MATRIX_ROWS]
             for form in forms(problem)
         }
         rows = {
-            form_key(operand, dtype): [
+            f"{operand} {dtype}": [
                 count(problem, m, operand, dtype)
                 for m in range(1, GEMV_ROWS[dtype] + 1)
             ]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from benchmarks.stock import experts as stock_experts
 from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner
-from mlx_marlin.backends.metal.backend import reason_of_experts
+from mlx_marlin.backends.metal import backend
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import gather_seconds
 from mlx_marlin.backends.metal.main_loop import memory_seconds
@@ -137,7 +137,7 @@ MIXTURE = Model(
 
 def served_seconds(problem: Problem, device: Device) -> float:
     """Returns the predicted time of whoever serves a product with a native weight."""
-    if planner.stock_reason(problem, device):
+    if backend.handover(problem, device):
         return stock_prediction(problem, device).seconds
     plan = planner.choose(problem, device)
     return planner.predict(plan, device).seconds
@@ -177,7 +177,7 @@ def expert_seconds(
             problem=problem, experts=experts.count, is_sorted=is_sorted
         )
         stock = stock_experts.stock_seconds(gather, device)
-        stays = reason_of_experts(gather, device) is not None
+        stays = backend.reason_of_experts(gather, device) is not None
         served = stock if stays else gather_seconds(gather, device)
         once = gather.chosen_experts * problem.weight_bytes
         cached = memory_seconds(round(once), device)

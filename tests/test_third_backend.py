@@ -132,9 +132,7 @@ class NumPy:
     def choose_gather(self, gather: GatherProblem, device: Host) -> HostGatherPlan:
         return HostGatherPlan(gather=gather, fragments_m=1, simdgroups_k=1)
 
-    def handover(
-        self, problem: Any, device: Host, ours: Callable[[], Prediction]
-    ) -> str | None:
+    def handover(self, problem: Any, device: Host, plan: Any = None) -> str | None:
         many = isinstance(problem, Problem) and problem.m > 64
         return "NumPy is slow with many rows" if many else None
 

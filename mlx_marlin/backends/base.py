@@ -155,14 +155,15 @@ class Backend(Protocol):
         ...
 
     def handover(
-        self, problem: AnyProblem, device: Any, predicted: Callable[[], Prediction]
+        self, problem: AnyProblem, device: Any, plan: Any = None
     ) -> str | None:
-        """Returns why stock MLX should serve a problem for speed, or None."""
+        """Returns why stock MLX should serve a problem for speed, or None.
+
+        `plan`: ours; None for the best one.
+        """
         ...
 
-    def dequantize_first(
-        self, problem: Problem, device: Any, predicted: Callable[[], Prediction]
-    ) -> DequantizePlan | None:
+    def dequantize_first(self, problem: Problem, device: Any) -> DequantizePlan | None:
         """Returns the plan that decodes the weight first, if it is faster."""
         ...
 

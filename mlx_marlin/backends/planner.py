@@ -4,7 +4,7 @@ The functions depend on their arguments only: they use no clock, MLX or NumPy.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Unpack
 
 from mlx_marlin.backends import registry
@@ -13,7 +13,7 @@ from mlx_marlin.planning import search
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
-from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
+from mlx_marlin.planning.gather_plan import GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 from mlx_marlin.planning.search import Candidate, Prediction
@@ -37,20 +37,7 @@ def choose_dequantize(
     problem: Problem, device: PlanningDevice
 ) -> DequantizePlan | None:
     """Returns the plan that decodes the weight first, if it is faster."""
-    predicted = partial(_prediction, problem, device)
-    return registry.of_device(device).dequantize_first(problem, device, predicted)
-
-
-def stock_reason(problem: AnyProblem, device: PlanningDevice) -> str | None:
-    """Returns why stock MLX should serve a problem for speed, or None."""
-    predicted = partial(_prediction, problem, device)
-    return registry.of_device(device).handover(problem, device, predicted)
-
-
-def _prediction(problem: AnyProblem, device: PlanningDevice) -> Prediction:
-    if isinstance(problem, GatherProblem):
-        raise TypeError(f"there is no prediction of one product: {problem}")
-    return propose(problem, device).prediction
+    return registry.of_device(device).dequantize_first(problem, device)
 
 
 def choose_gather(gather: GatherProblem, device: PlanningDevice) -> GatherPlan:
@@ -87,12 +74,11 @@ def compare(
     device = device or registry.default_device()
     backend = registry.of_device(device)
     candidates = search.ranked(backend.candidates(problem, device, overrides))
-    prediction = candidates[0].prediction
     return Choice(
         plan=candidates[0].plan,
         device=device,
-        prediction=prediction,
-        reason=backend.handover(problem, device, lambda: prediction),
+        prediction=candidates[0].prediction,
+        reason=backend.handover(problem, device, candidates[0].plan),
         candidates=candidates,
     )
 

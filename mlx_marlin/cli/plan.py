@@ -131,8 +131,9 @@ def _as_chosen(choice: Choice, candidate: Candidate) -> Choice:
     """Returns the choice with a candidate in place of the chosen plan."""
     prediction = candidate.prediction
     backend = registry.of_device(choice.device)
-    reason = backend.handover(choice.plan.problem, choice.device, lambda: prediction)
-    return replace(choice, plan=candidate.plan, prediction=prediction, reason=reason)
+    plan = candidate.plan
+    reason = backend.handover(plan.problem, choice.device, plan)
+    return replace(choice, plan=plan, prediction=prediction, reason=reason)
 
 
 def _figures(choice: Choice, with_candidates: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Products, experts, the report and the tuner ask `serve`, and nothing else decide
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -18,10 +17,10 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.gather_plan import (
     AnyPlan,
     AnyProblem,
-    GatherPlan,
     GatherProblem,
 )
-from mlx_marlin.planning.measurement import Measured
+from mlx_marlin.planning.measurement import Measured, plan_problem
+from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import this_machine
 from mlx_marlin.products.request import CPU, Request
@@ -118,8 +117,8 @@ def _fastest(
     problem: AnyProblem, place: Place, measured: Measured | None, transpose: bool
 ) -> Answer:
     """Returns what serves a problem if its kernels are right."""
-    device, hands_over = place.device, place.hands_over
-    reason = place.backend.unsupported(problem, device, transpose)
+    device, backend, hands_over = place.device, place.backend, place.hands_over
+    reason = backend.unsupported(problem, device, transpose)
     if reason is not None:
         return Refusal(reason)
     if measured is not None:
@@ -130,24 +129,24 @@ def _fastest(
     if isinstance(problem, Problem):
         if not transpose:
             return dequantize_plan(problem, transposed=False)
-        decoded = _decoded(problem, device, measured) if hands_over else None
+        decoded = _decoded(problem, place, measured) if hands_over else None
         if decoded is not None:
             return decoded
     if hands_over and measured is None:
-        reason = planner.stock_reason(problem, device)
+        reason = backend.handover(problem, device)
         if reason is not None:
             return Refusal(reason, "speed")
     if isinstance(problem, GatherProblem):
-        return planner.choose_gather(problem, device)
-    return planner.choose(problem, device)
+        return backend.choose_gather(problem, device)
+    return planner.propose(problem, device).plan
 
 
 def _decoded(
-    problem: Problem, device: PlanningDevice, measured: Measured | None
+    problem: Problem, place: Place, measured: Measured | None
 ) -> DequantizePlan | None:
     """Returns the plan that decodes the weight first, if that is known to be faster."""
     if measured is None or measured.decodes is None:
-        return planner.choose_dequantize(problem, device)
+        return place.backend.dequantize_first(problem, place.device)
     single = problem.batch == 1 and problem.norm is None and not problem.invariant
     return dequantize_plan(problem) if measured.decodes and single else None
 
@@ -156,23 +155,20 @@ def usable(answer: Answer, place: Place, *, is_measured: bool = False) -> Answer
     """Returns what serves where the kernels of a plan may have failed their check.
 
     An alternative was not measured: where a plan was, stock MLX is known to be right.
+    It also serves rather than an alternative that is slow.
     """
     if isinstance(answer, Refusal) or place.fault is None:
         return answer
     reason = place.fault(answer)
     if reason is None:
         return answer
-    other = None
+    other, backend, device = None, place.backend, place.device
     if not isinstance(answer, DequantizePlan):
-        other = place.backend.alternative(answer, place.device)
-    if other is None or (place.hands_over and (is_measured or _is_slow(other, place))):
+        other = backend.alternative(answer, device)
+    if other is None or (place.hands_over and is_measured):
         return Refusal(reason, "fault")
+    if place.hands_over:
+        plan = other if isinstance(other, Plan) else None
+        if backend.handover(plan_problem(other), device, plan) is not None:
+            return Refusal(reason, "fault")
     return usable(other, place)
-
-
-def _is_slow(plan: AnyPlan, place: Place) -> bool:
-    """Returns whether stock MLX serves rather than a plan that is not the best one."""
-    problem = plan.gather if isinstance(plan, GatherPlan) else plan.problem
-    backend, device = place.backend, place.device
-    predicted = partial(backend.predict, plan, device)
-    return backend.handover(problem, device, predicted) is not None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.cuda import backend as cuda
 from mlx_marlin.planning.problem import Problem
 from support.cuda_strategies import H200
 
@@ -26,9 +27,9 @@ def test_beyond_the_served_rows_stock_serves_with_a_reason(
     problem = Problem(m=most, **asked)
     more = replace(problem, m=most + 1)
 
-    assert planner.stock_reason(problem, H200) is None
-    assert f"{most + 1} rows on NVIDIA H200" in str(planner.stock_reason(more, H200))
-    assert planner.stock_reason(replace(more, invariant=True), H200) is None
+    assert cuda.handover(problem, H200) is None
+    assert f"{most + 1} rows on NVIDIA H200" in str(cuda.handover(more, H200))
+    assert cuda.handover(replace(more, invariant=True), H200) is None
     assert planner.experiments(problem, H200) == []
 
 
@@ -56,7 +57,7 @@ def test_a_packed_weight_is_decoded_from_the_rows_on_at_which_that_is_faster(
         plan = planner.choose_dequantize(problem, H200)
 
         assert (plan is not None) == (decoded < kernel), m
-        assert planner.stock_reason(problem, H200) is None
+        assert cuda.handover(problem, H200) is None
 
 
 def test_only_a_single_packed_weight_may_be_decoded() -> None:
@@ -78,6 +79,6 @@ def test_only_a_single_packed_weight_may_be_decoded() -> None:
 def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
     many = Problem(m=200, n=4096, k=4096, layout="marlin")
 
-    assert planner.stock_reason(many, H200) is None
+    assert cuda.handover(many, H200) is None
     assert planner.compare(many, device=H200).reason is None
-    assert planner.stock_reason(replace(many, layout="mlx"), H200) is not None
+    assert cuda.handover(replace(many, layout="mlx"), H200) is not None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import metal_emulator
 from mlx_marlin.backends import graph, planner
+from mlx_marlin.backends.cuda import backend as cuda
 from mlx_marlin.backends.cuda import limits, source
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.backends.cuda.limits import OF_CUDA
@@ -212,8 +213,8 @@ def test_rows_are_normalized_before_where_blocks_would_do_it_too_often() -> None
     narrow = problem_of(1, 512, 16384, layout="marlin", norm=1e-5)
 
     for asked in (gate_and_up, narrow):  # waves of blocks; splits would be faster
-        assert "normalize the rows again" in str(planner.stock_reason(asked, RTX))
-        assert planner.stock_reason(asked, H200) is None
+        assert "normalize the rows again" in str(cuda.handover(asked, RTX))
+        assert cuda.handover(asked, H200) is None
 
 
 def planned(

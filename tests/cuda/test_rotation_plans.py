@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_marlin.backends import planner, result_files
+from mlx_marlin.backends.cuda import backend as cuda
 from mlx_marlin.backends.cuda.cost import OWN_ROPE_SECONDS
 from mlx_marlin.backends.cuda.device import CudaDevice
 from mlx_marlin.planning.epilogue import Epilogue, Rotation
@@ -33,9 +34,9 @@ def test_a_rope_follows_where_wide_tiles_would_take_longer() -> None:
     rows = problem_of(48, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
     few = problem_of(4, sum(sizes), 5120, layout="marlin", epilogue=epilogue)
 
-    assert "more time than a rope takes" in str(planner.stock_reason(rows, A100))
-    assert planner.stock_reason(rows, H200) is None
-    assert planner.stock_reason(few, A100) is None
+    assert "more time than a rope takes" in str(cuda.handover(rows, A100))
+    assert cuda.handover(rows, H200) is None
+    assert cuda.handover(few, A100) is None
 
 
 def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
@@ -50,7 +51,7 @@ def test_norms_that_are_spared_pay_for_wide_tiles() -> None:
     )
 
     assert 2 * OWN_ROPE_SECONDS < inside - own < 18e-6
-    assert planner.stock_reason(heads, A100) is None
+    assert cuda.handover(heads, A100) is None
 
 
 @given(

@@ -199,7 +199,7 @@ def test_there_are_plans_of_every_other_strategy(problem: Problem) -> None:
     for strategy in OF_ONE_TILE_SIZE:
         if strategy == "hybrid" and problem.n <= 32:
             continue  # of one tile each there may be too few
-        assert [*choice.plans(problem, device, {"strategy": strategy})]
+        assert [*choice.plans_with(problem, device, {"strategy": strategy})]
     compared = [each.plan.strategy for each in candidates(problem, device, {})]
     assert compared
     assert "hytis" not in compared

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
 from mlx_marlin.backends import devices, graph, planner, selection
+from mlx_marlin.backends.metal import backend as metal
 from mlx_marlin.backends.metal.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
@@ -240,12 +241,12 @@ def test_gate_and_up_stay_apart_where_that_is_predicted_to_be_faster() -> None:
     """Three tiles of 16 rows keep 3 of 40 cores busy; splits of k keep all."""
     problem = problem_of(16, 192, "marlin", k=16384)
 
-    reason = str(planner.stock_reason(problem, DEVICE))
+    reason = str(metal.handover(problem, DEVICE))
 
     assert "as separate operations" in reason
-    assert planner.stock_reason(problem_of(1, 24576, "marlin", k=4096), DEVICE) is None
+    assert metal.handover(problem_of(1, 24576, "marlin", k=4096), DEVICE) is None
 
 
 def test_one_row_in_the_layout_of_mlx_stays_with_stock() -> None:
-    reason = str(planner.stock_reason(problem_of(1, 24576, k=4096), DEVICE))
+    reason = str(metal.handover(problem_of(1, 24576, k=4096), DEVICE))
     assert "by the table of Apple M4 Max" in reason

@@ -49,14 +49,14 @@ def considered(dtype: str, layout: str) -> Iterator[Plan]:
                 yield from plans(problem, device, "gemm_tensor")
             if m > GEMV_ROWS[dtype]:
                 for overrides in of_a_race(problem):
-                    yield from choice.plans(problem, device, overrides)
+                    yield from choice.plans_with(problem, device, overrides)
             if batch > 1 or m <= 16:
                 continue
             for buffers, loaders in STAGED:
                 overrides = PlanOverrides(
                     kernel="gemm_staged", buffers=buffers, loaders=loaders
                 )
-                yield from choice.plans(problem, device, overrides)
+                yield from choice.plans_with(problem, device, overrides)
 
 
 def of_a_race(problem: Problem) -> Iterator[PlanOverrides]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from metal_emulator import emulated, trace
 from mlx_marlin.backends import devices, graph, planner, selection
+from mlx_marlin.backends.metal import backend as metal
 from mlx_marlin.backends.metal.main_loop import loop_of
 from mlx_marlin.guard import known_answers
 from mlx_marlin.guard.miniatures import instances_of, miniatures
@@ -227,8 +228,8 @@ def test_no_other_plan_has_a_norm(overrides: dict[str, str]) -> None:
 def test_norm_and_product_stay_apart_where_that_is_predicted_to_be_faster() -> None:
     """Three tiles keep 3 of 40 cores busy; splits of k keep all."""
     problem = problem_of(2, 96, "marlin", k=65536)
-    assert "a product and its norm" in str(planner.stock_reason(problem, DEVICE))
-    assert planner.stock_reason(problem_of(1, 6144, "marlin", k=4096), DEVICE) is None
+    assert "a product and its norm" in str(metal.handover(problem, DEVICE))
+    assert metal.handover(problem_of(1, 6144, "marlin", k=4096), DEVICE) is None
 
 
 def plain(problem: Problem) -> Problem:

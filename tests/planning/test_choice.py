@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.stock.prediction import stock_prediction
 from mlx_marlin.backends import planner, registry
 from mlx_marlin.backends.devices import named
+from mlx_marlin.backends.metal import backend as metal
 from mlx_marlin.backends.metal.candidates import plans as plans_of
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
@@ -356,7 +357,7 @@ def test_our_kernels_serve_from_the_rows_that_won_on_the_measured_chip(
     served = [
         m
         for m in range(1, 17)
-        if not planner.stock_reason(Problem(m=m, n=n, k=k, bits=bits), chip)
+        if not metal.handover(Problem(m=m, n=n, k=k, bits=bits), chip)
     ]
 
     assert served == [*range(first, 17)]
@@ -381,8 +382,8 @@ def test_packed_weights_and_invariant_products_are_never_handed_over(
     problem: Problem, chip: Device
 ) -> None:
     if problem.layout == "marlin":
-        assert planner.stock_reason(problem, chip) is None
-    assert planner.stock_reason(replace(problem, invariant=True), chip) is None
+        assert metal.handover(problem, chip) is None
+    assert metal.handover(replace(problem, invariant=True), chip) is None
 
 
 @given(LARGE, devices())
@@ -392,7 +393,7 @@ def test_a_comparison_begins_with_the_choice(problem: Problem, chip: Device) -> 
     assert choice.plan == choice.candidates[0].plan == planner.choose(problem, chip)
     compared = [*candidates(problem, chip, {})]
     assert len(choice.candidates) == len(compared)
-    assert choice.reason == planner.stock_reason(problem, chip)
+    assert choice.reason == metal.handover(problem, chip)
 
 
 @pytest.mark.parametrize("chip", [None, "M3 Max", "H200"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import predicted
-from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal import backend as metal
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.problem import problem_of
 from support.profiles import sampled
@@ -66,7 +66,7 @@ def test_no_product_with_a_native_weight_is_served_slower_than_by_stock(
 def test_without_handing_over_some_products_would_be_slower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "stock_reason", lambda *_: None)
+    monkeypatch.setattr(metal, "handover", lambda *_: None)
     slower = predicted.slower_products(Device.named("Apple M5 Max"), [64])
 
     problem = problem_of(64, 151936, 2048)

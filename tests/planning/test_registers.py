@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_marlin.backends import planner
+from mlx_marlin.backends.metal import backend as metal
 from mlx_marlin.backends.metal.choice import candidates
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.backends.metal.experts import MetalGatherPlan, gather_unsupported
@@ -74,7 +75,7 @@ def test_every_candidate_has_its_registers(chip: str, part: int) -> None:
             if problem.norm is None:
                 assert fits(plan, device), plan.explain()
             elif not fits(plan, device):  # no other kernel has a norm
-                reason = planner.stock_reason(problem, device)
+                reason = metal.handover(problem, device)
                 assert "more registers than a thread has" in str(reason)
     assert count > 10_000 / PARTS
 

@@ -12,6 +12,7 @@ import pytest
 import mlx_marlin
 from mlx_marlin import state
 from mlx_marlin.backends import devices, graph, measured_results, planner, selection
+from mlx_marlin.backends.metal import backend as metal
 from mlx_marlin.backends.metal import device
 from mlx_marlin.layers.guarded_parameters import GuardedParameters
 from mlx_marlin.layers.linear import MarlinLinear
@@ -308,7 +309,7 @@ def test_another_machine_is_decided_for_without_what_is_known_of_this_one(
 ) -> None:
     problem = Problem(m=3, n=N, k=K, layout="marlin")
     checked: list[Any] = []
-    monkeypatch.setattr(planner, "stock_reason", lambda *_: "stock is predicted")
+    monkeypatch.setattr(metal, "handover", lambda *_: "stock is predicted")
     monkeypatch.setattr(selection, "may_hand_over", lambda: not forced)
     monkeypatch.setattr(measured_results, "find", lambda *_: measured)
     chip = devices.named("M3 Max")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from mlx_marlin.backends import planner
 from mlx_marlin.backends.base import KernelCall, Prepared, Traits
 from mlx_marlin.backends.children import Ahead
 from mlx_marlin.backends.cuda import limits, search
@@ -83,14 +84,33 @@ def handover(
     """Returns why stock MLX should serve a problem for speed, or None."""
     if isinstance(problem, GatherProblem):
         return None  # stock MLX is not faster
-    return _reason(problem, device)
+    for unfused, seconds, reason in _unfused(problem):
+        apart = planner.propose(unfused, device).seconds + seconds
+        if planner.propose(problem, device).seconds > apart:
+            return f"on {device.variant} {reason}"
+    if problem.norm is not None or problem.invariant or problem.layout == "marlin":
+        return None
+    most = most_rows(problem)
+    is_small = problem.n * problem.k < SMALL
+    if is_small and problem.m < LEAST_ROWS_OF_SMALL:
+        return f"{problem.m} rows of so small a weight: stock MLX is as fast"
+    if problem.m <= most:
+        return None
+    return (
+        f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
+        f"with such a weight in the layout {problem.layout!r}"
+    )
 
 
-def dequantize_first(
-    problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
-) -> DequantizePlan | None:
-    """Returns the plan that decodes the weight first, if it is faster."""
-    return _dequantized(problem, device, predicted)
+def dequantize_first(problem: Problem, device: CudaDevice) -> DequantizePlan | None:
+    """Returns the plan that decodes a packed weight first, if it is faster."""
+    if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
+        return None
+    if problem.m < LEAST_ROWS or problem.norm is not None:
+        return None
+    if decoded_seconds(problem, device) >= planner.propose(problem, device).seconds:
+        return None
+    return dequantize_plan(problem)
 
 
 def ahead(mlx: str) -> Ahead:
@@ -156,29 +176,6 @@ FEW_ROWS = 5
 MLX takes longer than for 8 rows."""
 
 
-def _reason(problem: Problem, device: CudaDevice) -> str | None:
-    """Returns why stock MLX serves a product for speed; None if it does not."""
-    for unfused, seconds, reason in _unfused(problem):
-        fused_seconds, unfused_seconds = (
-            predict(search.make(product, device, {}), device).seconds
-            for product in (problem, unfused)
-        )
-        if fused_seconds > unfused_seconds + seconds:
-            return f"on {device.variant} {reason}"
-    if problem.norm is not None or problem.invariant or problem.layout == "marlin":
-        return None
-    most = most_rows(problem)
-    is_small = problem.n * problem.k < SMALL
-    if is_small and problem.m < LEAST_ROWS_OF_SMALL:
-        return f"{problem.m} rows of so small a weight: stock MLX is as fast"
-    if problem.m <= most:
-        return None
-    return (
-        f"{problem.m} rows on {device.variant}: our CUDA kernels serve up to {most} "
-        f"with such a weight in the layout {problem.layout!r}"
-    )
-
-
 def _unfused(problem: Problem) -> Iterator[tuple[Problem, float, str]]:
     """Yields the product without its RMSNorm, and without its rotation.
 
@@ -209,16 +206,3 @@ def most_rows(problem: Problem) -> int:
         return FEW_ROWS
     size = problem.n * problem.k
     return next(rows for least, rows in MOST_ROWS_OF_MLX if size >= least)
-
-
-def _dequantized(
-    problem: Problem, device: CudaDevice, predicted: Callable[[], Prediction]
-) -> DequantizePlan | None:
-    """Returns the plan that decodes a packed weight first if that is faster."""
-    if problem.layout == "mlx" or problem.batch > 1 or problem.invariant:
-        return None
-    if problem.m < LEAST_ROWS or problem.norm is not None:
-        return None
-    if decoded_seconds(problem, device) >= predicted().seconds:
-        return None
-    return dequantize_plan(problem)

@@ -57,7 +57,7 @@ def _plans(
     if (reason := limits.why_not(problem)) is not None:
         raise ValueError(reason)
     if overrides:
-        return _explicit(problem, device, overrides)
+        return plans_with(problem, device, overrides)
     return plans(problem, device)
 
 
@@ -180,7 +180,7 @@ OF_WORK = WORK_FIELDS - {"simdgroups_n"}
 """The fields that determine how work is divided: all tiles have the same width."""
 
 
-def _explicit(
+def plans_with(
     problem: Problem, device: CudaDevice, overrides: PlanOverrides
 ) -> Iterator[CudaPlan]:
     """Yields the plans with the given fields, at least one."""

@@ -8,10 +8,9 @@ predicted to be faster apart.
 """
 
 import json
-import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
@@ -48,7 +47,7 @@ from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import MODEL_ERROR, Prediction
+from mlx_marlin.planning.search import MODEL_ERROR
 from mlx_marlin.weights.formats import TILE_N
 
 name = "metal"
@@ -101,12 +100,12 @@ def seconds(plan: DequantizePlan | GatherPlan, device: Device) -> float:
 
 
 def handover(
-    problem: AnyProblem, device: Device, predicted: Callable[[], Prediction]
+    problem: AnyProblem, device: Device, plan: MetalPlan | None = None
 ) -> str | None:
     """Returns why stock MLX should serve a problem for speed, or None.
 
-    A packed weight stays with these kernels, but operations that its product fuses may
-    be predicted to be faster apart.
+    The table's reasons hold for the best plan. Another one is judged by its predicted
+    time: a user asks for it, or it stands in for one that a GPU computes wrong.
     """
     if isinstance(problem, GatherProblem):
         return reason_of_experts(problem, device)
@@ -118,23 +117,45 @@ def handover(
         )
     if problem.layout == "marlin" and (problem.epilogue.gated or normed):
         rest: dict[str, Any] = {"norm": None} if normed else {"epilogue": PLAIN}
-        apart = predict(best(replace(problem, **rest), device), device).seconds
-        return faster_apart(problem, device, apart, predicted().seconds)
-    if problem.layout == "marlin":
+        apart = planner.propose(replace(problem, **rest), device).seconds
+        return faster_apart(problem, device, apart, _seconds(problem, device, plan))
+    if problem.layout == "marlin" or problem.invariant:
         return None
-    return reason(problem, device, predicted)
+    line = line_of(problem, device)
+    if not has(line.ours, problem.m):
+        return (
+            f"{_rows(problem.m)} on {device.variant}: by the table of {line.chip} our "
+            f"kernels serve {words(line.ours)} of such a weight (not measured here)"
+        )
+    if plan is None:
+        return None
+    best = planner.propose(problem, device).seconds
+    ratio = _seconds(problem, device, plan) / best
+    if ratio <= MOST_SLOWER:
+        return None
+    return (
+        f"{_rows(problem.m)} on {device.variant}: this plan is predicted to take "
+        f"{ratio:.2f} times the time of the best one, for which the table of "
+        f"{line.chip} was written"
+    )
 
 
-def dequantize_first(
-    problem: Problem, device: Device, predicted: Callable[[], Prediction]
-) -> DequantizePlan | None:
+def _seconds(problem: Problem, device: Device, plan: MetalPlan | None) -> float:
+    if plan is None:
+        return planner.propose(problem, device).seconds
+    return predict(plan, device).seconds
+
+
+def dequantize_first(problem: Problem, device: Device) -> DequantizePlan | None:
     """Returns the plan that decodes the weight first, if it is faster.
 
     A table says so of a weight in MLX's layout, which stock MLX could serve too.
     """
     if problem.layout == "marlin":
-        return dequantize_if_faster(problem, device, predicted().seconds)
-    others = inf if is_decoded_first(problem, device) else 0.0
+        others = planner.propose(problem, device).seconds
+    else:
+        is_decoded = has(line_of(problem, device).decoded, problem.m)
+        others = inf if is_decoded else 0.0
     return dequantize_if_faster(problem, device, others)
 
 
@@ -222,65 +243,30 @@ table says that our kernels serve: our least lead over stock MLX in the table.""
 FILE = Path(__file__).parents[2] / "data" / "handover.json"
 
 
-class Ranges(NamedTuple):
-    """Numbers of rows that are served, as first and last ones of ranges."""
+def has(ranges: str, rows: int) -> bool:
+    """Returns whether a number of rows is in ranges such as "5-31 33-63 129-"."""
+    ends = (each.split("-") for each in ranges.split())
+    return any(int(first) <= rows <= int(last or rows) for first, last in ends)
 
-    ranges: tuple[tuple[int, float], ...]
 
-    @classmethod
-    def of(cls, text: str) -> "Ranges":
-        """Reads the table's form, such as "5-31 33-63 129-"."""
-        ends = re.findall(r"(\d+)-(\d*)", text)
-        return cls(tuple((int(a), int(b) if b else inf) for a, b in ends))
-
-    def has(self, rows: int) -> bool:
-        """Returns whether a number of rows is in a range."""
-        return any(first <= rows <= last for first, last in self.ranges)
-
-    def __str__(self) -> str:
-        texts = [
-            f"{first} and more" if last == inf else f"{first} to {last}"
-            for first, last in self.ranges
-        ]
-        return f"{', '.join(texts) or 'no number of'} rows"
+def words(ranges: str) -> str:
+    """Returns ranges as text."""
+    texts = [
+        f"{first} to {last}" if last else f"{first} and more"
+        for first, last in (each.split("-") for each in ranges.split())
+    ]
+    return f"{', '.join(texts) or 'no number of'} rows"
 
 
 class Line(NamedTuple):
     """What the table says of weights in MLX's layout, in a format, on a chip."""
 
     chip: str  # The chip of the table
-    ours: Ranges  # Rows with which our kernels serve if no weight is decoded first
-    decoded: Ranges  # Rows with which a weight is decoded first
+    ours: str  # Ranges of rows that our kernels serve if no weight is decoded first
+    decoded: str  # Ranges of rows with which a weight is decoded first
     # Least pairs per expert of our kernel for experts, and the most of sorted pairs,
     # below the least where sorted pairs are never ours
     experts: tuple[float, float]
-
-
-def reason(
-    problem: Problem, device: Device, predicted: Callable[[], Prediction]
-) -> str | None:
-    """Returns why stock MLX serves a weight in MLX's layout; None if it does not.
-
-    `predicted`: the times of our plan. It is not the best one if a user asks for it, or
-    if it stands in for one that a GPU computes wrong.
-    """
-    line = line_of(problem, device)
-    if problem.invariant:
-        return None
-    if line.ours.has(problem.m):
-        best = planner.propose(problem, device).prediction
-        ratio = predicted().seconds / best.seconds
-        if ratio <= MOST_SLOWER:
-            return None
-        return (
-            f"{_rows(problem.m)} on {device.variant}: this plan is predicted to take "
-            f"{ratio:.2f} times the time of the best one, for which the table of "
-            f"{line.chip} was written"
-        )
-    return (
-        f"{_rows(problem.m)} on {device.variant}: by the table of {line.chip} our "
-        f"kernels serve {line.ours} of such a weight (not measured here)"
-    )
 
 
 def reason_of_experts(gather: GatherProblem, device: Device) -> str | None:
@@ -303,21 +289,14 @@ def reason_of_experts(gather: GatherProblem, device: Device) -> str | None:
     )
 
 
-def is_decoded_first(problem: Problem, device: Device) -> bool:
-    """Returns whether a weight in MLX's layout is decoded and then multiplied."""
-    return line_of(problem, device).decoded.has(problem.m)
-
-
 @lru_cache(maxsize=4096)
 def line_of(problem: Problem, device: Device) -> Line:
     """Returns what the table says of a product on a device."""
     table, chip = _table(), _chip(device)
     found = table["chips"][chip][problem.dtype][f"{problem.mode} {problem.bits}"]
-    size = bisect_right(table["columns"], problem.n) - 1
-    ours, decoded = (
-        Ranges.of(found[name][size] if size >= 0 and name in found else "")
-        for name in ("ours", "decoded")
-    )
+    size = bisect_right(table["columns"], problem.n)
+    ours = ["", *found["ours"]][size]
+    decoded = ["", *found["decoded"]][size] if "decoded" in found else ""
     return Line(chip, ours, decoded, tuple(found["experts"]))
 
 

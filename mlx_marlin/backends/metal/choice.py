@@ -73,7 +73,7 @@ def candidates(
     problem: Problem, device: Device, overrides: PlanOverrides
 ) -> Iterator[Candidate]:
     """Yields the plans to compare, as `Backend.candidates`."""
-    given = [_explicit(problem, device, overrides)] if overrides else None
+    given = [plans_with(problem, device, overrides)] if overrides else None
     for of_kernel in given or _of_kernels(problem, device):
         for plan in of_kernel:
             prediction = predict(plan, device)
@@ -172,7 +172,7 @@ DEFAULT_BUFFERS = 2
 """Buffers of `gemm_staged` if they fit: the fewest with one barrier per stage."""
 
 
-def _explicit(
+def plans_with(
     problem: Problem, device: Device, overrides: PlanOverrides
 ) -> Iterator[MetalPlan]:
     """Yields the plans with the given fields, at least one."""

@@ -29,11 +29,10 @@ from mlx_marlin.backends.metal.main_loop import (
     MATRIX_OPS,
     SCHEDULERS_PER_CORE,
     WEIGHTS_PER_TRIP,
-    LoopCost,
     MainLoop,
+    count,
     lane_bytes_per_second,
     level_seconds,
-    loop_cost,
     loop_of,
     memory_seconds,
     mlx_matrix_slots,
@@ -82,10 +81,6 @@ def predict(plan: MetalPlan, device: Device) -> Prediction:
         loop = loop_of(plan.problem, plan.fragments_m, plan.operand, device)
     slots, lane_bytes = loop.slots, loop.lane_bytes
     if plan.buffers:
-        from mlx_marlin.backends.metal.cost import (
-            staged_slots_and_bytes,
-        )
-
         slots, lane_bytes = staged_slots_and_bytes(plan, device)
     return Prediction(
         memory=memory_seconds(loop.bytes + plan.workspace_traffic, device),
@@ -160,9 +155,8 @@ def tensor_loop(problem: Problem, fragments_m: int, device: Device) -> MainLoop:
     simdgroup decodes nothing: two more fragments cost twice what the second one of
     `gemm_register` does.
     """
-    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     weights = padded_weights(problem)
-    one, two = (counts.of_fragments(held, "offset", "float16").slots for held in (1, 2))
+    one, two = (count(problem, held, "offset", "float16").slots for held in (1, 2))
     operations = -(-problem.m // OPERATION_ROWS)
     decoders = -(-operations // (fragments_m // OPERATION_FRAGMENTS))
     counted = two * decoders + 2 * (two - one) * (operations - decoders)
@@ -206,27 +200,26 @@ def staged_slots_and_bytes(plan: MetalPlan, device: Device) -> tuple[float, floa
     Traffic of threadgroup memory is converted to lane bytes that take as long.
     """
     problem, rates = plan.problem, rates_of(device)
-    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
     held = readers(problem.m, plan.fragments_m)
-    loop = _staged_loop(plan, counts, held)
-    products = sum(count * MATRIX_OPS[held_m] for held_m, count in held.items())
+    loop = _staged_loop(plan, held)
+    products = sum(number * MATRIX_OPS[held_m] for held_m, number in held.items())
     slots = rates.matrix_slots * products + loop.other
     staged = loop.staged_bytes * rates.lane_bytes / THREADGROUP_BYTES_PER_CLOCK
     weights = padded_weights(problem)
     return slots * weights / WEIGHTS_PER_TRIP, (loop.lane_bytes + staged) * weights
 
 
-def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> StagedLoop:
+def _staged_loop(plan: MetalPlan, held: dict[int, int]) -> StagedLoop:
     """Returns the cost of the main loop of a plan of `gemm_staged`."""
     problem = plan.problem
-    count = sum(held.values())
+    simdgroups = sum(held.values())
     fragments = sum(held_m * number for held_m, number in held.items())
     along_k = TILE_K // FRAGMENT
     rows = TILE_N // FRAGMENT * along_k  # fragments of w in an iteration
     tiles = plan.m_tiles
-    one = counts.of_fragments(1, plan.operand, problem.dtype).slots
+    one = count(problem, 1, plan.operand).slots
     decoded = tiles * (one + rows) + fragments * along_k
-    read = count * rows + fragments * (along_k + GROUP_SLOTS)
+    read = simdgroups * rows + fragments * (along_k + GROUP_SLOTS)
     waits = barriers(1, plan.buffers) - barriers(0, plan.buffers)
     stages = TILE_K / step_k(problem.group_size) / plan.simdgroups_k
     waiting = tiles * plan.simdgroups * stages * waits * BARRIER_SLOTS
@@ -237,9 +230,9 @@ def _staged_loop(plan: MetalPlan, counts: LoopCost, held: dict[int, int]) -> Sta
     return StagedLoop(
         other=decoded + read + waiting,
         lane_bytes=tiles * problem.bits / 8
-        + count * 4 * size / step_k(problem.group_size)
+        + simdgroups * 4 * size / step_k(problem.group_size)
         + of_x * problem.activation_bytes / (problem.m * problem.k),
-        staged_bytes=element * (tiles + count + 2 * of_x),
+        staged_bytes=element * (tiles + simdgroups + 2 * of_x),
     )
 
 

@@ -13,7 +13,7 @@ its own classes. So the comparison is assumed until Apple's compiler has counted
 from typing import get_args
 
 from mlx_marlin.backends.metal.device import Device
-from mlx_marlin.backends.metal.main_loop import loop_cost
+from mlx_marlin.backends.metal.main_loop import count
 from mlx_marlin.planning.device import Residency
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.gather_plan import GatherProblem
@@ -97,14 +97,10 @@ def product_registers(
 
 
 def _halves_of_loop(problem: Problem, fragments_m: int, operand: CodeForm) -> int:
-    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
-    dtype = problem.dtype
-    if fragments_m:
-        return counts.of_fragments(fragments_m, operand, dtype).registers
-    if problem.norm is None:
-        return counts.of_rows(problem.m, operand, dtype).registers
+    if fragments_m or problem.norm is None:
+        return count(problem, fragments_m, operand, rows=problem.m).registers
     norm = NORM_HALVES[min(problem.m, NORM_ROWS)]
-    return counts.of_rows(problem.m, "exact", "float32").registers + norm
+    return count(problem, 0, "exact", "float32", problem.m).registers + norm
 
 
 def expert_registers(
@@ -266,5 +262,5 @@ def has_registers(
     """Returns whether a thread has the registers of `product_registers`."""
     if operand is None:
         operand = operand_of(problem, device, fragments_m)
-    count = product_registers(problem, fragments_m, operand, has_ranges)
-    return count <= device.core.thread_registers
+    needed = product_registers(problem, fragments_m, operand, has_ranges)
+    return needed <= device.core.thread_registers

@@ -10,15 +10,15 @@ rank variants; Apple's compiler may give others. An iteration is 64 k of 32 rows
 The data file is written by `python -m benchmarks.counts`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.planning.explicit import CodeForm
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.work.tiles import FRAGMENT
+from mlx_marlin.planning.work.tiles import FRAGMENT, step_k
 from mlx_marlin.weights.formats import DTYPE_BYTES, TILE_K, TILE_N, format_of
 
 SCHEDULERS_PER_CORE = 4
@@ -125,31 +125,35 @@ class Count(NamedTuple):
     allocated: int  # Those that the compiler took, which fills its classes
 
 
-@dataclass(frozen=True, slots=True)
-class LoopCost:
-    """Counts of one format."""
-
-    # Counts for 1 and 2 row fragments of x, by form of codes and dtype
-    fragments: Mapping[str, Counts]
-    # Counts of the dot products for 1 row and more, in the same way
-    rows: Mapping[str, Counts]
-
-    def of_fragments(self, fragments_m: int, operand: CodeForm, dtype: str) -> Count:
-        """Returns the counts of the matrix products.
-
-        A form that was not counted costs as much as the exact one, and a third fragment
-        as much as the second.
-        """
-        return _nth(_of_form(self.fragments, operand, dtype), fragments_m)
-
-    def of_rows(self, m: int, operand: CodeForm, dtype: str) -> Count:
-        """Returns the counts of the dot products; further rows cost as the last
-        does."""
-        return _nth(_of_form(self.rows, operand, dtype), m)
+def format_key(codes: str, bits: int, group: int, layout: str) -> str:
+    """Returns the name of a format in the data file."""
+    return f"{codes} {bits} {group} {layout}"
 
 
-def _nth(counts: Counts, nth: int) -> Count:
-    """Returns a count, from 1 on; further ones grow as the last one does."""
+def count(
+    problem: Problem,
+    fragments_m: int,
+    operand: CodeForm,
+    dtype: str = "",
+    rows: int = 1,
+) -> Count:
+    """Returns the counts of matrix products; of dot products if `fragments_m` is 0.
+
+    A form that was not counted costs as much as the exact one. Further fragments and
+    rows cost as the last one does.
+
+    `dtype`: dtype of the activations if it is not the problem's.
+    `rows`: rows of dot products.
+    """
+    found = _of_format(problem.mode, problem.bits, problem.group_size, problem.layout)[
+        "fragments" if fragments_m else "rows"
+    ]
+    dtype = dtype or problem.dtype
+    # Except for 4 bits, the cheapest offset is the least one.
+    second = "offset" if operand == "least_offset" else "exact"
+    forms = [f"{form} {dtype}" for form in (operand, second, "exact", "offset")]
+    counts = found[next(filter(found.__contains__, forms), "exact float32")]
+    nth = fragments_m or rows
     if nth <= len(counts):
         return Count(*counts[nth - 1])
     before, last = counts[-2:]
@@ -157,43 +161,25 @@ def _nth(counts: Counts, nth: int) -> Count:
     return Count(*(b + more * (b - a) for a, b in zip(before, last, strict=True)))
 
 
-def form_key(operand: CodeForm, dtype: str) -> str:
-    """Returns the name of a form of codes and a dtype in the data file."""
-    return f"{operand} {dtype}"
-
-
-def format_key(codes: str, bits: int, group: int, layout: str) -> str:
-    """Returns the name of a format in the data file."""
-    return f"{codes} {bits} {group} {layout}"
-
-
 @lru_cache
-def loop_cost(mode: str, bits: int, group_size: int, layout: str) -> LoopCost:
+def _of_format(
+    mode: str, bits: int, group_size: int, layout: str
+) -> dict[str, dict[str, Counts]]:
     """Returns the counts of a format, or of the affine one if it was not counted."""
     group = min(group_size, LARGEST_GROUP)
     table = _counted()
     codes = format_of(mode, bits).codes
     found = table.get(format_key(codes, bits, group, layout))
-    found = found or table[format_key("affine", bits, group, layout)]
-    return LoopCost(found["fragments"], found["rows"])
-
-
-def _of_form(counts: Mapping[str, Counts], operand: CodeForm, dtype: str) -> Counts:
-    # Except for 4 bits, the cheapest offset is the least one.
-    second: CodeForm = "offset" if operand == "least_offset" else "exact"
-    found = counts.get(form_key(operand, dtype)) or counts.get(form_key(second, dtype))
-    for other in ("exact", "offset"):
-        found = found or counts.get(form_key(other, dtype))
-    return found or counts[form_key("exact", "float32")]
+    return found or table[format_key("affine", bits, group, layout)]
 
 
 @lru_cache(maxsize=1)
-def _counted() -> dict[str, Any]:
+def _counted() -> dict[str, dict[str, dict[str, Counts]]]:
     import json
     from pathlib import Path
 
     file = Path(__file__).parents[2] / "data" / "counts.json"
-    table: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    table: dict[str, dict[str, dict[str, Counts]]] = json.loads(file.read_text("utf-8"))
     return table
 
 
@@ -222,29 +208,30 @@ def loop_of(
     problem: Problem, fragments_m: int, operand: CodeForm, device: Device
 ) -> MainLoop:
     """Returns the cost of the main loop; cached for all plans of a product."""
-    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
-    weights, rates = padded_weights(problem), rates_of(device)
-    slots, x_bytes = _per_iteration(
-        counts, fragments_m, operand, problem.m, problem.dtype, rates.matrix_slots
-    )
+    m, weights = problem.m, padded_weights(problem)
+    slots, x_bytes = _per_iteration(problem, fragments_m, operand, m, device)
     traffic: float = problem.bytes
     if problem.layout == "mlx":
-        traffic += problem.weight_bytes * (1 / rates.scattered - 1)
+        traffic += problem.weight_bytes * (1 / rates_of(device).scattered - 1)
     if problem.norm is not None:
-        slots += NORM_SLOTS * problem.m
+        slots += NORM_SLOTS * m
         x_bytes += DTYPE_BYTES[problem.dtype] / 4  # its weight, as a row of x
     slots *= weights / WEIGHTS_PER_TRIP
-    lane_bytes = weights * (x_bytes + _weight_lane_bytes(problem, fragments_m))
-    return MainLoop(bytes=traffic, slots=slots, lane_bytes=lane_bytes)
+    # All simdgroups read w. Every lane loads the group parameters of its four rows in
+    # each step.
+    size = problem.format.scale_bytes(problem.group_size, problem.scale_dtype)
+    w_bytes = problem.bits / 8 + 4 * size / step_k(problem.group_size)
+    w_bytes *= sum(readers(m, fragments_m).values()) if fragments_m else 1
+    return MainLoop(
+        bytes=traffic, slots=slots, lane_bytes=weights * (x_bytes + w_bytes)
+    )
 
 
 def loop_slots(
     problem: Problem, fragments_m: int, operand: CodeForm, m: int, device: Device
 ) -> float:
     """Returns the issue slots of the main loop per weight, for m rows."""
-    counts = loop_cost(problem.mode, problem.bits, problem.group_size, problem.layout)
-    price = rates_of(device).matrix_slots
-    slots, _ = _per_iteration(counts, fragments_m, operand, m, problem.dtype, price)
+    slots, _ = _per_iteration(problem, fragments_m, operand, m, device)
     return slots / WEIGHTS_PER_TRIP
 
 
@@ -263,35 +250,19 @@ def readers(m: int, fragments_m: int) -> dict[int, int]:
 
 
 def _per_iteration(
-    counts: LoopCost,
-    fragments_m: int,
-    operand: CodeForm,
-    m: int,
-    dtype: str,
-    matrix_slots: float,
+    problem: Problem, fragments_m: int, operand: CodeForm, m: int, device: Device
 ) -> tuple[float, float]:
-    """Returns the slots of an iteration for all rows, and the lane bytes of x a weight.
+    """Returns the slots of an iteration for m rows, and the lane bytes of x a weight.
 
     Every group of four fragments of w loads x once: half an element per weight for each
     row of a dot product, and as much for each fragment of 8 rows.
     """
-    element = DTYPE_BYTES[dtype] / 4
+    element = DTYPE_BYTES[problem.dtype] / 4
     if fragments_m == 0:
-        return counts.of_rows(m, operand, dtype).slots, m * element
+        return count(problem, 0, operand, rows=m).slots, m * element
     slots = x_bytes = 0.0
-    for fragments, count in readers(m, fragments_m).items():
-        other = counts.of_fragments(fragments, operand, dtype).slots
-        slots += count * (matrix_slots * MATRIX_OPS[fragments] + other)
-        x_bytes += count * fragments * element
+    for held, simdgroups in readers(m, fragments_m).items():
+        products = rates_of(device).matrix_slots * MATRIX_OPS[held]
+        slots += simdgroups * (products + count(problem, held, operand).slots)
+        x_bytes += simdgroups * held * element
     return slots, x_bytes
-
-
-def _weight_lane_bytes(problem: Problem, fragments_m: int) -> float:
-    """Returns the bytes of w that the lanes of all simdgroups receive per weight.
-
-    Every lane loads the group parameters of its four rows in each step.
-    """
-    size = problem.format.scale_bytes(problem.group_size, problem.scale_dtype)
-    repeated = 4 * size / (32 if problem.group_size == 32 else TILE_K)
-    count = sum(readers(problem.m, fragments_m).values()) if fragments_m else 1
-    return (problem.bits / 8 + repeated) * count
