@@ -129,9 +129,8 @@ def _best_of_strategy(
 
 def _as_chosen(choice: Choice, candidate: Candidate) -> Choice:
     """Returns the choice with a candidate in place of the chosen plan."""
-    prediction = candidate.prediction
+    _, prediction, plan = candidate
     backend = registry.of_device(choice.device)
-    plan = candidate.plan
     reason = backend.handover(plan.problem, choice.device, plan)
     return replace(choice, plan=plan, prediction=prediction, reason=reason)
 

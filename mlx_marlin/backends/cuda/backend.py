@@ -5,7 +5,7 @@ The module implements `backends.base.Backend`.
 
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,6 @@ from mlx_marlin.planning.dequantize_plan import (
 from mlx_marlin.planning.gather_plan import AnyProblem, GatherPlan, GatherProblem
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Prediction
 
 name = "cuda"
 traits = Traits(
@@ -79,7 +78,7 @@ def seconds(plan: Any, device: CudaDevice) -> None:
 
 
 def handover(
-    problem: AnyProblem, device: CudaDevice, predicted: Callable[[], Prediction]
+    problem: AnyProblem, device: CudaDevice, plan: Plan | None = None
 ) -> str | None:
     """Returns why stock MLX should serve a problem for speed, or None."""
     if isinstance(problem, GatherProblem):
