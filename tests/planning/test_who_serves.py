@@ -39,40 +39,33 @@ class Answers:
     decoded: bool = False
     alternatives: dict[Any, Any] = field(default_factory=dict)
     asked: list[tuple[Any, ...]] = field(default_factory=list)
+    judged: list[Any] = field(default_factory=list)  # plans; None is the best one
 
     def unsupported(self, problem: Any, device: Any, transpose: bool) -> str | None:
         self.asked.append(("unsupported", problem, device, transpose))
         return self.unsupported_
 
-    def handover(self, problem: Any, device: Any, predicted: Any) -> str | None:
+    def handover(self, problem: Any, device: Any, plan: Any = None) -> str | None:
         self.asked.append(("handover", problem, device))
-        if isinstance(problem, Problem) and self.predicted:
-            assert predicted() == f"prediction of {self.predicted}"
+        self.judged.append(plan)
         return self.handover_
 
-    def dequantize_first(self, problem: Any, device: Any, predicted: Any) -> Any:
+    def dequantize_first(self, problem: Any, device: Any) -> Any:
         assert (problem, device) == (PROBLEM, DEFAULT)
-        assert predicted() == f"prediction of {BEST}"
         return DECODED if self.decoded else None
 
     def choose_gather(self, gather: Any, device: Any) -> Any:
         assert (gather, device) == (EXPERTS, DEFAULT)
         return GATHERED
 
-    def predict(self, plan: Any, device: Any) -> str:
-        assert device == DEFAULT
-        return f"prediction of {plan}"
-
     def alternative(self, plan: Any, device: Any) -> Any:
         assert device == DEFAULT
         return self.alternatives.get(plan)
 
-    predicted: Any = BEST
-
 
 def installed(answers: Answers, patch: pytest.MonkeyPatch) -> Answers:
     patch.setattr(registry, "of_device", lambda device: answers)
-    best: Any = Candidate((0.0,), f"prediction of {BEST}", BEST)  # type: ignore[arg-type]
+    best: Any = Candidate((0.0,), None, BEST)  # type: ignore[arg-type]
     patch.setattr(planner, "propose", lambda problem, device: best)
     return answers
 
@@ -142,6 +135,7 @@ def test_the_first_rule_that_holds_decides(
         assert answer == expected(back_end, problem, transpose, known, may)
         assert back_end.asked[0] == ("unsupported", problem, DEFAULT, transpose)
         assert {asked[1:3] for asked in back_end.asked} == {(problem, DEFAULT)}
+        assert {*back_end.judged} <= {None}
 
 
 @pytest.mark.parametrize("decodes", [False, True])
@@ -170,7 +164,6 @@ def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
     plans = [BEST, SECOND, LAST]
     back_end = installed(Answers(handover_=handover), monkeypatch)
     back_end.alternatives = {BEST: SECOND, SECOND: LAST}
-    back_end.predicted = SECOND
 
     def fault(plan: Any) -> str | None:
         return f"fault {plans.index(plan)}" if plan in plans[:faulty] else None
@@ -179,8 +172,6 @@ def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
         """An alternative was not measured, and stock MLX may be faster than it."""
         return may and (bool(handover) or (measured and index == 0))
 
-    if faulty > 1:  # the prediction that is asked for is then the second alternative's
-        back_end.predicted = None
     want: Any = BEST
     for index in range(faulty):
         following = plans[index + 1] if index < 2 else None
@@ -192,6 +183,7 @@ def test_a_plan_that_fails_is_replaced_by_the_next_that_does_not(
     place = given(monkeypatch, may=may, fault=fault)
     assert want == serving.usable(BEST, place, is_measured=measured)
     assert {*back_end.asked} <= {("handover", PROBLEM, DEFAULT)}
+    assert back_end.judged == plans[1 : 1 + len(back_end.judged)]
 
 
 def test_other_plans_have_no_alternative_where_a_back_end_has_none(
