@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mlx_marlin.backends.planner import plan
     from mlx_marlin.checkpoints.reading import read_checkpoint
     from mlx_marlin.layers.linear import MarlinLinear
+    from mlx_marlin.lm.checkpoints.head_source import load_heads
     from mlx_marlin.lm.checkpoints.loading import load
     from mlx_marlin.lm.checkpoints.saving import save
     from mlx_marlin.lm.drafts.stream import stream_generate
@@ -34,6 +35,7 @@ __all__ = [
     "linear",
     "linears",
     "load",
+    "load_heads",
     "optimize",
     "pack",
     "plan",
@@ -59,6 +61,7 @@ _MODULES = {
     "linear": "products.linear",
     "linears": "products.linear",
     "load": "lm.checkpoints.loading",
+    "load_heads": "lm.checkpoints.head_source",
     "optimize": "lm.optimize",
     "plan": "backends.planner",
     "pack": "products.packing",

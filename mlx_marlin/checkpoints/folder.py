@@ -216,7 +216,9 @@ class Folder:
         """
         if name not in self.arrays:
             raise ValueError(f"{self.path}: tensor {quoted(name)} is missing")
-        file = self.arrays[name].file
+        return self._taken(self.arrays[name].file, name)
+
+    def _taken(self, file: Path, name: str) -> mx.array:
         unread = self._unread.get(file)
         if unread is None or name not in unread:
             loaded = _load(file)
@@ -309,7 +311,7 @@ def _weight_files(path: Path) -> list[Path]:
     """
     listed: list[Path] = []
     if (path / INDEX).exists():
-        listed = [path / name for name in sorted({*_weight_map(path).values()})]
+        listed = [path / name for name in sorted({*weight_map(path).values()})]
     there = [file for file in listed if file.exists()]
     if there and there != listed:
         (missing, *_) = {*listed} - {*there}
@@ -318,7 +320,8 @@ def _weight_files(path: Path) -> list[Path]:
     return files or sorted(path.glob("*.safetensors"))
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def weight_map(path: Path) -> dict[str, str]:
+    """Returns the files of a folder's tensors by their names, as its index says."""
     file = path / INDEX
     known = read_json(file).get("weight_map")
     if not isinstance(known, dict) or not known:

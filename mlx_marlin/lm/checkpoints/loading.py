@@ -37,6 +37,8 @@ Weight = StoredWeight | PackedLayer
 
 CONFIG = "_config_of_checkpoint"
 """Attribute of a loaded model: its config.json, which `save` writes again."""
+FOLDER = "_folder_of_checkpoint"
+"""Attribute of a loaded model: where its head may be."""
 
 
 def load(
@@ -141,6 +143,7 @@ def load_model(source: ModelSource) -> nn.Module:
     model.eval()
     # As an entry of the module, a dict would count as parameters.
     object.__setattr__(model, CONFIG, source.config)
+    object.__setattr__(model, FOLDER, source.path)
     stays = marlin_folder.stock_layers_of(source.config, source.path)
     if stays:
         with naming(source.path, "config.json: stock_layers"):

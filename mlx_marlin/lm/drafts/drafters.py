@@ -1,17 +1,22 @@
 """What drafts tokens: the text so far, or a smaller model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 import mlx.core as mx
 
 from mlx_marlin.lm.drafts.draft_length import Acceptance
+from mlx_marlin.lm.drafts.hidden_rows import PENDING, HiddenPasses
 from mlx_marlin.lm.drafts.ngrams import LONGEST, NgramIndex
 from mlx_marlin.lm.drafts.passes import Passes
 
 SMOOTHING = 0.2
 """Weight of the latest draft in the time that a drafted token takes."""
+
+
+FEW = 16
+"""Rows that a head is fed with a draft; more are not the price of the draft."""
 
 
 class Drafter(ABC):
@@ -89,16 +94,12 @@ class LookupDrafter(Drafter):
         return self._index.continuation(count)
 
 
-class ModelDrafter(Drafter):
-    """Drafts the most likely tokens of another model with the same tokenizer."""
+class ComputingDrafter(Drafter):
+    """Computes drafts, and counts for each position of a draft how good they are."""
 
-    def __init__(self, passes: Passes) -> None:
-        """Keeps a draft model."""
+    def __init__(self) -> None:
         super().__init__()
-        self._passes = passes
         self._text: list[int] = []
-        self._fed: list[int] = []  # for the last draft, after `_start` tokens
-        self._start = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Takes the text's first tokens."""
@@ -113,26 +114,29 @@ class ModelDrafter(Drafter):
         return [self.acceptance.probability(index) for index in range(most)]
 
     def draft(self, count: int) -> Sequence[int]:
-        """Returns the model's most likely tokens, one pass each."""
-        passes, started = self._passes, perf_counter()
-        self._take_back()
-        missed = self._text[passes.fed : -1]
-        passes.feed(missed)
-        if len(missed) > 1:  # a draft leaves one: the rest is the price of no draft
+        """Returns the most likely tokens, and takes note of the time."""
+        started = perf_counter()
+        if (
+            self._catch_up() > 1
+        ):  # a draft leaves one: the rest is the price of no draft
             started = perf_counter()
-        tokens = mx.array(self._text[-1:], mx.uint32)
-        passes.begin(count, passes=count)
-        drafted = []
-        for _ in range(count):
-            tokens = mx.argmax(passes.run(tokens), axis=-1).astype(mx.uint32)
-            mx.async_eval(tokens)
-            drafted.append(tokens)
-        found: list[int] = mx.concatenate(drafted).tolist()  # type: ignore[assignment]
+        found: list[int] = mx.concatenate([*self._tokens(count)]).tolist()  # type: ignore[assignment]
         seconds = (perf_counter() - started) / count
         before = self.seconds_of_token or seconds
         self.seconds_of_token = (1 - SMOOTHING) * before + SMOOTHING * seconds
-        self._start, self._fed = len(self._text) - 1, [self._text[-1], *found[:-1]]
+        self._drafted(found)
         return found
+
+    @abstractmethod
+    def _catch_up(self) -> int:
+        """Feeds what was missed without drafts, and returns how many rows that were."""
+
+    @abstractmethod
+    def _tokens(self, count: int) -> Iterator[mx.array]:
+        """Yields tokens [1], each of which is being computed."""
+
+    def _drafted(self, tokens: list[int]) -> None:
+        """Takes note of a draft."""
 
     def observe(self, length: int, accepted: int) -> None:
         """Counts for each position that was tried."""
@@ -142,6 +146,35 @@ class ModelDrafter(Drafter):
     def decline(self) -> None:
         """Moves the estimate for the first position towards the assumption."""
         self.acceptance.forget(0)
+
+
+class ModelDrafter(ComputingDrafter):
+    """Drafts the most likely tokens of another model with the same tokenizer."""
+
+    def __init__(self, passes: Passes) -> None:
+        """Keeps a draft model."""
+        super().__init__()
+        self._passes = passes
+        self._fed: list[int] = []  # for the last draft, after `_start` tokens
+        self._start = 0
+
+    def _catch_up(self) -> int:
+        self._take_back()
+        missed = self._text[self._passes.fed : -1]
+        self._passes.feed(missed)
+        return len(missed)
+
+    def _tokens(self, count: int) -> Iterator[mx.array]:
+        """Yields the tokens of one pass each."""
+        passes = self._passes
+        tokens = mx.array(self._text[-1:], mx.uint32)
+        passes.begin(count, passes=count)
+        for _ in range(count):
+            tokens = _likeliest(passes.run(tokens))
+            yield tokens
+
+    def _drafted(self, tokens: list[int]) -> None:
+        self._start, self._fed = len(self._text) - 1, [self._text[-1], *tokens[:-1]]
 
     def show(self) -> None:
         """Makes the model's cache have the text and nothing else, until `resume`."""
@@ -165,3 +198,76 @@ class ModelDrafter(Drafter):
         if wrong is not None:
             self._passes.keep(self._start + wrong)
             self._fed = []
+
+
+class HeadDrafter(ComputingDrafter):
+    """Drafts the most likely tokens of a model's own head.
+
+    The head's cache has pairs: of token i + 1 and the model's hidden state of token i.
+    Before a draft it is fed those that it lacks; what it computed from its own states
+    is taken back after it. So it always has pairs of the text, and no others.
+    """
+
+    def __init__(self, head: HiddenPasses, model: HiddenPasses) -> None:
+        """Keeps the passes of a head and of its model."""
+        super().__init__()
+        self._head, self._model = head, model
+        model.feed_head = self._feed_many
+
+    def settle(self, count: int) -> None:
+        """Makes the head's cache have the pairs of the first `count` tokens."""
+        del self._text[count:]
+        self._head.keep(max(count - 1, 0))
+        self._feed()
+        self._head.evaluate()
+
+    def _catch_up(self) -> int:
+        waiting = self._model.rows.end - self._head.fed
+        if waiting > FEW:
+            self._feed(spared=1)
+            self._head.evaluate()
+        return waiting if waiting > FEW else 0
+
+    def _tokens(self, count: int) -> Iterator[mx.array]:
+        """Yields the tokens of one pass each, which go on from the head's states."""
+        head, logits = self._head, self._feed()
+        assert logits is not None  # the text has grown since the last draft
+        tokens = _likeliest(logits)
+        yield tokens
+        pairs = head.fed
+        if count > 1:
+            head.begin(count - 1, passes=count - 1)
+        for position in range(pairs, pairs + count - 1):
+            hidden = head.rows.take(position - 1, position)
+            tokens = _likeliest(head.run(tokens, hidden=hidden[None]))
+            yield tokens
+        head.keep(pairs)
+
+    def _feed_many(self) -> None:
+        """Feeds the head if many rows wait."""
+        if self._model.rows.end - self._head.fed >= PENDING:
+            self._feed()
+            self._head.evaluate()
+            self._head.rows.cut(0)
+
+    def _feed(self, spared: int = 0) -> mx.array | None:
+        """Feeds the head the pairs of the text that it lacks, if there are any.
+
+        Returns the logits [1, vocabulary] of the token after them.
+        `spared`: how many of the last pairs are left.
+        """
+        start, end = self._head.fed, min(self._model.rows.end, len(self._text) - 1)
+        end -= spared
+        if start >= end:
+            return None
+        hidden = self._model.rows.take(start, end)
+        self._head.rows.cut(0)
+        tokens = mx.array(self._text[start + 1 : end + 1], mx.uint32)
+        return self._head.run(tokens, hidden=hidden[None])
+
+
+def _likeliest(logits: mx.array) -> mx.array:
+    """Begins to compute the most likely token [1]."""
+    tokens = mx.argmax(logits, axis=-1).astype(mx.uint32)
+    mx.async_eval(tokens)
+    return tokens

@@ -112,15 +112,17 @@ class Passes:
             and leaf.offset + rows > leaf.max_size
         }
 
-    def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
-        """Feeds tokens [m], and returns the logits [positions, vocabulary] of the
-        last."""
+    def run(self, tokens: mx.array, positions: int = 1, **given: Any) -> mx.array:
+        """Feeds tokens [m], and returns the logits [positions, vocabulary] of the last.
+
+        `given`: what else the model takes.
+        """
         if not self._open:
             self.begin(tokens.size)
         self._open -= 1
         try:
             with self._states.watching(tokens.size, is_verifying=positions > 1):
-                logits: mx.array = self._model(tokens[None], cache=self._cache)
+                logits: mx.array = self._model(tokens[None], cache=self._cache, **given)
         except BaseException:  # some layers may have the tokens
             self._go(self._begun)
             self.fed = self._begun

@@ -21,7 +21,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Processor, Sampler, Token
-from mlx_marlin.lm.drafts.drafters import Drafter, LookupDrafter, ModelDrafter
+from mlx_marlin.lm.drafts.drafters import (
+    Drafter,
+    HeadDrafter,
+    LookupDrafter,
+    ModelDrafter,
+)
+from mlx_marlin.lm.drafts.heads import DraftHead
+from mlx_marlin.lm.drafts.hidden_rows import HiddenPasses
 from mlx_marlin.lm.drafts.pass_cost import PassCost, cost_of
 from mlx_marlin.lm.drafts.passes import Passes
 from mlx_marlin.lm.race.conditions import is_divided
@@ -144,20 +151,37 @@ class _Decoding:
             if prompt_cache is not None and draft_model is not None:
                 prompt_cache[:] = own + others  # quantizing replaces caches in a list
 
-        passes = partial(
-            Passes,
-            quantize=quantize,
-            step=prefill_step_size,
-            quantized_from=None if kv_bits is None else quantized_kv_start,
-            is_seen=prompt_cache is not None,
-        )
+        how: dict[str, Any] = {
+            "quantize": quantize,
+            "step": prefill_step_size,
+            "quantized_from": None if kv_bits is None else quantized_kv_start,
+            "is_seen": prompt_cache is not None,
+        }
+        passes, computing = _drafting(model, own, draft_model, others, how)
         drafters: list[Drafter] = [LookupDrafter()] if is_looking_up else []
-        if draft_model is not None:
-            drafters.append(ModelDrafter(passes(draft_model, others)))
         picker = Picker(sampler=sampler, processors=logits_processors or ())
         self.model, self.cost, self.stream = model, cost, stream
         self.progress = prompt_progress_callback or (lambda *_: None)
-        self.decoder = Decoder(passes(model, own), drafters, cost, picker, stream)
+        self.decoder = Decoder(passes, drafters + computing, cost, picker, stream)
+
+
+def _drafting(
+    model: nn.Module,
+    own: list[Any],
+    draft_model: nn.Module | None,
+    others: list[Any],
+    how: dict[str, Any],
+) -> tuple[Passes, list[Drafter]]:
+    """Returns a model's passes, and what computes drafts for them."""
+    if draft_model is None:
+        return Passes(model, own, **how), []
+    if not isinstance(draft_model, DraftHead):
+        drafter = ModelDrafter(Passes(draft_model, others, **how))
+        return Passes(model, own, **how), [drafter]
+    before = draft_model.family.before_norm
+    passes = HiddenPasses(draft_model.trunk.norm, before, model, own, **how)
+    of_head = HiddenPasses(draft_model.norm, before, draft_model, others, **how)
+    return passes, [HeadDrafter(of_head, passes)]
 
 
 def _split(
