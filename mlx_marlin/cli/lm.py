@@ -4,6 +4,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -33,6 +34,7 @@ were fastest, and MLX_MAX_OPS_PER_BUFFER.
 examples:
   mlx-marlin lm generate --model mlx-community/Qwen3-4B-4bit --prompt hello
   mlx-marlin lm --lookup chat --model mlx-community/Qwen3-4B-4bit
+  mlx-marlin lm --heads auto --lookup generate --model FOLDER --prompt hello
   mlx-marlin lm --layout marlin --join server --model qwen3.gguf --port 8080
 """
 
@@ -61,17 +63,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="draft what followed the last tokens earlier in the text, where it pays",
     )
+    parser.add_argument(
+        "--heads",
+        metavar="PATH",
+        help="draft with the model's own head, which is in a folder or a repository, "
+        "or with auto in the model's folder",
+    )
     parser.add_argument("lm_command", metavar="COMMAND", nargs="?")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs a command of mlx-lm, and returns its exit status."""
-    if args.lookup and args.lm_command not in GENERATE:
+    option = "--lookup" if args.lookup else "--heads" if args.heads else ""
+    if option and args.lm_command not in GENERATE:
         raise ValueError(
-            f"lm: --lookup {args.lm_command}, expected one of {', '.join(GENERATE)}, "
+            f"lm: {option} {args.lm_command}, expected one of {', '.join(GENERATE)}, "
             f"because other commands have no drafts"
         )
+    if args.heads and any("--draft-model" in each for each in args.arguments):
+        raise ValueError("lm: --heads and --draft-model exclude each other: use one")
     model = measured_models.model_of(args.arguments)
     if model is not None:
         models.check(model)
@@ -82,19 +93,31 @@ def run(args: argparse.Namespace) -> int:
 
     from mlx_marlin.lm import auto as hook  # here, because it takes seconds
 
-    hook.install(options, _tell)
-    if args.lookup:
-        _look_up(args.lm_command)
-    return _called(args.lm_command, args.arguments, model)
-
-
-def _look_up(command: str) -> None:
-    """Lets a command of mlx-lm draft tokens."""
+    if not option:
+        hook.install(options, _tell)
+        return _called(args.lm_command, args.arguments, model)
     from mlx_marlin.lm.drafts import install
 
-    install.install()
+    head_of = partial(install.attach_head, args.heads) if args.heads else None
+    hook.install(options, _tell, head_of)
+    said = _draft(args.lm_command, args.lookup)
+    status = _called(args.lm_command, args.arguments, model)
+    for line in said[-1:] if args.lm_command == "generate" else ():  # after its own
+        _tell(line)
+    return status
+
+
+def _draft(command: str, lookup: bool) -> list[str]:
+    """Lets a command of mlx-lm draft; returns where it will say what that gained."""
+    from mlx_marlin.lm.drafts import install
+
+    said: list[str] = []
     if command == "server":
+        install.install(lookup=lookup, tell=_tell)
         install.serve_one_at_a_time()
+    else:
+        install.install(lookup=lookup, tell=said.append)
+    return said
 
 
 def _tell(line: str) -> None:

@@ -56,16 +56,20 @@ _ORIGINAL = "_mlx_marlin_original"
 """Attribute of our functions: the one of mlx-lm that it calls."""
 _overrides: dict[str, Any] = {}
 _listeners: list[Callable[[str], None]] = []
+_heads: list[Callable[[nn.Module, Path], nn.Module]] = []
 
 
 def install(
     options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] | None = None,
+    head_of: Callable[[nn.Module, Path], nn.Module] | None = None,
 ) -> bool:
     """Converts all models that mlx-lm and mlx-vlm load from now on.
 
     mlx-vlm's function is replaced when mlx-vlm is imported, which this does not do.
     Installing it again changes the options only.
+
+    `head_of`: loads a head of a model, which was read from a folder; it is converted.
     """
     from_environment()  # a mistake is found now, not at the first model
     try:
@@ -77,6 +81,7 @@ def install(
     _overrides.clear()
     _overrides.update(options or {})
     _listeners[:] = [] if tell is None else [tell]
+    _heads[:] = [] if head_of is None else [head_of]
     if VLM in sys.modules:
         _wrap(sys.modules[VLM])
     elif _on_import not in sys.meta_path:
@@ -173,7 +178,11 @@ def _converting(original: Callable[..., Any]) -> Callable[..., Any]:
         options = {**from_environment(), **_overrides}
         own = _imported(given, signature) if "model_config" in given else None
         result = own or original(*args, **kwargs)
-        _convert(result, options, Path(given["model_path"]).name)
+        path = Path(given["model_path"])
+        _convert(result, options, path.name)
+        for head_of in _heads:
+            model = result[0] if isinstance(result, tuple) else result
+            _convert(head_of(model, path), options, f"head of {path.name}")
         return result
 
     setattr(load_model, _ORIGINAL, original)

@@ -108,6 +108,10 @@ REFUSED = {
         ("folder.svg", "folder.svg exists, expected the name of a new folder"),
     ],
     "lm --lookup": [("evaluate --model a/model", "--lookup evaluate, expected one of")],
+    "lm --heads auto": [
+        ("evaluate --model a/model", "--heads evaluate, expected one of"),
+        ("chat --model a/model --draft-model b", "--heads and --draft-model exclude"),
+    ],
     "doctor": [
         ("--rows 1,4", "--rows 1,4 requires --check"),
         ("--model some/model", "--model some/model requires --check"),

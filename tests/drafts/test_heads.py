@@ -5,19 +5,26 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+import mlx_marlin
 from drafts import scripted
 from drafts.scripted import PROMPT, assert_same_text, plain
+from drafts.test_stream import TEXT, loaded
+from mlx_marlin import load_heads
+from mlx_marlin.lm.drafts import drafters
 from mlx_marlin.lm.drafts.decoder import Decoder
 from mlx_marlin.lm.drafts.drafters import HeadDrafter
 from mlx_marlin.lm.drafts.heads import DraftHead, Trunk
 from mlx_marlin.lm.drafts.hidden_rows import HiddenPasses
+from mlx_marlin.lm.drafts.stream import DraftedResponse
 from support import head_models
 from support.head_models import CONFIGS, craft
 from support.profiles import sampled
 
+__all__ = ["loaded"]
 COUNT = 12
 
 
@@ -43,6 +50,17 @@ def states(model: nn.Module, head: DraftHead, text: list[int]) -> mx.array:
     return found
 
 
+def assert_pairs(
+    model: nn.Module, head: DraftHead, cache: list[Any], text: list[int]
+) -> None:
+    """Checks that a head's cache goes on as one that was fed the pairs of a text."""
+    expected, hidden = head.make_cache(), states(model, head, text)
+    head(mx.array([text[1:]]), hidden[:, :-1], expected)
+    following = mx.array([[3]]), hidden[:, -1:]
+    after = [head(*following, each) for each in (cache, expected)]
+    assert mx.allclose(*after, rtol=1e-4, atol=1e-4)
+
+
 @sampled(5)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.usefixtures("unfused")
@@ -57,12 +75,7 @@ def test_a_head_leaves_the_text_and_has_the_pairs_of_it_and_no_others(
 
     assert_same_text(found, text, logprobs)
     assert decoding.drafted > decoding.accepted
-    whole, expected = [*PROMPT, *found], head.make_cache()
-    hidden = states(model, head, whole)
-    head(mx.array([whole[1:]]), hidden[:, :-1], expected)
-    following = mx.array([[3]]), hidden[:, -1:]
-    after = [head(*following, each) for each in (cache, expected)]
-    assert mx.allclose(*after, rtol=1e-4, atol=1e-4)
+    assert_pairs(model, head, cache, [*PROMPT, *found])
 
 
 @sampled(5)
@@ -87,3 +100,128 @@ def test_a_head_that_knows_the_next_token_is_always_right(
     decoding, _ = decoder(model, head)
     assert [each.token for each in decoding.tokens(prompt, COUNT)] == text
     assert decoding.accepted == 0 < decoding.drafted
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 7])
+@pytest.mark.parametrize("family", ["qwen3_next", "mimo_v2_flash"])
+def test_a_heads_cache_has_what_was_yielded_when_decoding_is_closed(
+    family: str, stop: int, tmp_path: Path
+) -> None:
+    model, head = head_models.load(tmp_path, family)
+    if stop > 2:
+        craft(model, head, by="hidden")
+    decoding, cache = decoder(model, head)
+    tokens = decoding.tokens([*range(40, 52)], COUNT)
+    found = [next(tokens).token for _ in range(stop)]
+    tokens.close()
+    assert_pairs(model, head, cache, [*range(40, 52), *found])
+
+
+def test_a_prompt_is_fed_in_parts_and_no_rows_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafters, "PENDING", 4)
+    model, head = head_models.load(tmp_path, "mimo")
+    prompt = [7 * each % 64 for each in range(23)]
+    text, _ = plain(model, prompt, COUNT)
+    decoding, cache = decoder(model, head, step=5)
+    drafter: Any = decoding._drafters[0]
+    fed: list[int] = []
+    run = HiddenPasses.run
+
+    def watched(passes: HiddenPasses, tokens: mx.array, *given: Any, **o: Any) -> Any:
+        if passes is drafter._head:
+            fed.append(tokens.size)
+        waiting = sum(len(rows) for _, rows in drafter._model.rows._parts)
+        assert waiting <= 4 + 5
+        return run(passes, tokens, *given, **o)
+
+    monkeypatch.setattr(HiddenPasses, "run", watched)
+    monkeypatch.setattr(drafter, "probabilities", lambda _: [])  # nothing pays
+
+    found = [each.token for each in decoding.tokens(prompt, COUNT)]
+
+    assert found == text
+    assert fed[:4] == [5, 5, 5, 5]
+    assert sum(fed) == len(prompt) + COUNT - 1
+    assert_pairs(model, head, cache, [*prompt, *found])
+
+
+def drawn(logprobs: mx.array) -> mx.array:
+    return mx.random.categorical(logprobs * 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lookup": True},
+        {"sampler": drawn, "lookup": True},
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20},
+        {"max_kv_size": 400},
+        {"logits_processors": [lambda tokens, x: x.at[:, tokens].add(-2.0)]},
+    ],
+    ids=lambda options: ", ".join(options) or "alone",
+)
+@pytest.mark.usefixtures("unfused")
+def test_stream_generate_with_a_head_has_the_text_of_mlx_lm(
+    options: dict[str, Any], loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    tokenizer = loaded[1]
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 columns
+    sizes["vocab_size"] = len(tokenizer.vocab)
+    model, head = head_models.load(tmp_path, "mimo", **sizes)
+    own = {name: each for name, each in options.items() if name != "lookup"}
+    texts, last = [], None
+    for generate, given in (
+        (mlx_lm.stream_generate, own),
+        (mlx_marlin.stream_generate, {**options, "draft_model": head}),
+    ):
+        cache = make_prompt_cache(model, options.get("max_kv_size"))
+        for prompt in (TEXT, "So"):  # the second goes on with the caches
+            if given is not own and prompt == "So":
+                assert len(cache) in (2, 3)
+            mx.random.seed(3)
+            responses = [
+                *generate(model, tokenizer, prompt, 14, prompt_cache=cache, **given)
+            ]
+            last = responses[-1]
+            texts.append([each.token for each in responses])
+    assert texts[:2] == texts[2:]
+    assert isinstance(last, DraftedResponse)
+    assert last.drafted > 0
+    assert sum(last.accepted_by.values()) == last.accepted
+    assert {*last.accepted_by} <= {"heads", "lookup"}
+
+
+def test_what_drafts_did_is_said_in_one_line() -> None:
+    given = dict.fromkeys(["text", "token", "logprobs", "from_draft"], 0)
+    numbers = ["prompt_tokens", "prompt_tps", "generation_tps", "peak_memory"]
+    response: Any = DraftedResponse(
+        **given,
+        **dict.fromkeys(numbers, 0),
+        generation_tokens=95,
+        drafted=61,
+        accepted=52,
+        passes=50,
+        accepted_by={"lookup": 12, "heads": 40},
+    )
+    said = "drafts: 52 of 61 accepted, 1.9 tokens a pass, by heads 40, lookup 12"
+    assert response.summary == said
+
+
+def test_a_head_is_converted_alone(tmp_path: Path) -> None:
+    """Its model's layers stay as they are, and are looked up when they are used."""
+    model = head_models.trunk("qwen3_5")
+    head_models.write(tmp_path, head_models.stored("qwen3_5"))
+    head = load_heads(tmp_path, model)
+    tokens = mx.array([[1, 2, 3]])
+    expected = head(tokens)
+    before = {name: id(module) for name, module in model.named_modules()}
+    mlx_marlin.optimize(head, measure=False)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    kinds = {type(module).__name__ for _, module in head.named_modules()}
+    assert "MarlinLinear" in kinds
+    assert mx.allclose(head(tokens), expected, rtol=1e-3, atol=1e-3)
+    nn.quantize(model, 64, 8)
+    assert not mx.array_equal(head(tokens), expected)

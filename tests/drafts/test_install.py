@@ -3,6 +3,7 @@
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from mlx_lm import server
 from drafts.test_stream import TEXT, loaded
 from mlx_marlin.cli import lm
 from mlx_marlin.lm.drafts import install, stream
+from support import head_models
 
 __all__ = ["loaded"]
 
@@ -45,12 +47,19 @@ def test_mlx_lms_own_functions_look_up(
         return stream.stream_generate(*given, **options)
 
     monkeypatch.setattr(install, "stream_generate", noted)
-    install.install()
+    said: list[str] = []
+    install.install(tell=said.append)
 
     assert mlx_lm.generate(model, tokenizer, TEXT, max_tokens=20) == expected
+    assert len(said) == 1
+    assert said[0].startswith("drafts: ")
     mlx_lm.generate(model, tokenizer, TEXT, max_tokens=4, draft_model=model)
-    assert [each["lookup"] for each in asked] == [True, True]
-    assert asked[1]["draft_model"] is model
+    monkeypatch.setitem(vars(model), install.HEAD, "head")
+    responses = mlx_lm.stream_generate(model, tokenizer, TEXT, draft_model=None)
+    with pytest.raises(AttributeError):  # a text is no head
+        next(responses)
+    assert [each["lookup"] for each in asked] == [True] * 3
+    assert [each["draft_model"] for each in asked[1:]] == [model, "head"]
     assert stream.without_drafts.__module__ == "mlx_lm.generate"
 
 
@@ -111,12 +120,31 @@ def test_a_client_has_left_if_its_connection_is_closed_on_either_side() -> None:
     assert install._has_left(ours)
 
 
-def test_a_flag_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    monkeypatch.setattr(install, "install", lambda: called.append("install"))
+@pytest.mark.parametrize("command", ["chat", "generate", "server"])
+def test_flags_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(install, "install", lambda **given: called.append(given))
     monkeypatch.setattr(
         install, "serve_one_at_a_time", lambda: called.append("one at a time")
     )
-    lm._look_up("chat")
-    lm._look_up("server")
-    assert called == ["install", "install", "one at a time"]
+    said = lm._draft(command, lookup=False)
+    given = called.pop(0)
+    assert given["lookup"] is False
+    assert called == (["one at a time"] if command == "server" else [])
+    if command == "server":  # which says it of each request
+        assert given["tell"] is lm._tell
+    else:
+        given["tell"]("drafts")
+        assert said == ["drafts"]
+
+
+def test_a_head_is_the_models_own_or_that_of_a_place(tmp_path: Path) -> None:
+    model = head_models.trunk("mimo")
+    for place, folder in (("auto", tmp_path), (str(tmp_path), Path("elsewhere"))):
+        head_models.write(tmp_path, head_models.stored("mimo"))
+        head = install.attach_head(place, model, folder)
+        assert vars(model)[install.HEAD] is head
+        assert head.trunk.text is model
+    assert "_mlx_marlin_head" not in model  # else it would be converted with it

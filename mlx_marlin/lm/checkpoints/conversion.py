@@ -26,6 +26,7 @@ from mlx_marlin.checkpoints.stored_weight import (
     packed_target,
 )
 from mlx_marlin.checkpoints.writing import Shards, new_folder
+from mlx_marlin.lm.checkpoints.head_folder import head_of, keep_head
 from mlx_marlin.lm.checkpoints.loading import check_written
 from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
 from mlx_marlin.lm.known_layers import is_plain_heads
@@ -90,6 +91,8 @@ def convert(
         source.copy_other_files(folder)  # first, because it may refuse a file
         yield from _write(folder, rows)
         write_config(source.config, records, folder)
+        if (head := head_of(source.path, source.model)) is not None:
+            keep_head(head, folder)
         check_written(folder, destination)
 
 

@@ -7,17 +7,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.checkpoints.folder import (
-    INDEX,
-    Folder,
-    StoredArray,
-    read_header,
-    read_json,
-    weight_map,
-)
-from mlx_marlin.checkpoints.location import REPOSITORY, check_files
+from mlx_marlin.checkpoints.folder import INDEX, weight_map
+from mlx_marlin.checkpoints.location import REPOSITORY
 from mlx_marlin.checkpoints.settings import check_code, method_of
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
+from mlx_marlin.lm.checkpoints.head_folder import HeadFolder, check_found
 from mlx_marlin.lm.checkpoints.loading import FOLDER, load_model
 from mlx_marlin.lm.drafts.heads import (
     DraftHead,
@@ -35,11 +29,6 @@ GROUP = 64
 SHIFTED = 0.5
 """Mean of the norm before attention, from which on a file holds 1 + w instead of w."""
 TELLING = ("input_layernorm.weight", "post_attention_layernorm.weight")
-FOUND_IN = (
-    "heads are in the original repository of a model, in repositories whose name has "
-    "-MTP-, and in folders that mlx-marlin convert made of originals; most conversions "
-    "to MLX's format have dropped them"
-)
 
 
 def load_heads(path: str | Path, model: nn.Module, bits: int | None = 4) -> DraftHead:
@@ -72,59 +61,13 @@ def load_heads(path: str | Path, model: nn.Module, bits: int | None = 4) -> Draf
     return DraftHead(block, trunk, family)
 
 
-class HeadFolder(Folder):
-    """The arrays of a head among those of a folder, under the names of its places."""
-
-    def __init__(self, path: Path, family: Family, layers: int) -> None:
-        """Reads headers.
-
-        `layers`: the number of the model's layers.
-        """
-        self.path, self._unread = path, {}
-        check_files(path)
-        stored: dict[str, StoredArray] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            stored |= read_header(file)
-        self.places = family.names(stored, layers)
-        check_found(path, self.places, family, layers)
-        self.stored = {name: stored[name] for name in self.places}
-        file = path / "config.json"
-        self.config = read_json(file) if file.exists() else {}
-        self.config.pop("mlx_marlin", None)  # of the model's layers
-        if any(name.endswith(".scales") for name in self.places):
-            self.config["quantization"] = {}  # told by the shapes
-
-    def place(self, places: dict[str, str]) -> None:
-        """Gives the arrays the names that they have in the head's model."""
-        self._names = {
-            place.format(**places): name for name, place in self.places.items()
-        }
-        self.arrays = {new: self.stored[name] for new, name in self._names.items()}
-
-    def read(self, name: str) -> mx.array:
-        """Returns an array, as `Folder` does."""
-        return self._taken(self.arrays[name].file, self._names[name])
-
-
-def check_found(
-    where: object, places: dict[str, str], family: Family, layers: int
-) -> None:
-    """Raises a ValueError if there is no head."""
-    if not places:
-        parts = [part for part in family.parts if part][:3]
-        raise ValueError(
-            f"{where}: no head: looked for tensors "
-            f"{[family.prefix.format(n=layers) + part for part in parts]}; {FOUND_IN}"
-        )
-
-
 class HeadSource(FolderSource):
     """A head as a model of mlx-lm's."""
 
     def __init__(self, path: Path, trunk: Trunk, family: Family) -> None:
         self.path, self._family, self._trunk = path, family, trunk
-        layers = trunk.text.args.num_hidden_layers
-        self._folder = folder = HeadFolder(path, family, layers)
+        self._folder = folder = HeadFolder(path, family, trunk.layers)
+        check_found(path, folder.places, family, trunk.layers)
         self._places = {*folder.places.values()}
         check_code(folder.config, str(path / "config.json"))
         has_experts = any(
@@ -203,7 +146,7 @@ def _folder(path: str | Path, model: nn.Module, trunk: Trunk, family: Family) ->
             f"path={str(path)!r}, expected a folder, OWNER/NAME of a repository on the "
             f"Hugging Face Hub, or 'auto'"
         )
-    return _fetched(str(path), family, trunk.text.args.num_hidden_layers)
+    return _fetched(str(path), family, trunk.layers)
 
 
 def _fetched(name: str, family: Family, layers: int) -> Path:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlx_marlin import decision_log
 from mlx_marlin.checkpoints.folder import check_sizes, naming, new_model, read_json
 from mlx_marlin.checkpoints.formats import marlin_folder
 from mlx_marlin.checkpoints.location import check_files, gguf_file
@@ -27,6 +28,7 @@ from mlx_marlin.layers.linear import MarlinLinear
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import GgufSource, open_source
+from mlx_marlin.lm.checkpoints.head_folder import head_of
 from mlx_marlin.lm.checkpoints.model_source import NARROW, ModelSource
 from mlx_marlin.lm.known_layers import is_plain_heads, marlin_experts, marlin_heads
 from mlx_marlin.lm.stock_layers import keep_on_stock
@@ -69,6 +71,10 @@ def load(
     """
     source = open_source(path, quantization_of(requantize))
     model = load_model(source)
+    if head_of(source.path, model) is not None:
+        decision_log.tell(
+            f"{source.path} has a head, which drafts: load_heads('auto', model)"
+        )
     if not lazy:
         mx.eval(model.parameters())
     return model, _tokenizer(source)

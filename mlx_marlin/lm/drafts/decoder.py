@@ -1,5 +1,6 @@
 """The decoding loop: plain steps that run one ahead, and passes that verify drafts."""
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -135,7 +136,8 @@ class Decoder:
         self._text: list[int] = []
         self._yielded = 0  # tokens of the text that the caller knows
         self._to_begin = 0.0  # seconds until a pass of one row is begun
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.passes = 0
+        self.accepted_by: Counter[str] = Counter()  # drafter's name -> accepted tokens
 
     def tokens(
         self,
@@ -165,6 +167,7 @@ class Decoder:
             ahead = self._ahead(current, end)
             token = current.read()
             now = perf_counter()
+            self.passes += not current.index
             if last is not None:
                 self._cost.observe(now - last)
             last = None if ahead is None else now
@@ -207,6 +210,7 @@ class Decoder:
             self.drafted += len(current.draft)
         if token.from_draft:
             self.accepted += 1
+            self.accepted_by[self._drafter.name if self._drafter else ""] += 1
             if not self._left(end):
                 return None
             with mx.stream(self._stream):

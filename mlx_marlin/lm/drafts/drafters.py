@@ -22,6 +22,7 @@ FEW = 16
 class Drafter(ABC):
     """Drafts tokens, and learns how many of them are accepted."""
 
+    name = "drafts"  # In what is said of drafts
     seconds_of_token = 0.0
 
     def __init__(self) -> None:
@@ -68,6 +69,8 @@ class LookupDrafter(Drafter):
     It learns from each token of the text after a match, whether a draft was made of it
     or not.
     """
+
+    name = "lookup"
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Takes the text's first tokens."""
@@ -151,6 +154,8 @@ class ComputingDrafter(Drafter):
 class ModelDrafter(ComputingDrafter):
     """Drafts the most likely tokens of another model with the same tokenizer."""
 
+    name = "model"
+
     def __init__(self, passes: Passes) -> None:
         """Keeps a draft model."""
         super().__init__()
@@ -207,6 +212,8 @@ class HeadDrafter(ComputingDrafter):
     Before a draft it is fed those that it lacks; what it computed from its own states
     is taken back after it. So it always has pairs of the text, and no others.
     """
+
+    name = "heads"
 
     def __init__(self, head: HiddenPasses, model: HiddenPasses) -> None:
         """Keeps the passes of a head and of its model."""

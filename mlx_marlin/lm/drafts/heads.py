@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_marlin.checkpoints.folder import new_model
 
@@ -248,6 +247,12 @@ class Trunk:
         )
 
     @property
+    def layers(self) -> int:
+        """The number of layers."""
+        count: int = self.text.args.num_hidden_layers
+        return count
+
+    @property
     def norm(self) -> nn.Module:
         """The final norm."""
         found: nn.Module = self.inner[self.norm_name]
@@ -321,7 +326,7 @@ class DraftHead(nn.Module):
         hidden = mx.zeros_like(embedded) if hidden is None else hidden
         join: Join = own.inner[own.embedding_name]
         # Some models look for the cache of a kind of layers that a head does not have.
-        caches = None if cache is None else [*cache, None]
+        caches = [*(cache or [None] * len(own.inner.layers)), None]
         states: mx.array = own.inner(join.join(embedded, hidden), cache=caches)
         output = self.block.get(OUTPUT)
         if output is not None:
@@ -336,6 +341,8 @@ class DraftHead(nn.Module):
 
     def make_cache(self) -> list[Any]:
         """Returns a cache of the head's layer."""
+        from mlx_lm.models.cache import make_prompt_cache  # here: it takes seconds
+
         cache: list[Any] = make_prompt_cache(self.block)
         return cache
 

@@ -71,7 +71,8 @@ class HiddenPasses(Passes):
             logits = super().run(tokens, positions, **given)
         finally:
             norm.__class__ = own
-        self.rows.add(start, vars(norm).pop(_SEEN)[self._which][0])
+            states = vars(norm).pop(_SEEN, None)
+        self.rows.add(start, states[self._which][0])
         self.feed_head()
         return logits
 

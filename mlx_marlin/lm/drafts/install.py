@@ -3,25 +3,48 @@
 import socket
 import sys
 from collections.abc import Callable, Generator, Iterator
-from functools import wraps
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
-from mlx_marlin.lm.drafts.stream import stream_generate, without_drafts
+import mlx.nn as nn
+
+from mlx_marlin.lm.checkpoints.head_source import AUTO, load_heads
+from mlx_marlin.lm.drafts.stream import (
+    DraftedResponse,
+    stream_generate,
+    without_drafts,
+)
 from mlx_marlin.warn_once import warn_once
 
-ONE_AT_A_TIME = (
-    "requests are decoded one at a time with drafts looked up in their text; later "
-    "requests wait"
-)
+ONE_AT_A_TIME = "requests are decoded one at a time with drafts; later requests wait"
+HEAD = "_mlx_marlin_head"
+"""Attribute of a model: its head."""
 
 
-def install() -> None:
-    """Lets mlx-lm's commands look up drafts, also those that have been imported."""
+def install(
+    *, lookup: bool = True, tell: Callable[[str], None] = lambda _: None
+) -> None:
+    """Lets mlx-lm's commands draft, also those that have been imported.
+
+    `lookup`: whether drafts are looked up; models that have a head use it.
+    `tell`: is told at the end of each text what drafts did.
+    """
     for name, module in [*sys.modules.items()]:
         if name.split(".")[0] == "mlx_lm":
             names = vars(module)
             if names.get("stream_generate") is without_drafts:
-                names["stream_generate"] = _looking_up
+                names["stream_generate"] = partial(_drafting, lookup, tell)
+
+
+def attach_head(place: str, model: nn.Module, folder: Path) -> nn.Module:
+    """Loads the head of a model that mlx-lm has read from a folder, for `install`.
+
+    `place`: as for `load_heads`; "auto" is the model's folder.
+    """
+    head = load_heads(folder if place == AUTO else place, model)
+    object.__setattr__(model, HEAD, head)  # no part of the model
+    return head
 
 
 def serve_one_at_a_time() -> None:
@@ -97,7 +120,18 @@ def _has_left(client: socket.socket) -> bool:
         return True
 
 
-def _looking_up(*given: Any, **options: Any) -> Generator[Any, None, None]:
-    """`stream_generate` that looks up drafts, beside a draft model if one is given."""
+def _drafting(
+    lookup: bool, tell: Callable[[str], None], *given: Any, **options: Any
+) -> Iterator[Any]:
+    """`stream_generate` that drafts with a model's head and what else is asked for."""
+    model = given[0] if given else options["model"]
+    if (head := vars(model).get(HEAD)) is not None:
+        options["draft_model"] = head
     drafts: Callable[..., Generator[Any, None, None]] = stream_generate
-    return drafts(*given, lookup=True, **options)
+    response: Any = None
+    try:
+        for response in drafts(*given, lookup=lookup, **options):
+            yield response
+    finally:
+        if isinstance(response, DraftedResponse):
+            tell(response.summary)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,19 @@ class DraftedResponse(GenerationResponse):
     # Where `plain_tps` and the draft lengths are from: "measured", "predicted", or
     # "assumed"
     cost: str = "assumed"
+    passes: int = 1  # Passes whose tokens were yielded so far
+    # Drafted tokens accepted so far, by what drafted them: "heads", "lookup", "model"
+    accepted_by: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """What drafts did, in one line."""
+        by = ", ".join(f"{name} {n}" for name, n in sorted(self.accepted_by.items()))
+        return (
+            f"drafts: {self.accepted} of {self.drafted} accepted, "
+            f"{self.generation_tokens / self.passes:.1f} tokens a pass"
+            f"{', by ' if by else ''}{by}"
+        )
 
 
 def stream_generate(
@@ -246,6 +259,8 @@ def _responses(
             rows=token.rows,
             plain_tps=1 / decoding.cost.seconds(1),
             cost=decoding.cost.source,
+            passes=decoder.passes,
+            accepted_by=dict(decoder.accepted_by),
         )
 
     with (
