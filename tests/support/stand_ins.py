@@ -8,8 +8,9 @@ from shutil import copyfile
 from unittest.mock import patch
 
 import numpy as np
+from mlx.utils import tree_flatten
 
-from support import foreign_models, gguf_cases, quantized_folder
+from support import foreign_models, gguf_cases, head_models, quantized_folder
 from support.gguf_files import Written, random_tensor, write_gguf
 from support.gguf_models import random_model, written_model
 from support.gguf_vocabularies import byte_pairs
@@ -84,6 +85,16 @@ def _foreign(format: str, file: Path) -> None:
         copyfile(quantized_folder.MODEL / name, file / name)
 
 
+def _with_head(file: Path) -> None:
+    """Writes a model with its head, as the original's folder has it."""
+    model = head_models.trunk("qwen3_5", vocab_size=VOCABULARY)
+    weights = dict(tree_flatten(model.parameters())) | head_models.stored("qwen3_5")
+    sizes = head_models.config("qwen3_5") | {"vocab_size": VOCABULARY}
+    head_models.write(file, weights, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copyfile(quantized_folder.MODEL / name, file / name)
+
+
 def _text(text: str, file: Path) -> None:
     file.write_text(text, encoding="utf-8")
 
@@ -91,6 +102,8 @@ def _text(text: str, file: Path) -> None:
 FILES: dict[str, Callable[[Path], None]] = {
     "mlx-community/Qwen3-4B-4bit": _quantized,
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": _quantized,
+    "mlx-community/Qwen3.5-4B-MLX-4bit": _with_head,
+    "Qwen/Qwen3.5-4B": _with_head,
     "Qwen3-8B-Q4_K_M.gguf": _gguf,
     "Qwen3-8B-IQ2_XS.gguf": _without_kernels,
     "Qwen3-8B-GPTQ-Int4": partial(_foreign, "gptq"),

@@ -15,6 +15,8 @@ SMOOTHING = 0.2
 """Weight of the latest draft in the time that a drafted token takes."""
 
 
+MOST_GROWTH = 2.0
+"""By how much the latest draft may be slower than those before, to count."""
 FEW = 16
 """Rows that a head is fed with a draft; more are not the price of the draft."""
 
@@ -103,6 +105,7 @@ class ComputingDrafter(Drafter):
     def __init__(self) -> None:
         super().__init__()
         self._text: list[int] = []
+        self._is_warm = False
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Takes the text's first tokens."""
@@ -124,11 +127,20 @@ class ComputingDrafter(Drafter):
         ):  # a draft leaves one: the rest is the price of no draft
             started = perf_counter()
         found: list[int] = mx.concatenate([*self._tokens(count)]).tolist()  # type: ignore[assignment]
-        seconds = (perf_counter() - started) / count
-        before = self.seconds_of_token or seconds
-        self.seconds_of_token = (1 - SMOOTHING) * before + SMOOTHING * seconds
+        self._observe_seconds((perf_counter() - started) / count)
         self._drafted(found)
         return found
+
+    def _observe_seconds(self, seconds: float) -> None:
+        """Takes note of what a token took, except of the first, which may compile.
+
+        One slow draft must not be the last: the time is seen when drafting only.
+        """
+        if self._is_warm:
+            before = self.seconds_of_token or seconds
+            own = min(seconds, MOST_GROWTH * before)
+            self.seconds_of_token = (1 - SMOOTHING) * before + SMOOTHING * own
+        self._is_warm = True
 
     @abstractmethod
     def _catch_up(self) -> int:

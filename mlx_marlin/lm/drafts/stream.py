@@ -88,8 +88,9 @@ def stream_generate(
         tokenizer: Its tokenizer.
         prompt: The text, or its tokens.
         max_tokens: Most tokens to generate; -1 for no limit.
-        draft_model: A smaller model with the same tokenizer, which drafts; with
-            `lookup`, each pass verifies the draft that is expected to gain more.
+        draft_model: A smaller model with the same tokenizer, which drafts, or what
+            `load_heads` returned for the model; with `lookup`, each pass verifies the
+            draft that is expected to gain more.
         stream: MLX's stream or device. Default: mlx-lm's.
         lookup: Draft what followed the last few tokens earlier in the text.
         **options: The options of `mlx_lm.stream_generate`: `sampler`,
