@@ -3,18 +3,25 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from shutil import copyfile
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.utils
 import pytest
 
+import mlx_marlin
 from checkpoints.test_containers import with_dtype
 from mlx_marlin import load_heads
+from mlx_marlin.checkpoints.quantization import Quantization
+from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.drafts.heads import DraftHead
-from support import head_models
+from support import head_models, quantized_folder
 from support.head_models import stored, trunk, write
 
 Tensors = dict[str, mx.array]
@@ -203,3 +210,35 @@ def test_models_without_heads_are_refused_with_the_reason(
         load_heads("nowhere", trunk("mimo"))
     with pytest.raises(ValueError, match="path='auto' needs a model"):
         load_heads("auto", trunk("mimo"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bailing_moe", "qwen3_5"])
+def test_a_folder_with_a_head_loads_and_its_conversion_keeps_the_head(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In MLX's format: mlx-lm refuses the first two, as long as the head is there."""
+    tensors, source = stored(family), tmp_path / "source"
+    weights = dict(nn.utils.tree_flatten(trunk(family).parameters()))
+    write(source, weights | tensors, **head_models.stored_config(family))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        copyfile(quantized_folder.MODEL / name, source / name)
+    refused = pytest.raises(ValueError, match="parameters not in model")
+    with refused if family != "qwen3_5" else nullcontext():
+        mlx_lm.utils.load_model(source)
+
+    model, _ = mlx_marlin.load(source)
+    said = capsys.readouterr().err
+    expected = logits(load_heads("auto", model, bits=None))
+    [*convert(open_source(source), tmp_path / "result", layout="marlin")]
+    quantization = Quantization(bits=8)
+    result = tmp_path / "quantized"
+    rows = convert(open_source(source), result, layout="mlx", quantization=quantization)
+    assert not any("mtp" in row.name for row in rows)
+
+    assert said == f"mlx_marlin: {source} has a head, which drafts: load_heads({ASKED}"
+    mlx_lm.utils.load_model(result)
+    for folder in (tmp_path / "result", result):
+        assert mx.array_equal(logits(load_heads(folder, model, bits=None)), expected)
+
+
+ASKED = "'auto', model)\n"

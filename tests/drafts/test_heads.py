@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -21,6 +22,7 @@ from mlx_marlin.lm.drafts.heads import DraftHead, Trunk
 from mlx_marlin.lm.drafts.hidden_rows import HiddenPasses
 from mlx_marlin.lm.drafts.stream import DraftedResponse
 from support import head_models
+from support.float64_llama import layer, normed
 from support.head_models import CONFIGS, craft
 from support.profiles import sampled
 
@@ -117,8 +119,9 @@ def test_a_heads_cache_has_what_was_yielded_when_decoding_is_closed(
     assert_pairs(model, head, cache, [*range(40, 52), *found])
 
 
+@pytest.mark.parametrize("pays", [False, True])
 def test_a_prompt_is_fed_in_parts_and_no_rows_pile_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     monkeypatch.setattr(drafters, "PENDING", 4)
     model, head = head_models.load(tmp_path, "mimo")
@@ -137,13 +140,14 @@ def test_a_prompt_is_fed_in_parts_and_no_rows_pile_up(
         return run(passes, tokens, *given, **o)
 
     monkeypatch.setattr(HiddenPasses, "run", watched)
-    monkeypatch.setattr(drafter, "probabilities", lambda _: [])  # nothing pays
+    monkeypatch.setattr(drafter, "probabilities", lambda m: [0.99] * m * pays)
 
     found = [each.token for each in decoding.tokens(prompt, COUNT)]
 
     assert found == text
-    assert fed[:4] == [5, 5, 5, 5]
-    assert sum(fed) == len(prompt) + COUNT - 1
+    assert fed[:4] == [4, 5, 5, 5]
+    assert (decoding.drafted > 0) == pays
+    assert pays or sum(fed) == len(prompt) + COUNT - 1
     assert_pairs(model, head, cache, [*prompt, *found])
 
 
@@ -225,3 +229,63 @@ def test_a_head_is_converted_alone(tmp_path: Path) -> None:
     assert mx.allclose(head(tokens), expected, rtol=1e-3, atol=1e-3)
     nn.quantize(model, 32, 8)
     assert not mx.array_equal(head(tokens), expected)
+
+
+DEFINITIONS: dict[str, tuple[str, str, tuple[str, str, str, str], int, float]] = {
+    "qwen3_5": (
+        "mtp.",
+        "layers.0.",
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        4,
+        1e5,
+    ),
+    "exaone_moe": (
+        "mtp.",
+        "layers.0.",
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        0,  # as its model's layers without a window
+        1e4,
+    ),
+    "mimo": (
+        "model.mtp_layers.0.",
+        "",
+        ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+        16,
+        1e4,
+    ),
+}
+"""Where the original has a head, its layer and its four own tensors; how many numbers
+of a head are rotated by positions, and the base of that."""
+
+
+@pytest.mark.parametrize("family", DEFINITIONS)
+def test_logits_are_those_of_the_definition_in_float64(
+    family: str, tmp_path: Path
+) -> None:
+    model, head = head_models.load(tmp_path, family)
+    start, inner, names, rotated, base = DEFINITIONS[family]
+    is_less = family in head_models.ZERO_CENTRED
+    tensors = {
+        name: np.array(each, np.float64) + (is_less and "norm" in name)
+        for name, each in head_models.stored(family).items()
+    }
+    of_token, of_hidden, weights, last = (tensors[f"{start}{n}.weight"] for n in names)
+    tokens, hidden = [9, 4, 60, 4, 31], mx.random.normal((1, 5, 64))
+    own: Any = Trunk(model)
+    rows = (
+        normed(np.array(own.embedded(mx.array(tokens)), np.float64), of_token, 1e-6),
+        normed(np.array(hidden[0], np.float64), of_hidden, 1e-6),
+    )
+    joined = np.concatenate(rows[::-1] if family == "mimo" else rows, axis=-1)
+    x = layer(
+        joined @ weights.T,
+        lambda name: tensors.get(f"{start}{inner}{name}"),
+        *(4, 2, 1e-6),
+        rotated=rotated,
+        base=base,
+    )
+    expected = normed(x, last, 1e-6) @ np.array(own.text.lm_head.weight, np.float64).T
+
+    found = head(mx.array([tokens]), hidden, head.make_cache())
+
+    assert np.abs(np.array(found[0]) - expected).max() < 1e-4

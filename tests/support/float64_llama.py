@@ -1,5 +1,8 @@
 """Llama in NumPy and float64: the logits that a checkpoint's weights stand for."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 Weights = dict[str, np.ndarray]
@@ -12,29 +15,62 @@ def logits(config: dict, weights: Weights, tokens: np.ndarray) -> np.ndarray:
     epsilon = config["rms_norm_eps"]
     base = config.get("rope_theta", 10000.0)
     x = weights["model.embed_tokens.weight"][tokens]
-    for layer in range(config["num_hidden_layers"]):
-        start = f"model.layers.{layer}"
-
-        def times(x: np.ndarray, name: str, start: str = start) -> np.ndarray:
-            return x @ weights[f"{start}.{name}.weight"].T
-
-        y = _normed(x, weights[f"{start}.input_layernorm.weight"], epsilon)
-        q, k, v = (
-            times(y, f"self_attn.{name}_proj").reshape(len(x), -1, size)
-            for name in "qkv"
-        )
-        q, k = _rotated(q, base), _rotated(k, base)
-        k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
-        x = x + times(_attended(q, k, v), "self_attn.o_proj")
-        y = _normed(x, weights[f"{start}.post_attention_layernorm.weight"], epsilon)
-        gate, up = times(y, "mlp.gate_proj"), times(y, "mlp.up_proj")
-        x = x + times(gate / (1 + np.exp(-gate)) * up, "mlp.down_proj")
-    x = _normed(x, weights["model.norm.weight"], epsilon)
+    for index in range(config["num_hidden_layers"]):
+        own = partial(_named, weights, f"model.layers.{index}.")
+        x = layer(x, own, heads, kv_heads, epsilon, rotated=size, base=base)
+    x = normed(x, weights["model.norm.weight"], epsilon)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return x @ head.T
 
 
-def _normed(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+def _named(weights: Weights, start: str, name: str) -> np.ndarray | None:
+    return weights.get(start + name)
+
+
+def layer(
+    x: np.ndarray,
+    weight: Callable[[str], np.ndarray | None],
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    *,
+    rotated: int,
+    base: float,
+) -> np.ndarray:
+    """Returns what a layer makes of rows [length, width].
+
+    `weight`: returns a tensor by its name in the layer, None if it has none. Twice as
+    many rows of queries are queries and gates, head by head.
+    `rotated`: the first numbers of a head that positions rotate.
+    """
+
+    def times(x: np.ndarray, name: str) -> np.ndarray:
+        bias = weight(f"{name}.bias")
+        y: np.ndarray = x @ weight(f"{name}.weight").T  # type: ignore[union-attr]
+        return y if bias is None else y + bias
+
+    def normed_heads(x: np.ndarray, name: str) -> np.ndarray:
+        own = weight(f"self_attn.{name}_norm.weight")
+        x = x if own is None else normed(x, own, epsilon)
+        turned = _rotated(x[..., :rotated], base)
+        return np.concatenate([turned, x[..., rotated:]], axis=-1)
+
+    y = normed(x, weight("input_layernorm.weight"), epsilon)
+    k, v = (times(y, f"self_attn.{n}_proj").reshape(len(x), kv_heads, -1) for n in "kv")
+    q = times(y, "self_attn.q_proj").reshape(len(x), heads, -1)
+    gate = q[..., k.shape[-1] :].reshape(len(x), -1)
+    q, k = normed_heads(q[..., : k.shape[-1]], "q"), normed_heads(k, "k")
+    k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
+    attended = _attended(q, k, v)
+    if gate.size:
+        attended = attended / (1 + np.exp(-gate))
+    x = x + times(attended, "self_attn.o_proj")
+    y = normed(x, weight("post_attention_layernorm.weight"), epsilon)
+    gate, up = times(y, "mlp.gate_proj"), times(y, "mlp.up_proj")
+    return x + times(gate / (1 + np.exp(-gate)) * up, "mlp.down_proj")
+
+
+def normed(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
 
 

@@ -138,6 +138,12 @@ def config(family: str) -> dict[str, Any]:
     return {"model_type": family, **_SIZES, **CONFIGS[family]}
 
 
+def stored_config(family: str) -> dict[str, Any]:
+    """Returns a config as transformers writes it, which checks it."""
+    found = config(family)
+    return {key: value for key, value in found.items() if value is not None}
+
+
 def trunk(family: str, **options: Any) -> nn.Module:
     """Returns a model in float32 whose norms do something."""
     module = import_module(f"mlx_lm.models.{family}")

@@ -89,7 +89,7 @@ def _with_head(file: Path) -> None:
     """Writes a model with its head, as the original's folder has it."""
     model = head_models.trunk("qwen3_5", vocab_size=VOCABULARY)
     weights = dict(tree_flatten(model.parameters())) | head_models.stored("qwen3_5")
-    sizes = head_models.config("qwen3_5") | {"vocab_size": VOCABULARY}
+    sizes = head_models.stored_config("qwen3_5") | {"vocab_size": VOCABULARY}
     head_models.write(file, weights, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copyfile(quantized_folder.MODEL / name, file / name)

@@ -241,7 +241,7 @@ class HeadDrafter(ComputingDrafter):
         self._head.evaluate()
 
     def _catch_up(self) -> int:
-        waiting = self._model.rows.end - self._head.fed
+        waiting = self._known - self._head.fed
         if waiting > FEW:
             self._feed(spared=1)
             self._head.evaluate()
@@ -262,10 +262,15 @@ class HeadDrafter(ComputingDrafter):
             yield tokens
         head.keep(pairs)
 
+    @property
+    def _known(self) -> int:
+        """The number of pairs that can be fed."""
+        return min(self._model.rows.end, len(self._text) - 1)
+
     def _feed_many(self) -> None:
-        """Feeds the head if many rows wait."""
-        if self._model.rows.end - self._head.fed >= PENDING:
-            self._feed()
+        """Feeds the head if many rows wait, but not the last, which drafts."""
+        if self._known - self._head.fed >= PENDING:
+            self._feed(spared=1)
             self._head.evaluate()
             self._head.rows.cut(0)
 
@@ -275,8 +280,7 @@ class HeadDrafter(ComputingDrafter):
         Returns the logits [1, vocabulary] of the token after them.
         `spared`: how many of the last pairs are left.
         """
-        start, end = self._head.fed, min(self._model.rows.end, len(self._text) - 1)
-        end -= spared
+        start, end = self._head.fed, self._known - spared
         if start >= end:
             return None
         hidden = self._model.rows.take(start, end)

@@ -48,7 +48,11 @@ class HiddenRows:
 
 
 class HiddenPasses(Passes):
-    """Passes of a model of which the hidden states are kept."""
+    """Passes of a model of which the hidden states are kept.
+
+    Those of tokens that are taken back stay until others have their positions: that of
+    an accepted token is valid, also if the token has to be fed again.
+    """
 
     def __init__(
         self, norm: nn.Module, before_norm: bool, *given: Any, **options: Any
@@ -75,14 +79,6 @@ class HiddenPasses(Passes):
         self.rows.add(start, states[self._which][0])
         self.feed_head()
         return logits
-
-    def keep(self, count: int) -> None:
-        """Takes back what was fed after `count` tokens.
-
-        The states of others stay, also if their tokens have to be fed again.
-        """
-        super().keep(count)
-        self.rows.cut(count)
 
     def evaluate(self) -> None:
         """Evaluates the cache."""
