@@ -7,7 +7,7 @@ on what was joined. Its logits are the output head's of the model that it drafts
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -67,14 +67,18 @@ class Family:
         return None
 
 
-def _moe_or_dense(_: Config, __: int, has_experts: bool) -> Config:
-    return {"first_k_dense_replace": 0 if has_experts else 1}
-
-
-def _qwen(_: Config, __: int, has_experts: bool) -> Config:
-    usual = {"full_attention_interval": 1, "mlp_only_layers": []}
-    dense = {} if has_experts else {"num_experts": 0}
-    return {**usual, "decoder_sparse_step": 1, **dense}
+def _parts(
+    embedding_norm: str,
+    hidden_norm: str,
+    weights: str,
+    norm: str = "",
+    layer: str = "",
+    **others: str | None,
+) -> dict[str, str | None]:
+    """Returns the places by the parts that tensors' names begin with."""
+    own = {embedding_norm: EMBEDDING_NORM, hidden_norm: HIDDEN_NORM, weights: WEIGHT}
+    named = {name.replace("__", "."): place for name, place in others.items()}
+    return {**own, **({norm: NORM} if norm else {}), layer: LAYER, **named}
 
 
 def _exaone(config: Config, _: int, has_experts: bool) -> Config:
@@ -83,18 +87,8 @@ def _exaone(config: Config, _: int, has_experts: bool) -> Config:
     return {"layer_types": kinds, "is_moe_layer": [has_experts]}
 
 
-def _bailing(_: Config, __: int, has_experts: bool) -> Config:
-    usual = {"layer_group_size": 1, "norm_head": False}
-    return {**usual, **_moe_or_dense(_, __, has_experts)}
-
-
 def _mimo_v2(_: Config, __: int, has_experts: bool) -> Config:
     return {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [int(has_experts)]}
-
-
-def _ernie(_: Config, __: int, has_experts: bool) -> Config:
-    first = 0 if has_experts else 1
-    return {"moe_layer_start_index": first, "moe_layer_interval": 1}
 
 
 def _nemotron(_: Config, __: int, has_experts: bool) -> Config:
@@ -113,104 +107,74 @@ def _step(config: Config, layers: int, has_experts: bool) -> Config:
     return found
 
 
-_MTP = Family(
-    prefix="mtp.",
-    parts={
-        "pre_fc_norm_embedding": EMBEDDING_NORM,
-        "pre_fc_norm_hidden": HIDDEN_NORM,
-        "fc": WEIGHT,
-        "norm": NORM,
-        "layers.0": LAYER,
-    },
-    settings=_qwen,
-    zero_centred=True,
-)
-_JOINING: dict[str, str | None] = {
-    "enorm": EMBEDDING_NORM,
-    "hnorm": HIDDEN_NORM,
-    "eh_proj": WEIGHT,
-}
+_MTP = _parts("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0")
+_JOINING = ("enorm", "hnorm", "eh_proj")
+_QWEN = Family(prefix="mtp.", parts=_MTP, zero_centred=True)
+_IGNORED: dict[str, str | None] = {"shared_head__head": None, "embed_tokens": None}
 _APPENDED = Family(
-    prefix="model.layers.{n}.",
-    parts={
-        **_JOINING,
-        "shared_head.norm": NORM,
-        "shared_head.head": None,
-        "embed_tokens": None,
-        "": LAYER,
-    },
-    settings=_moe_or_dense,
+    prefix="model.layers.{n}.", parts=_parts(*_JOINING, "shared_head.norm", **_IGNORED)
 )
 _BAILING = Family(
-    prefix="model.layers.{n}.",
-    parts={**_JOINING, "final_layernorm": NORM, "": LAYER},
-    settings=_bailing,
+    prefix="model.layers.{n}.", parts=_parts(*_JOINING, "final_layernorm")
 )
 FAMILIES = {
-    "qwen3_next": _MTP,
-    "qwen3_5": Family(**{**vars(_MTP), "module": "qwen3_5_moe"}),
-    "exaone_moe": Family(prefix="mtp.", parts=_MTP.parts, settings=_exaone),
-    **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-        _APPENDED,
-    ),
-    **dict.fromkeys(
-        ("bailing_moe", "bailing_moe_linear", "bailing_hybrid", "bailing_moe_v3"),
-        _BAILING,
-    ),
+    "qwen3_next": _QWEN,
+    "qwen3_5": replace(_QWEN, module="qwen3_5_moe"),
+    "exaone_moe": Family(prefix="mtp.", parts=_MTP, settings=_exaone),
+    "deepseek_v3": _APPENDED,
+    "deepseek_v32": _APPENDED,
+    "glm4_moe": _APPENDED,
+    "glm4_moe_lite": _APPENDED,
+    "glm_moe_dsa": _APPENDED,
+    "bailing_moe": _BAILING,
+    "bailing_moe_linear": _BAILING,
+    "bailing_hybrid": _BAILING,
+    "bailing_moe_v3": _BAILING,
     "mimo": Family(
         prefix="model.mtp_layers.0.",
-        parts={
-            "token_layernorm": EMBEDDING_NORM,
-            "hidden_layernorm": HIDDEN_NORM,
-            "input_proj": WEIGHT,
-            "final_layernorm": NORM,
-            "": LAYER,
-        },
+        parts=_parts(
+            "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
+        ),
         embedding_first=False,
     ),
     "mimo_v2_flash": Family(
         prefix="model.mtp.layers.0.",
-        parts={
-            **_JOINING,
-            "final_layernorm": NORM,
-            "pre_mlp_layernorm": f"{LAYER}.post_attention_layernorm",
-            "": LAYER,
-        },
+        parts=_parts(
+            *_JOINING,
+            "final_layernorm",
+            pre_mlp_layernorm=f"{LAYER}.post_attention_layernorm",
+        ),
         settings=_mimo_v2,
         before_norm=True,
     ),
     "step3p5": Family(
         prefix="model.layers.{n}.",
-        parts={
-            **_JOINING,
-            "transformer.shared_head.norm": NORM,
-            "transformer.shared_head.output": OUTPUT,
-            "": LAYER,
-        },
+        parts=_parts(
+            *_JOINING,
+            "transformer.shared_head.norm",
+            transformer__shared_head__output=OUTPUT,
+        ),
         settings=_step,
         before_norm=True,
         zero_centred=True,
     ),
     "ernie4_5_moe": Family(
         prefix="model.",
-        parts={
-            "mtp_emb_norm.0": EMBEDDING_NORM,
-            "mtp_hidden_norm.0": HIDDEN_NORM,
-            "mtp_linear_proj.0": WEIGHT,
-            "mtp_block.0": LAYER,
-        },
-        settings=_ernie,
+        parts=_parts(
+            "mtp_emb_norm.0",
+            "mtp_hidden_norm.0",
+            "mtp_linear_proj.0",
+            "",
+            "mtp_block.0",
+        ),
     ),
     "nemotron_h": Family(
-        prefix="mtp.",
-        parts={
-            "layers.0.enorm": EMBEDDING_NORM,
-            "layers.0.hnorm": HIDDEN_NORM,
-            "layers.0.eh_proj": WEIGHT,
-            "layers.1.final_layernorm": NORM,
-            "layers": "{inner}.layers",
-        },
+        prefix="mtp.layers.",
+        parts=_parts(
+            *("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
+            layer="0",
+            **{"1": "{inner}.layers.1"},
+        ),
         settings=_nemotron,
     ),
 }
@@ -238,7 +202,7 @@ class Trunk:
         if self.inner is None:
             self.inner_name = "backbone"
             self.inner = getattr(self.text, "backbone", None)
-        self._embedding, self.norm_name = (
+        self.embedding_name, self.norm_name = (
             next((name for name in names if name in (self.inner or {})), "")
             for names in (
                 ("embed_tokens", "word_embeddings", "embeddings"),
@@ -258,21 +222,16 @@ class Trunk:
         found: nn.Module = self.inner[self.norm_name]
         return found
 
-    @property
-    def embedding_name(self) -> str:
-        """Where the embedding is in the inner model."""
-        return self._embedding
-
     def embedded(self, tokens: mx.array) -> mx.array:
         """Returns the embeddings of tokens."""
-        found: mx.array = self.inner[self._embedding](tokens)
+        found: mx.array = self.inner[self.embedding_name](tokens)
         return found
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Returns the logits of hidden states after the final norm."""
         head = self.text.get("lm_head")
         if head is None:
-            head = self.inner[self._embedding].as_linear
+            head = self.inner[self.embedding_name].as_linear
         found: mx.array = head(hidden)
         return found
 
@@ -362,11 +321,27 @@ def family_of(model: nn.Module) -> tuple[Trunk, Family]:
 
 
 def config_of(trunk: Trunk, family: Family, has_experts: bool) -> Config:
-    """Returns the settings of a head's model."""
+    """Returns the settings of a head's model: those of one layer, with attention.
+
+    mlx-lm's modules ignore the settings that they do not have.
+    """
     config = asdict(trunk.text.args)
-    layers = config["num_hidden_layers"]
-    own = {"num_hidden_layers": 1, **family.settings(config, layers, has_experts)}
-    return {**config, **own, "model_type": family.module or trunk.module}
+    dense = int(not has_experts)
+    own = {
+        "model_type": family.module or trunk.module,
+        "num_hidden_layers": 1,
+        "full_attention_interval": 1,
+        "layer_group_size": 1,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0] * dense,
+        "first_k_dense_replace": dense,
+        "moe_layer_start_index": dense,
+        "moe_layer_interval": 1,
+        "norm_head": False,
+    }
+    if dense:
+        own["num_experts"] = 0
+    return {**config, **own, **family.settings(config, trunk.layers, has_experts)}
 
 
 def new_block(trunk: Trunk, family: Family, config: Config, names: set[str]) -> Any:
