@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_marlin.checkpoints import reading
 from mlx_marlin.checkpoints.folder import Folder, StoredArray, read_header, read_json
 from mlx_marlin.checkpoints.location import check_files
-from mlx_marlin.lm.drafts.heads import FAMILIES, Family, Trunk
+from mlx_marlin.lm.drafts.heads import FAMILIES, HeadFamily, Trunk
 
 FILE = "mtp.safetensors"
 """Where a conversion keeps a head: mlx-lm reads files that begin with "model" only."""
@@ -22,7 +22,7 @@ FOUND_IN = (
 class HeadFolder(Folder):
     """The arrays of a head among those of a folder, under the names of its places."""
 
-    def __init__(self, path: Path, family: Family, layers: int) -> None:
+    def __init__(self, path: Path, family: HeadFamily, layers: int) -> None:
         """Reads headers.
 
         `layers`: the number of the model's layers.
@@ -54,7 +54,7 @@ class HeadFolder(Folder):
 
 
 def check_found(
-    where: object, places: dict[str, str], family: Family, layers: int
+    where: object, places: dict[str, str], family: HeadFamily, layers: int
 ) -> None:
     """Raises a ValueError if there is no head."""
     if not places:

@@ -15,7 +15,7 @@ from mlx_marlin.lm.checkpoints.head_folder import HeadFolder, check_found
 from mlx_marlin.lm.checkpoints.loading import FOLDER, load_model
 from mlx_marlin.lm.drafts.heads import (
     DraftHead,
-    Family,
+    HeadFamily,
     Trunk,
     config_of,
     family_of,
@@ -64,7 +64,7 @@ def load_heads(path: str | Path, model: nn.Module, bits: int | None = 4) -> Draf
 class HeadSource(FolderSource):
     """A head as a model of mlx-lm's."""
 
-    def __init__(self, path: Path, trunk: Trunk, family: Family) -> None:
+    def __init__(self, path: Path, trunk: Trunk, family: HeadFamily) -> None:
         self.path, self._family, self._trunk = path, family, trunk
         self._folder = folder = HeadFolder(path, family, trunk.layers)
         check_found(path, folder.places, family, trunk.layers)
@@ -129,7 +129,9 @@ def _quantize(block: Any, bits: int) -> None:
     nn.quantize(block, GROUP, bits, class_predicate=chosen)
 
 
-def _folder(path: str | Path, model: nn.Module, trunk: Trunk, family: Family) -> Path:
+def _folder(
+    path: str | Path, model: nn.Module, trunk: Trunk, family: HeadFamily
+) -> Path:
     """Returns the folder of a head's files, which are fetched if they are not here."""
     if path == AUTO:
         path = vars(model).get(FOLDER, "")
@@ -149,7 +151,7 @@ def _folder(path: str | Path, model: nn.Module, trunk: Trunk, family: Family) ->
     return _fetched(str(path), family, trunk.layers)
 
 
-def _fetched(name: str, family: Family, layers: int) -> Path:
+def _fetched(name: str, family: HeadFamily, layers: int) -> Path:
     from huggingface_hub import snapshot_download
 
     folder = Path(snapshot_download(name, allow_patterns=["config.json", INDEX]))

@@ -1,4 +1,4 @@
-"""What drafts tokens: the text so far, or a smaller model."""
+"""What drafts tokens: the text so far, a smaller model, or the model's own head."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,8 @@ from mlx_marlin.lm.drafts.passes import Passes
 
 SMOOTHING = 0.2
 """Weight of the latest draft in the time that a drafted token takes."""
-
-
 MOST_GROWTH = 2.0
 """By how much the latest draft may be slower than those before, to count."""
-FEW = 16
-"""Rows that a head is fed with a draft; more are not the price of the draft."""
 
 
 class Drafter(ABC):
@@ -142,9 +138,9 @@ class ComputingDrafter(Drafter):
             self.seconds_of_token = (1 - SMOOTHING) * before + SMOOTHING * own
         self._is_warm = True
 
-    @abstractmethod
     def _catch_up(self) -> int:
         """Feeds what was missed without drafts, and returns how many rows that were."""
+        return 0
 
     @abstractmethod
     def _tokens(self, count: int) -> Iterator[mx.array]:
@@ -239,13 +235,6 @@ class HeadDrafter(ComputingDrafter):
         self._head.keep(max(count - 1, 0))
         self._feed()
         self._head.evaluate()
-
-    def _catch_up(self) -> int:
-        waiting = self._known - self._head.fed
-        if waiting > FEW:
-            self._feed(spared=1)
-            self._head.evaluate()
-        return waiting if waiting > FEW else 0
 
     def _tokens(self, count: int) -> Iterator[mx.array]:
         """Yields the tokens of one pass each, which go on from the head's states."""

@@ -24,7 +24,7 @@ WRAPPERS = ("", "language_model.", "model.language_model.", "model.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class HeadFamily:
     """What differs between the heads of mlx-lm's models.
 
     A part is a beginning of a tensor's name after the prefix; the longest counts. It
@@ -73,7 +73,7 @@ def _parts(
     weights: str,
     norm: str = "",
     layer: str = "",
-    **others: str | None,
+    **others: str,
 ) -> dict[str, str | None]:
     """Returns the places by the parts that tensors' names begin with."""
     own = {embedding_norm: EMBEDDING_NORM, hidden_norm: HIDDEN_NORM, weights: WEIGHT}
@@ -109,18 +109,18 @@ def _step(config: Config, layers: int, has_experts: bool) -> Config:
 
 _MTP = _parts("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0")
 _JOINING = ("enorm", "hnorm", "eh_proj")
-_QWEN = Family(prefix="mtp.", parts=_MTP, zero_centred=True)
-_IGNORED: dict[str, str | None] = {"shared_head__head": None, "embed_tokens": None}
-_APPENDED = Family(
-    prefix="model.layers.{n}.", parts=_parts(*_JOINING, "shared_head.norm", **_IGNORED)
+_QWEN = HeadFamily(prefix="mtp.", parts=_MTP, zero_centred=True)
+_IGNORED: dict[str, str | None] = {"shared_head.head": None, "embed_tokens": None}
+_APPENDED = HeadFamily(
+    prefix="model.layers.{n}.", parts=_parts(*_JOINING, "shared_head.norm") | _IGNORED
 )
-_BAILING = Family(
+_BAILING = HeadFamily(
     prefix="model.layers.{n}.", parts=_parts(*_JOINING, "final_layernorm")
 )
 FAMILIES = {
     "qwen3_next": _QWEN,
     "qwen3_5": replace(_QWEN, module="qwen3_5_moe"),
-    "exaone_moe": Family(prefix="mtp.", parts=_MTP, settings=_exaone),
+    "exaone_moe": HeadFamily(prefix="mtp.", parts=_MTP, settings=_exaone),
     "deepseek_v3": _APPENDED,
     "deepseek_v32": _APPENDED,
     "glm4_moe": _APPENDED,
@@ -130,14 +130,14 @@ FAMILIES = {
     "bailing_moe_linear": _BAILING,
     "bailing_hybrid": _BAILING,
     "bailing_moe_v3": _BAILING,
-    "mimo": Family(
+    "mimo": HeadFamily(
         prefix="model.mtp_layers.0.",
         parts=_parts(
             "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"
         ),
         embedding_first=False,
     ),
-    "mimo_v2_flash": Family(
+    "mimo_v2_flash": HeadFamily(
         prefix="model.mtp.layers.0.",
         parts=_parts(
             *_JOINING,
@@ -147,7 +147,7 @@ FAMILIES = {
         settings=_mimo_v2,
         before_norm=True,
     ),
-    "step3p5": Family(
+    "step3p5": HeadFamily(
         prefix="model.layers.{n}.",
         parts=_parts(
             *_JOINING,
@@ -158,7 +158,7 @@ FAMILIES = {
         before_norm=True,
         zero_centred=True,
     ),
-    "ernie4_5_moe": Family(
+    "ernie4_5_moe": HeadFamily(
         prefix="model.",
         parts=_parts(
             "mtp_emb_norm.0",
@@ -168,7 +168,7 @@ FAMILIES = {
             "mtp_block.0",
         ),
     ),
-    "nemotron_h": Family(
+    "nemotron_h": HeadFamily(
         prefix="mtp.layers.",
         parts=_parts(
             *("0.enorm", "0.hnorm", "0.eh_proj", "1.final_layernorm"),
@@ -265,7 +265,7 @@ class Join(nn.Module):
 class DraftHead(nn.Module):
     """A head that drafts for a model; `load_heads` returns it."""
 
-    def __init__(self, block: nn.Module, trunk: Trunk, family: Family) -> None:
+    def __init__(self, block: nn.Module, trunk: Trunk, family: HeadFamily) -> None:
         """Keeps a head's model and the model that it drafts for."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.block = block
@@ -306,7 +306,7 @@ class DraftHead(nn.Module):
         return cache
 
 
-def family_of(model: nn.Module) -> tuple[Trunk, Family]:
+def family_of(model: nn.Module) -> tuple[Trunk, HeadFamily]:
     """Returns what a model's heads are like."""
     trunk = Trunk(model)
     name = trunk.module
@@ -320,7 +320,7 @@ def family_of(model: nn.Module) -> tuple[Trunk, Family]:
     return trunk, FAMILIES[name]
 
 
-def config_of(trunk: Trunk, family: Family, has_experts: bool) -> Config:
+def config_of(trunk: Trunk, family: HeadFamily, has_experts: bool) -> Config:
     """Returns the settings of a head's model: those of one layer, with attention.
 
     mlx-lm's modules ignore the settings that they do not have.
@@ -344,7 +344,7 @@ def config_of(trunk: Trunk, family: Family, has_experts: bool) -> Config:
     return {**config, **own, **family.settings(config, trunk.layers, has_experts)}
 
 
-def new_block(trunk: Trunk, family: Family, config: Config, names: set[str]) -> Any:
+def new_block(trunk: Trunk, family: HeadFamily, config: Config, names: set[str]) -> Any:
     """Returns a head's model, whose random parameters are never computed.
 
     `names`: the names that its tensors will have.

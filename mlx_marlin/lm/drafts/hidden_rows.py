@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlx_marlin.lm.drafts.passes import Passes
 
-PENDING = 256
+PENDING = 16
 """Rows after which a head is fed without a draft, so that they do not pile up."""
 _SEEN = "_mlx_marlin_seen"
 """Attribute of a norm: what it was given last, and what it returned."""
@@ -81,8 +81,8 @@ class HiddenPasses(Passes):
         return logits
 
     def evaluate(self) -> None:
-        """Evaluates the cache."""
-        mx.eval([layer.state for layer in self._cache])
+        """Begins to evaluate the cache."""
+        mx.async_eval([layer.state for layer in self._cache])
 
 
 @cache
