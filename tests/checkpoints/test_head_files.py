@@ -72,13 +72,25 @@ def within(tensors: Tensors) -> Tensors:
     return {f"language_model.{name}": each for name, each in tensors.items()} | others
 
 
-@pytest.mark.parametrize("change", [shifted, apart, one_by_one, within])
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        (shifted, {}),
+        (apart, {"model_type": "qwen3_5_mtp"}),
+        (one_by_one, {"quantization_config": GPTQ}),  # of the model's layers
+        (within, {"quantization": {"group_size": 64, "bits": 4}}),
+    ],
+    ids=["shifted", "apart", "one by one", "within"],
+)
 def test_a_head_is_the_same_in_each_of_its_files(
-    change: Callable[[Tensors], Tensors], tmp_path: Path
+    change: Callable[[Tensors], Tensors], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     model, tensors = trunk("qwen3_5_moe"), stored("qwen3_5_moe")
     expected = logits(load_heads(write(tmp_path / "a", tensors), model, bits=None))
-    folder = write(tmp_path / "b", change(tensors), model_type="qwen3_5_mtp")
+    folder = write(tmp_path / "b", change(tensors), **settings)
     found = logits(load_heads(folder, model, bits=None))
     assert mx.allclose(found, expected, rtol=1e-5, atol=1e-5)
 

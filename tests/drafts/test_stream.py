@@ -250,6 +250,7 @@ def test_rates_are_tokens_a_second_of_the_prompt_and_of_the_text(
         try:
             for number in range(5):
                 decoder.drafted, decoder.accepted = 20 + number, 10 + number
+                decoder.passes, decoder.accepted_by = 5 + number, {"lookup": number}
                 rows, logprobs = 30 + number, mx.array(number)
                 yield Token(
                     token=number, logprobs=logprobs, from_draft=number == 1, rows=rows
@@ -300,6 +301,8 @@ def test_rates_are_tokens_a_second_of_the_prompt_and_of_the_text(
             "rows": 30 + number,
             "plain_tps": 8.0,
             "cost": "measured",
+            "passes": 5 + number,
+            "accepted_by": {"lookup": number},
         }
     assert len(found) == 3
 
