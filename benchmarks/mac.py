@@ -59,7 +59,6 @@ WHOLE = Work(
         "tests/metal/test_kernels.py",
         "tests/metal/test_epilogue.py",
         "tests/metal/test_invariance.py",
-        "tests/metal/test_order_of_addition.py",
         "tests/metal/test_gemm_tensor.py",
     ),
     tuned=("4x4096x4096", "8x14336x4096", "16x4096x14336"),

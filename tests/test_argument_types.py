@@ -1,4 +1,4 @@
-"""An argument of the wrong type is named, with its type and what was expected."""
+"""Arguments of the wrong type are named, and what is returned is shown in a line."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,17 +11,9 @@ import pytest
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear, PackedWeight, pack
-from support.arguments import (
-    BIASES,
-    PACKED,
-    SCALES,
-    K,
-    N,
-    W,
-    X,
-    packed_unread,
-    weight,
-)
+from support.arguments import BIASES, PACKED, SCALES, K, N, W, X, packed_unread, weight
+from support.choose import Choose
+from support.models import tiny_llama
 
 EXPERTS = weight(batch=3)
 PACKED_EXPERTS = packed_unread(*EXPERTS)
@@ -143,3 +135,24 @@ def test_integers_of_numpy_are_integers() -> None:
 def test_parts_of_a_weight_that_is_no_matrix_are_refused(w: mx.array) -> None:
     with pytest.raises(ValueError, match=r"w has shape .*expected \[n, k"):
         mlx_marlin.linears(X, w, SCALES, BIASES, parts=(20, 20))
+
+
+def test_what_is_returned_is_shown_in_a_line(backend: Choose) -> None:
+    backend("emulator")
+    model = tiny_llama()
+    choice = mlx_marlin.plan(8, 4096, 4096, chip="M3 Max")
+    packed = mlx_marlin.quantize(mx.ones((64, 128)))
+    shown = {
+        repr(choice): choice.explain(),
+        repr(mlx_marlin.report(model)): "0 of 15 quantized products are converted",
+        repr(mlx_marlin.optimize(model, dry_run=True)): "converts 15 of 15 layers",
+        repr(mlx_marlin.optimize(model, dry_run=True).recipe): "measure=True",
+        repr(mlx_marlin.verify(model, rows=(1,))): "15 of 15 layers passed",
+        repr(packed): "PackedWeight(n=64, k=128, group_size=64, bits=4",
+        repr(mlx_marlin.MarlinLinear.from_packed(packed)): "input_dims=128",
+        repr(next(mlx_marlin.variants())): "Variant(",
+    }
+    for text, part in shown.items():
+        assert part in text
+        assert "\n" not in text
+        assert len(text) < 350, text

@@ -218,7 +218,7 @@ def test_batches(layout: str, way: dict[str, Any], m: int) -> None:
 EACH_OPERAND = (OPERANDS, ("x",), ("w",), ("scales",))
 
 
-@sampled(5)
+@sampled(3, 9)
 @pytest.mark.parametrize(
     ("layout", "bits", "m", "way", "moved"),
     [

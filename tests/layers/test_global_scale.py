@@ -58,7 +58,7 @@ def served(request: pytest.FixtureRequest, backend: Choose) -> str:
     return name
 
 
-@sampled(3)
+@sampled(2, 4)
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("m", [1, 7])
 def test_a_product_has_the_global_scale(

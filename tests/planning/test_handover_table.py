@@ -119,7 +119,7 @@ def test_what_was_recorded_is_what_the_model_says() -> None:
             assert experts.by_our_kernel(gather, chip) == (was[1] == "o"), text
 
 
-@sampled(6)
+@sampled(3, 6)
 @pytest.mark.parametrize("chip", TABLE["chips"])
 def test_the_file_has_what_the_command_writes(chip: str) -> None:
     draw = random.Random(chip)

@@ -22,6 +22,11 @@ class Tokenizer:
         (Path(folder) / "tokenizer_config.json").write_text("{}")
 
 
+@pytest.fixture(autouse=True)
+def _operation_by_operation(unfused: None) -> None:
+    """Has MLX compile no function, which takes longer than these models."""
+
+
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives every checkpoint a tokenizer."""

@@ -22,6 +22,7 @@ from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.products.packing import pack
 from support.format_cases import any_weight
 from support.models import TOKENS, Layers, tiny_llama
+from support.profiles import sampled
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -40,8 +41,9 @@ def wrong_wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
 DOWN = tuple(f"model.layers.{i}.mlp.down_proj" for i in range(2))
 
 
+@sampled(1)
 @pytest.mark.usefixtures("wrong_wide_products")
-@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("join", [True, False])
 def test_layers_of_a_model_are_converted_and_stay_so(join: bool) -> None:
     expected = tiny_llama()(TOKENS)
     model = mlx_marlin.optimize(tiny_llama(), layout="marlin", join=join)

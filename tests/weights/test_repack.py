@@ -1,7 +1,10 @@
-"""The repack kernels preserve all bits, and access whole cache lines once."""
+"""Packed weights are moved between layouts, and copied."""
 
+import copy
+import pickle
 from collections.abc import Callable
-from functools import cache
+from dataclasses import fields, replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -16,15 +19,17 @@ from mlx_marlin import state
 from mlx_marlin.backends.metal.launches import repack_template, repack_tiles
 from mlx_marlin.planning.block_plans import REPACK_THREADS
 from mlx_marlin.products import packing
-from mlx_marlin.products.packing import pack, to_rows, to_tiles, unpack
+from mlx_marlin.products.packing import pack, quantize, to_rows, to_tiles, unpack
 from mlx_marlin.weights import layout, tile_conversion
 from mlx_marlin.weights.formats import WIDTHS, planes_of
 from mlx_marlin.weights.packed_weight import PackedWeight
 from support import format_cases, launches, strategies
 from support.choose import Choose
 from support.format_cases import GROUPED, Integers
+from support.packed_codes import packed_weights
 from support.packed_places import weights_of_tile
 from support.profiles import drawn, sampled
+from support.strategies import Grouped
 from support.trace_mode import emulator_only
 
 GROUP_SIZES = (16, 32, 64, 128)
@@ -79,7 +84,7 @@ def weights(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @emulator_only
-@drawn(8, weight=weights(), order=st.integers(0, 99))
+@drawn(6, weight=weights(), order=st.integers(0, 99))
 def test_every_code_goes_to_its_place_and_comes_back_as_by_mlxs_operations(
     weight: dict[str, Any], order: int
 ) -> None:
@@ -111,7 +116,7 @@ def test_every_code_goes_to_its_place_and_comes_back_as_by_mlxs_operations(
 
 
 @emulator_only
-@drawn(5, weight=weights())
+@drawn(3, weight=weights())
 def test_padding_of_tiles_never_comes_back(weight: dict[str, Any]) -> None:
     """Whatever it is: a weight is read to the end of its rows and of k."""
     n, k, bits = weight["n"], weight["k"], weight["bits"]
@@ -132,7 +137,7 @@ def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_on_gpu", lambda: True)
 
 
-@sampled(20)
+@sampled(10, 24)
 @emulator_only
 @pytest.mark.parametrize(("mode", "bits", "group_size"), GROUPED)
 def test_pack_and_unpack_give_the_same_weights_by_kernels(
@@ -346,3 +351,92 @@ def test_operations_are_compared_once_a_shape_outside_of_traces(
         move(42)
     with pytest.raises(RuntimeError, match="changed its codes"):
         move(42)
+
+
+Copy = Callable[[PackedWeight], PackedWeight]
+COPIES: dict[str, Copy] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda packed: pickle.loads(pickle.dumps(packed)),
+    "pickle, protocol 2": lambda packed: pickle.loads(pickle.dumps(packed, protocol=2)),
+}
+copies = pytest.mark.parametrize("how", COPIES)
+N = 40
+
+
+def _of_format(grouped: Grouped) -> PackedWeight:
+    k = 2 * format_cases.step_of(*grouped)
+    return packed_weights(grouped, n=N, k=k, dtype="bfloat16")[0]
+
+
+def with_global_scale() -> PackedWeight:
+    w = mx.random.normal((N, 128), key=mx.random.key(1))
+    return quantize(w, mode="nvfp4", global_scale=mx.abs(w).max())
+
+
+def assert_equal(found: PackedWeight, expected: PackedWeight) -> None:
+    assert type(found) is PackedWeight
+    for each in fields(PackedWeight):
+        ours, theirs = getattr(found, each.name), getattr(expected, each.name)
+        if isinstance(theirs, mx.array):
+            assert ours.dtype == theirs.dtype
+            assert mx.array_equal(
+                ours[..., None].view(mx.uint8), theirs[..., None].view(mx.uint8)
+            )
+        else:
+            assert ours == theirs
+
+
+WEIGHTS: dict[str, Callable[[], PackedWeight]] = {
+    "global scale": with_global_scale,
+    "batch": lambda: packed_weights(("zero_point", 3, 64), 3, n=N, k=128)[0],
+    **{grouped[0]: partial(_of_format, grouped) for grouped in GROUPED},
+}
+"""A weight of every mode, and what is not part of a format."""
+
+
+@copies
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_copy_is_equal(how: str, kind: str) -> None:
+    packed = WEIGHTS[kind]()
+
+    found = COPIES[how](packed)
+
+    assert found is not packed
+    assert_equal(found, packed)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_deep_copy_does_not_see_changes(how: str) -> None:
+    packed = with_global_scale()
+    found, before = COPIES[how](packed), replace(packed)
+    kept = [mx.array(each) for each in (packed.words, packed.scales)]
+    assert packed.global_scale is not None
+
+    packed.words[:] = 0
+    packed.scales[:] = 0
+    packed.global_scale[...] = 0
+
+    assert found.global_scale is not None
+    assert found.global_scale.item() != 0
+    assert mx.array_equal(found.words, kept[0])
+    assert mx.array_equal(found.scales, kept[1])
+    assert mx.all(before.words == 0)  # `replace` shares arrays, so this would show
+
+
+def test_a_shallow_copy_shares_its_arrays() -> None:
+    packed = with_global_scale()
+
+    found = copy.copy(packed)
+
+    assert found.words is packed.words
+    assert found.scales is packed.scales
+    assert found.global_scale is packed.global_scale
+
+
+def test_equal_weights_in_one_deep_copy_stay_one() -> None:
+    packed = with_global_scale()
+
+    first, second = copy.deepcopy([packed, packed])
+
+    assert first is second

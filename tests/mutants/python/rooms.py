@@ -101,8 +101,7 @@ ROOMS = {
         "integrations/test_warm_up.py integrations/test_invariant_model.py "
         "race/test_recipes.py race/test_measured_models.py race/test_what_is_kept.py "
         "layers/test_layer_structure.py layers/test_joined.py "
-        "layers/test_expert_layers.py layers/test_from_packed.py "
-        "layers/test_multi_linear.py",
+        "layers/test_expert_layers.py layers/test_multi_linear.py",
     ),
     "checkpoints": _room(0.9, "checkpoints/**/*.py lm/checkpoints/*.py", "checkpoints"),
     "layers": _room(0.9, "layers/*.py", "layers"),
