@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 from transformers import AwqConfig, GPTQConfig
 
 from mlx_marlin import dequantize
+from mlx_marlin.checkpoints.formats.integers import Scheme
+from mlx_marlin.checkpoints.location import check_files
+from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.checkpoints.reading import PARTS, read_checkpoint
 from mlx_marlin.checkpoints.settings import KEYS
 from support import foreign_checkpoints as foreign
@@ -355,7 +360,8 @@ def test_two_files_of_settings_are_united(tmp_path: Path) -> None:
 def test_layers_may_have_a_scheme_of_their_own(tmp_path: Path) -> None:
     weight = drawn(8)
     arrays = gptq().arrays | foreign.gptq_arrays("lm_head", weight, 2)
-    config = foreign.gptq_config(4, 2, dynamic={"+:lm_head": {"bits": 8}})
+    own = {"bits": 8, "damp_percent": 0.5}
+    config = foreign.gptq_config(4, 2, dynamic={"+:lm_head": own})
     read = values(foreign.Folder(config, arrays), tmp_path)
     np.testing.assert_array_equal(read["lm_head.weight"], weight.values.astype("f4"))
     config = foreign.gptq_config(4, 2)
@@ -425,3 +431,40 @@ def test_a_shorter_last_group_is_refused_with_the_remedy(
     said = rf"k={k} is no multiple of group_size=64.*last group of a row has {k % 64} c"
     with pytest.raises(ValueError, match=said):
         list(read_checkpoint(folder.write(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "is_valid"),
+    [
+        ("bits", 1, True),
+        ("bits", 0, False),
+        ("bits", -1, False),
+        ("bits", 4.0, False),
+        ("bits", True, False),
+        ("group_size", -1, True),  # the whole row
+        ("group_size", -2, False),
+        ("group_size", "64", False),
+    ],
+)
+def test_sizes_of_a_scheme_are_integers_from_1(
+    name: str, size: Any, is_valid: bool
+) -> None:
+    with nullcontext() if is_valid else pytest.raises(ValueError, match=f"{name}="):
+        Scheme(**{name: size})
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 64), mx.int32), ((64,), mx.float32)])
+def test_only_matrices_of_numbers_are_quantized(
+    shape: tuple[int, ...], dtype: mx.Dtype
+) -> None:
+    with pytest.raises(ValueError, match="expected a matrix of one of"):
+        Quantization(bits=4).apply(mx.ones(shape, dtype))
+
+
+@pytest.mark.parametrize("name", ["tool.jinja", "additional_chat_templates/tool.jinja"])
+def test_templates_of_chats_are_regular_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(ValueError, match=r"tool\.jinja.* regular file"):
+        check_files(tmp_path)
