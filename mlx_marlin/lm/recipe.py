@@ -103,9 +103,9 @@ class Recipe:
         """Returns where an option is from: given, measured, or a default."""
         if option in self.given:
             return "given"
-        is_raced = self.raced is not None and self.decides_layout
+        is_raced = self.raced is not None and option == "layout"
         is_measured = self.measured is not None and option in DEFAULTS.options
-        if is_measured or (is_raced and option == "layout"):
+        if is_raced or is_measured:
             return "measured"
         return f"default on {self.backend}"
 
