@@ -500,3 +500,9 @@ raise SystemExit(main(["render", {str(source)!r}, "-o", {str(target)!r}]))
 
     assert answer.returncode == 0, answer.stderr
     assert target.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_facts_without_a_value_are_left_out() -> None:
+    assert page._facts([("commit", "")]) == ""
+    found = page._facts([("commit", ""), ("chip", "Apple M3")])
+    assert found == "<dl><div><dt>chip</dt><dd>Apple M3</dd></div></dl>"

@@ -99,6 +99,7 @@ def test_what_wins_is_kept_and_used(speeds: Speeds, printed: Run) -> None:
     out = printed("tune some/model --streams 1,4")
 
     assert "some/model: speed relative to stock MLX, by rows of a forward pass" in out
+    assert f"{VARIABLE}: speed relative to MLX's own value, by rows" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["join", "1.200", "1.200", "faster"] in lines
     assert ["defaults", "1.000", "1.000", "no", "difference"] in lines
