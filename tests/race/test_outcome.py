@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_marlin.backends import planner
+from mlx_marlin.backends import measured_results, planner, result_files
 from mlx_marlin.lm.race import (
     at_load,
     forward_race,
@@ -378,6 +378,16 @@ def test_a_race_takes_short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == {"seconds": 0.03, "rounds": 3}
 
 
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Races few rows, because planning takes a while."""
+    monkeypatch.setattr(product_race, "ROWS", (2, 8))
+    monkeypatch.setattr(product_race, "PROMPTS", ())
+    monkeypatch.setattr(forward_race, "ROWS", (1, 8))
+    monkeypatch.setattr(forward_race, "PROMPTS", (256,))
+
+
+@pytest.mark.usefixtures("few")
 def test_times_of_another_layout_are_measured_again(mac: SimulatedMac) -> None:
     mac.ours = lambda layout, m: 9.0 if layout == "marlin" else 12.0
     mac.forward = lambda m, ours: 0.5 if ours else 1.0
@@ -388,8 +398,25 @@ def test_times_of_another_layout_are_measured_again(mac: SimulatedMac) -> None:
         timed.append((model.lm_head.layout, {m for m, ours in mac.passes if ours}))
         mac.seconds_each = 0.0
 
-    every = {*FEW_ROWS, *PROMPTS}
-    assert timed == [("mlx", {1}), ("marlin", every - {1}), ("marlin", {1})]
+    assert timed == [("mlx", {1}), ("marlin", {8, 256}), ("marlin", {1})]
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(
+    ("options", "packed", "is_lost"),
+    [({}, 9.0, True), ({}, 12.0, False), ({"layout": "marlin"}, 9.0, False)],
+)
+def test_only_packed_weights_that_a_race_chose_are_given_up(
+    mac: SimulatedMac, options: dict[str, str], packed: float, is_lost: bool
+) -> None:
+    mac.ours = lambda layout, m: packed if layout == "marlin" else 11.0
+    mac.forward = lambda m, ours: 2.0 if ours else 1.0
+
+    mac.optimize(tiny_llama(tied=False), **options)
+
+    machine = measured_results.machine(DEVICES["metal"], "metal")
+    (kept,) = result_files.read(result_files.folder(), machine).forwards.values()
+    assert kept.packed_lost == is_lost
 
 
 def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
