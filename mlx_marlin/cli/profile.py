@@ -6,7 +6,7 @@ from: "measured", "predicted" or "assumed".
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,25 +88,19 @@ def run(args: argparse.Namespace) -> int:
     _check_arguments(args)
     is_measured = args.chip is None and args.assume_ms is None and profiled.on_gpu()
     device = this_machine.device() if is_measured else arguments.device(args.chip)
-    why_not = profiled.why_not_measured if is_measured else None
-    found, skipped = profiled.find(args, device, why_not)
-    if args.assume_ms is not None:
-        profiles = profiled.assumed(found, device, args.assume_ms / 1e3)
-    elif is_measured:
-        profiles = profiled.measured(found, device)
-    else:
-        # The table has no counts; a document and the details of a product have.
-        shows_counts = bool(args.single_config) or args.json is not None
-        profiles = profiled.predicted(found, device, shows_counts)
+    found, skipped = profiled.find(args, device, is_measured)
+    profiles = profiled.timed(args, found, device, is_measured)
     exported = document(device, profiles, skipped)
     output.write_json(args, exported)
     if args.plot:
         charts = documents.profile_charts(exported)
         figures.save(args.plot, "--plot", lambda: figures.figure(charts))
+    table = documents.profiles(exported)
+    shown = [tables.printed(table)]
     if args.single_config:
-        print(details(device, profiles, exported))
-    else:
-        print(table(device, exported))
+        rows = zip(profiles, table.rows, exported["profiles"], strict=True)
+        shown = ["\n".join(_details(*each)) for each in rows]
+    print("\n\n".join([_peaks(device), *shown, *documents.refusals(exported)]))
     for row in skipped:
         print(f"{row.problem.explain()}: no profile of {row.kernel}: {row.reason}")
     if args.plot:
@@ -146,30 +140,10 @@ REASONS = {
 }
 
 
-def details(
-    device: PlanningDevice, profiles: Sequence[Profile], exported: Mapping[str, Any]
-) -> str:
-    """Returns the profiles of one product, a paragraph for each kernel."""
-    rows = documents.profiles(exported).rows
-    parts = [
-        "\n".join([profile.problem.explain(), *_lines(row, document)])
-        for profile, row, document in zip(
-            profiles, rows, exported["profiles"], strict=True
-        )
-    ]
-    return "\n\n".join([_device(device), *parts, *documents.refusals(exported)])
-
-
-def table(device: PlanningDevice, exported: Mapping[str, Any]) -> str:
-    """Returns the table of a document, and below it why times are impossible."""
-    table = tables.printed(documents.profiles(exported))
-    return "\n\n".join([_device(device), table, *documents.refusals(exported)])
-
-
-def _device(device: PlanningDevice) -> str:
+def _peaks(device: PlanningDevice) -> str:
     stock = ""
     if device.stock_tflops != device.tflops:
-        stock = f" ({_short(device.stock_tflops)} with tensor units)"
+        stock = f" ({device.stock_tflops:.3g} with tensor units)"
     roofline = Roofline(tflops=device.tflops, bandwidth_gbs=device.bandwidth_gbs)
     return (
         f"{device.variant}: peaks {device.tflops:.2f} TFLOPS{stock} and "
@@ -177,20 +151,21 @@ def _device(device: PlanningDevice) -> str:
     )
 
 
-def _lines(row: Mapping[str, Value], profile: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the details of a profile: the row of its table, and where it is from."""
-    mark = f" ({profile['origin']})"
-    for head, value in {**row, "plan": profile["plan"]}.items():
-        shown = tables.text(value)
-        if shown and head not in OF_PRODUCT:
+def _details(
+    profile: Profile, row: Mapping[str, Value], exported: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields the lines of a profile: the row of its table, and where it is from."""
+    yield profile.problem.explain()
+    for head, value in {**row, "plan": exported["plan"]}.items():
+        if (shown := tables.text(value)) and head not in OF_PRODUCT:
             is_derived = head in tables.FIGURES or head == "bottleneck"
-            reason = REASONS.get(shown, "")
-            yield _line(head, f"{shown}{reason}{mark if is_derived else ''}")
+            mark = f" ({profile.origin})" if is_derived else ""
+            yield f"{head:<{WIDTH}}{shown}{REASONS.get(shown, '')}{mark}"
     for name, origin in SOURCES.items():
-        if profile[name]:
-            yield _line(name, f"{_listed(profile[name])}{origin}")
-    if low := (profile["occupancy"] or {}).get("low"):
-        yield _line("", f"LOW OCCUPANCY: {low} (predicted)")
+        if exported[name]:
+            yield f"{name:<{WIDTH}}{_listed(exported[name])}{origin}"
+    if low := (exported["occupancy"] or {}).get("low"):
+        yield f"{'':<{WIDTH}}LOW OCCUPANCY: {low} (predicted)"
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -201,12 +176,3 @@ def _listed(values: Mapping[str, Any]) -> str:
         for name, value in values.items()
         if value and name not in ("limit", "low")
     )
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<{WIDTH}}{text}"
-
-
-def _short(value: float) -> str:
-    """Returns a number with about three digits."""
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"

@@ -2,23 +2,15 @@
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import metal_emulator
 from mlx_marlin import guard, progress
 from mlx_marlin.backends import graph, measured_results, planner, registry, selection
 from mlx_marlin.cli import arguments, models
 from mlx_marlin.measure import clocks, operands, tuner
-from mlx_marlin.measure.profiling import (
-    Counts,
-    Origin,
-    Profile,
-    Skipped,
-    of_plan,
-    of_stock,
-)
+from mlx_marlin.measure.profiling import Profile, Skipped
 from mlx_marlin.measure.tuner import Arm
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
@@ -36,15 +28,11 @@ FASTEST, STOCK = "the fastest kernel", "stock MLX"
 """What computes a product, besides the names of kernels."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Subject(NamedTuple):
     """A product and what computes it: a plan, or None for stock MLX."""
 
     problem: Problem
     plan: Plan | None
-
-
-WhyNot = Callable[[Subject], str | None]
 
 
 def default_set() -> str:
@@ -54,18 +42,14 @@ def default_set() -> str:
 
 
 def find(
-    args: argparse.Namespace, device: PlanningDevice, why_not: WhyNot | None
+    args: argparse.Namespace, device: PlanningDevice, is_measured: bool
 ) -> tuple[list[Subject], list[Skipped]]:
-    """Returns what the arguments ask for, and what cannot be profiled.
-
-    `why_not`: returns why something cannot be measured on this machine, or None; None
-    if nothing is measured.
-    """
+    """Returns what the arguments ask for, and what cannot be profiled."""
     found: list[Subject] = []
     skipped: list[Skipped] = []
     for problem, kernel in _wanted(args, device):
         try:
-            found.append(_subject(problem, kernel, device, why_not))
+            found.append(_subject(problem, kernel, device, is_measured))
         except ValueError as error:
             reason = str(error)
             skipped.append(Skipped(problem=problem, kernel=kernel, reason=reason))
@@ -139,18 +123,17 @@ def _model_problems(args: argparse.Namespace) -> list[Problem]:
 
 
 def _subject(
-    problem: Problem, kernel: str, device: PlanningDevice, why_not: WhyNot | None
+    problem: Problem, kernel: str, device: PlanningDevice, is_measured: bool
 ) -> Subject:
     """Returns what computes a product."""
-    is_measured = why_not is not None
     if kernel == STOCK:
         subject = _of_stock(problem, is_measured)
     else:
-        plan = _plan(problem, device, kernel, is_measured)
-        subject = Subject(problem=problem, plan=plan)
-    reason = why_not(subject) if why_not else None
-    if reason is not None:
-        raise ValueError(reason)
+        subject = Subject(problem, _plan(problem, device, kernel, is_measured))
+    if is_measured:
+        operands.check(subject.problem)
+        if subject.plan is not None and (reason := guard.why_not(subject.plan)):
+            raise ValueError(reason)
     return subject
 
 
@@ -182,7 +165,7 @@ def _of_stock(problem: Problem, is_measured: bool) -> Subject:
         raise ValueError(f"stock MLX has no groups of {problem.group_size}")
     if not is_measured:
         raise ValueError("the time of stock MLX is measured, not predicted")
-    return Subject(problem=native, plan=None)
+    return Subject(native, None)
 
 
 Item = TypeVar("Item")
@@ -200,42 +183,35 @@ def on_gpu() -> bool:
     return selection.backend() in selection.ON_GPU and not is_other
 
 
-def assumed(
-    subjects: Sequence[Subject], device: PlanningDevice, seconds: float
+def timed(
+    args: argparse.Namespace,
+    subjects: Sequence[Subject],
+    device: PlanningDevice,
+    is_measured: bool,
 ) -> list[Profile]:
-    """Returns profiles of plans with a given time."""
+    """Returns profiles with measured, assumed or predicted times."""
+    if is_measured:
+        return _measured(subjects, device)
+    # The table has no counts; a document and the details of a product have.
+    counts = args.single_config is not None or args.json is not None
     return [
-        of_plan(subject.plan, device, seconds, "assumed")
-        for subject in subjects
-        if subject.plan is not None
+        Profile(
+            problem=problem,
+            plan=plan,
+            device=device,
+            seconds=args.assume_ms / 1e3
+            if args.assume_ms is not None
+            else planner.predict(plan, device).seconds,
+            origin="predicted" if args.assume_ms is None else "assumed",
+            counts=_counts(plan) if counts and args.assume_ms is None else None,
+        )
+        for problem, plan in (_with_progress(subjects) if counts else subjects)
+        if plan is not None  # stock MLX is not among them
     ]
 
 
-def predicted(
-    subjects: Sequence[Subject], device: PlanningDevice, with_counts: bool
-) -> list[Profile]:
-    """Returns profiles with times of the cost model.
-
-    `with_counts`: whether the emulator counts too, which takes seconds for a product.
-    """
-    shown = _with_progress(subjects) if with_counts else subjects
-    return [_predicted(subject, device, with_counts) for subject in shown]
-
-
-def why_not_measured(subject: Subject) -> str | None:
-    """Returns why something cannot be measured, or None if it can."""
-    try:
-        operands.check(subject.problem)
-    except ValueError as error:
-        return str(error)
-    return None if subject.plan is None else guard.why_not(subject.plan)
-
-
-def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profile]:
-    """Returns profiles with times measured on this machine.
-
-    Whatever computes the same product is measured in turns.
-    """
+def _measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profile]:
+    """Measures whatever computes the same product in turns."""
     arms: dict[Problem, list[Arm]] = {}
     for subject in subjects:
         arms.setdefault(subject.problem, []).append(subject.plan)
@@ -246,7 +222,13 @@ def measured(subjects: Sequence[Subject], device: PlanningDevice) -> list[Profil
         products = {arm: tuner.product_of_arm(arm, problem) for arm in arms[problem]}
         spreads = clock.measure(products, inputs)
         profiles += [
-            _profile(arm, problem, device, spreads[arm].median, "measured")
+            Profile(
+                problem=problem,
+                plan=arm,
+                device=device,
+                seconds=spreads[arm].median,
+                origin="measured",
+            )
             for arm in arms[problem]
         ]
     return profiles
@@ -257,24 +239,7 @@ def _with_progress(items: Sequence[Item]) -> Iterable[Item]:
     return progress.shown(items, "profile", "product") if len(items) > 1 else items
 
 
-def _profile(
-    arm: Arm, problem: Problem, device: PlanningDevice, seconds: float, origin: Origin
-) -> Profile:
-    if arm is None:
-        return of_stock(problem, device, seconds, origin)
-    return of_plan(arm, device, seconds, origin)
-
-
-def _predicted(
-    subject: Subject, device: PlanningDevice, with_counts: bool = False
-) -> Profile:
-    assert subject.plan is not None  # stock MLX is not among the subjects
-    seconds = planner.predict(subject.plan, device).seconds
-    counts = _counts(subject.plan) if with_counts else None
-    return of_plan(subject.plan, device, seconds, "predicted", counts)
-
-
-def _counts(plan: Plan) -> Counts | None:
+def _counts(plan: Plan) -> dict[str, int] | None:
     """Returns what the emulator counts; None if it cannot run the plan in short time.
 
     MLX makes the weights, which has no groups of other sizes than its own.
@@ -298,10 +263,14 @@ def _counts(plan: Plan) -> Counts | None:
         for memory in counters.memories()
         if memory.space == "device"
     ]
-    return Counts(
-        launches=len(launches),
-        read_bytes=sum(m.read_bytes - m.repeated_read_bytes for m in memories),
-        written_bytes=sum(m.written_bytes - m.repeated_written_bytes for m in memories),
-        matrix_products=sum(counters.count("matrix") for counters in launches),
-        barriers=sum(counters.count("barrier") for counters in launches),
-    )
+    return {
+        "launches": len(launches),
+        # Without those that a compiler would keep in registers
+        "read_bytes": sum(m.read_bytes - m.repeated_read_bytes for m in memories),
+        "written_bytes": sum(
+            m.written_bytes - m.repeated_written_bytes for m in memories
+        ),
+        # Of 8x8 fragments
+        "matrix_products": sum(counters.count("matrix") for counters in launches),
+        "barriers": sum(counters.count("barrier") for counters in launches),
+    }

@@ -16,84 +16,45 @@ from mlx_marlin.planning.work.tiles import FRAGMENT
 from mlx_marlin.weights.formats import TILE_N
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperandBytes:
-    """Bytes of the operands of a product, each counted once."""
+def operand_bytes(problem: Problem) -> dict[str, int]:
+    """Returns the bytes of a product's operands, each counted once.
 
-    codes: int  # The codes of the weight
-    scales: int  # The scales of its groups
-    offsets: int  # The biases or zero points of its groups; 0 in formats without them
-    activations: int  # The rows of x
-    result: int  # The result
-    epilogue: int = 0  # Other arrays of the epilogue
-
-    @staticmethod
-    def of(problem: Problem) -> "OperandBytes":
-        """Returns the bytes of a problem's operands."""
-        scales = problem.scale_bytes // problem.format.parameters
-        return OperandBytes(
-            codes=problem.code_bytes,
-            scales=scales,
-            offsets=problem.scale_bytes - scales,
-            activations=problem.activation_bytes,
-            result=problem.output_bytes,
-            epilogue=problem.epilogue.operands * problem.output_bytes,
-        )
-
-    @property
-    def total(self) -> int:
-        """Bytes of all operands."""
-        weight = self.codes + self.scales + self.offsets
-        return weight + self.activations + self.result + self.epilogue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What the simdgroups of a plan request of device memory.
-
-    Caches serve most of what is requested again, so this is no memory traffic.
+    Offsets are biases or zero points; the epilogue has further arrays.
     """
-
-    weight_reads: int  # How often each weight is requested
-    activation_reads: int  # How often each activation is requested
-    workspace: int  # Bytes of partial sums that are written and read back
-    total: int  # Bytes of all requests
-
-    @staticmethod
-    def of(plan: Plan) -> "Traffic":
-        """Returns the requests of a plan, as its tiles imply them.
-
-        Without stages, simdgroups read for themselves: each column of packed tiles
-        reads x, and each group of row fragments reads the weight. With stages, a
-        threadgroup reads what its tile needs once.
-        """
-        problem = plan.problem
-        rows = FRAGMENT * plan.fragments_m or plan.tile.m
-        weight_reads = plan.m_tiles if plan.buffers else -(-problem.m // rows)
-        columns = plan.n_tiles if plan.buffers else -(-problem.n // TILE_N)
-        once = problem.bytes - problem.weight_bytes - problem.activation_bytes
-        return Traffic(
-            weight_reads=weight_reads,
-            activation_reads=columns,
-            workspace=plan.workspace_traffic,
-            total=once
-            + weight_reads * problem.weight_bytes
-            + columns * problem.activation_bytes
-            + plan.workspace_traffic,
-        )
+    scales = problem.scale_bytes // problem.format.parameters
+    found = {
+        "codes": problem.code_bytes,
+        "scales": scales,
+        "offsets": problem.scale_bytes - scales,
+        "activations": problem.activation_bytes,
+        "result": problem.output_bytes,
+        "epilogue": problem.epilogue.operands * problem.output_bytes,
+    }
+    return found | {"total": sum(found.values())}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """What the emulator counted when it ran a plan; the same on every machine."""
+def traffic(plan: Plan) -> dict[str, int]:
+    """Returns what the simdgroups of a plan request, as its tiles imply it.
 
-    launches: int  # Kernels that were launched
-    # Bytes that simdgroups requested of device memory, except those that a compiler
-    # would keep in registers
-    read_bytes: int
-    written_bytes: int  # Bytes that they wrote, likewise
-    matrix_products: int  # 8x8 matrix products
-    barriers: int  # Barriers of threadgroups
+    Caches serve most of what is requested again, so this is no memory traffic. Without
+    stages, simdgroups read for themselves: each column of packed tiles reads x, and
+    each group of row fragments reads the weight. With stages, a threadgroup reads what
+    its tile needs once.
+    """
+    problem = plan.problem
+    rows = FRAGMENT * plan.fragments_m or plan.tile.m
+    weight_reads = plan.m_tiles if plan.buffers else -(-problem.m // rows)
+    columns = plan.n_tiles if plan.buffers else -(-problem.n // TILE_N)
+    once = problem.bytes - problem.weight_bytes - problem.activation_bytes
+    return {
+        "weight_reads": weight_reads,  # of each weight
+        "activation_reads": columns,  # of each activation
+        "workspace": plan.workspace_traffic,  # partial sums, written and read back
+        "total": once
+        + weight_reads * problem.weight_bytes
+        + columns * problem.activation_bytes
+        + plan.workspace_traffic,
+    }
 
 
 Bottleneck = Literal["MEMORY", "COMPUTE", "LATENCY", "BALANCED"]
@@ -159,13 +120,12 @@ class Roofline:
         """Returns the roof above an arithmetic intensity."""
         return min(self.tflops, intensity * self.bandwidth_gbs / 1000)
 
-    def compute_utilization(self, point: Point) -> float:
-        """Returns the operations per second over their peak."""
-        return point.tflops / self.tflops
-
-    def memory_utilization(self, point: Point) -> float:
-        """Returns the bytes per second over the bandwidth."""
-        return point.bandwidth_gbs / self.bandwidth_gbs
+    def utilizations(self, point: Point) -> dict[str, float]:
+        """Returns operations per second over their peak, bytes over the bandwidth."""
+        return {
+            "compute": point.tflops / self.tflops,
+            "memory": point.bandwidth_gbs / self.bandwidth_gbs,
+        }
 
     def attained(self, point: Point) -> float:
         """Returns the share of the roof above a point that it reaches.
@@ -187,14 +147,6 @@ class Roofline:
             return "BALANCED"
         return "MEMORY" if point.intensity < self.ridge else "COMPUTE"
 
-    def roofs_exceeded(self, point: Point) -> tuple[str, ...]:
-        """Returns which of "compute" and "memory" are exceeded, which cannot be."""
-        utilizations = {
-            "compute": self.compute_utilization(point),
-            "memory": self.memory_utilization(point),
-        }
-        return tuple(name for name, share in utilizations.items() if share > 1)
-
 
 Origin = Literal["measured", "predicted", "assumed"]
 """Where a time comes from: a clock on the device, the cost model, or the caller."""
@@ -215,33 +167,29 @@ STAND_IN = "; or the peaks, which are a small device's, because this one is not 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A product on a device, computed by one kernel in some time."""
+    """A product on a device that a plan, or stock MLX, computed in some time."""
 
-    problem: Problem  # The product
-    kernel: str  # The kernel: its name and its simdgroups, or stock MLX's name of it
-    served_by: Literal["ours", "stock"]  # "ours" or "stock"
-    device: PlanningDevice  # The device
+    problem: Problem
+    plan: Plan | None  # The plan; None for stock MLX
+    device: PlanningDevice
     seconds: float  # The time of the product
     origin: Origin  # Where the time comes from
-    roofline: Roofline  # The roofs for this kernel
-    plan: Plan | None = None  # The plan; None for stock MLX
-    # The resident threadgroups of the plan; None for stock MLX
-    residency: Residency | None = None
     # What the emulator counted; None if it did not run the plan
-    counts: Counts | None = None
-
-    def __post_init__(self) -> None:
-        Point(flops=1, bytes=1, seconds=self.seconds)  # checks the time
+    counts: dict[str, int] | None = None
 
     @property
-    def operands(self) -> OperandBytes:
-        """Bytes of the operands."""
-        return OperandBytes.of(self.problem)
+    def kernel(self) -> str:
+        """The kernel: its name and its simdgroups, or stock MLX's name of it."""
+        return "quantized_matmul" if self.plan is None else self.plan.variant
 
     @property
-    def traffic(self) -> Traffic | None:
-        """What the plan requests of device memory; None for stock MLX."""
-        return None if self.plan is None else Traffic.of(self.plan)
+    def roofline(self) -> Roofline:
+        """The roofs for this kernel; stock MLX has the peak of tensor units."""
+        has_units = self.plan is None or self.plan.has_tensor_operations
+        return Roofline(
+            tflops=self.device.stock_tflops if has_units else self.device.tflops,
+            bandwidth_gbs=self.device.bandwidth_gbs,
+        )
 
     @property
     def point(self) -> Point:
@@ -253,81 +201,38 @@ class Profile:
     @property
     def refusal(self) -> str | None:
         """Why the time cannot be right, with the likely cause; None if it can be."""
-        roofs = self.roofline.roofs_exceeded(self.point)
-        if not roofs:
-            return None
-        point, roofline = self.point, self.roofline
-        excess = {
-            "compute": f"{roofline.compute_utilization(point):.3f} times the peak of "
-            f"{roofline.tflops:.2f} TFLOPS",
-            "memory": f"{roofline.memory_utilization(point):.3f} times the bandwidth "
-            f"of {roofline.bandwidth_gbs:g} GB/s",
+        roofline = self.roofline
+        roofs = {
+            "compute": f"the peak of {roofline.tflops:.2f} TFLOPS",
+            "memory": f"the bandwidth of {roofline.bandwidth_gbs:g} GB/s",
         }
+        shares = roofline.utilizations(self.point)
+        exceeded = [roof for roof, share in shares.items() if share > 1]
+        if not exceeded:
+            return None
+        said = " and ".join(
+            f"{shares[each]:.3f} times {roofs[each]}" for each in exceeded
+        )
         # Cached operands exceed the bandwidth only; what explains both is the rest.
-        cause = CAUSES[roofs[0]]
+        cause = CAUSES[exceeded[0]]
         if self.origin == "predicted":
             cause = CAUSE_OF_PREDICTION
-        exceeded = " and ".join(excess[roof] for roof in roofs)
-        known = devices.is_known(self.device)
-        stand_in = "" if known else STAND_IN
-        return f"{exceeded}; likely cause: {cause}{stand_in}"
-
-    @property
-    def low_occupancy(self) -> str | None:
-        """Why few simdgroups are resident; None if enough are, or without a plan."""
-        if self.plan is None or self.residency is None:
-            return None
-        if self.residency.occupancy >= LOW_OCCUPANCY:
-            return None
-        plan, resident = self.plan, self.residency
-        return {
-            "launched threadgroups": f"only {plan.num_threadgroups} threadgroups of "
-            f"{plan.simdgroups} simdgroups for {self.device.cores} cores",
-            "threadgroup memory": f"{plan.threadgroup_bytes} bytes of threadgroup "
-            f"memory for each threadgroup",
-            "registers": "registers of each thread",
-            "threads": f"{plan.threads} threads in each threadgroup",
-        }[resident.limit]
+        stand_in = "" if devices.is_known(self.device) else STAND_IN
+        return f"{said}; likely cause: {cause}{stand_in}"
 
 
-def of_plan(
-    plan: Plan,
-    device: PlanningDevice,
-    seconds: float,
-    origin: Origin,
-    counts: Counts | None = None,
-) -> Profile:
-    """Returns the profile of a plan."""
-    peak = device.stock_tflops if plan.has_tensor_operations else device.tflops
-    return Profile(
-        problem=plan.problem,
-        kernel=plan.variant,
-        served_by="ours",
-        device=device,
-        seconds=seconds,
-        origin=origin,
-        roofline=Roofline(tflops=peak, bandwidth_gbs=device.bandwidth_gbs),
-        plan=plan,
-        residency=registry.of_device(device).residency(plan, device),
-        counts=counts,
-    )
-
-
-def of_stock(
-    problem: Problem, device: PlanningDevice, seconds: float, origin: Origin
-) -> Profile:
-    """Returns the profile of stock MLX."""
-    return Profile(
-        problem=problem,
-        kernel="quantized_matmul",
-        served_by="stock",
-        device=device,
-        seconds=seconds,
-        origin=origin,
-        roofline=Roofline(
-            tflops=device.stock_tflops, bandwidth_gbs=device.bandwidth_gbs
-        ),
-    )
+def why_low(plan: Plan, resident: Residency, cores: int) -> str | None:
+    """Returns why few simdgroups of a plan are resident; None if enough are."""
+    if resident.occupancy >= LOW_OCCUPANCY:
+        return None
+    return {
+        "launched threadgroups": f"only {plan.num_threadgroups} threadgroups of "
+        f"{plan.simdgroups} simdgroups for {cores} cores",
+        "threadgroup memory": f"{plan.threadgroup_bytes} bytes of threadgroup memory "
+        f"for each threadgroup",
+        "registers": "registers of each thread",
+        "threads": f"{plan.threads} threads in each threadgroup",
+    }[resident.limit]
 
 
 SCHEMA = "mlx_marlin.profile"
@@ -363,11 +268,11 @@ def document(
 def _profile(profile: Profile) -> dict[str, Any]:
     """Returns a profile; conclusions from a time that cannot be right are None."""
     point, roofline, refusal = profile.point, profile.roofline, profile.refusal
-    traffic, counts, plan = profile.traffic, profile.counts, profile.plan
+    shares, plan = roofline.utilizations(point), profile.plan
     return {
         "problem": asdict(profile.problem),
         "kernel": profile.kernel,
-        "served_by": profile.served_by,
+        "served_by": "stock" if plan is None else "ours",
         "plan": None if plan is None else plan.explain(),
         "origin": profile.origin,
         "point": asdict(point),
@@ -376,25 +281,22 @@ def _profile(profile: Profile) -> dict[str, Any]:
         "intensity": point.intensity,
         "tflops": point.tflops,
         "bandwidth_gbs": point.bandwidth_gbs,
-        "compute_utilization": roofline.compute_utilization(point),
-        "memory_utilization": roofline.memory_utilization(point),
+        **{f"{roof}_utilization": share for roof, share in shares.items()},
         "attained": None if refusal else roofline.attained(point),
         "bottleneck": None if refusal else roofline.bottleneck(point),
         "refusal": refusal,
-        "operands": asdict(profile.operands) | {"total": profile.operands.total},
-        "traffic": None if traffic is None else asdict(traffic),
-        "counts": None if counts is None else asdict(counts),
-        "occupancy": _occupancy(profile),
+        "operands": operand_bytes(profile.problem),
+        "traffic": None if plan is None else traffic(plan),
+        "counts": profile.counts,
+        "occupancy": None if plan is None else _occupancy(plan, profile.device),
     }
 
 
-def _occupancy(profile: Profile) -> dict[str, Any] | None:
-    residency = profile.residency
-    if residency is None:
-        return None
+def _occupancy(plan: Plan, device: PlanningDevice) -> dict[str, Any]:
+    residency = registry.of_device(device).residency(plan, device)
     return asdict(residency) | {
         "resident": residency.resident,
         "occupancy": residency.occupancy,
         "limit": residency.limit,
-        "low": profile.low_occupancy,
+        "low": why_low(plan, residency, device.cores),
     }
