@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import mlx.core as mx
 
 from mlx_marlin.products.packing import pack, unpack
-from mlx_marlin.products.reference.weight import decoded
 from mlx_marlin.weights import codebooks, super_blocks
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.weights.quantizers import decoded
 
 Result = TypeVar("Result")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import singledispatch
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -63,14 +63,11 @@ fault_of.register(CombinePlan, experts.fault_of_combine)
 
 
 @fault_of.register(DequantizePlan)
-def _fault_of_decoded(plan: DequantizePlan) -> str | None:
-    faults = (_fault_of_dequantized(small) for small in miniatures(plan))
-    return next(filter(None, faults), None)
-
-
 @fault_of.register(GatherPlan)
-def _fault_of_experts(plan: GatherPlan) -> str | None:
-    return next(filter(None, map(experts.fault_of, miniatures(plan))), None)
+def _fault_of_miniatures(plan: DequantizePlan | GatherPlan) -> str | None:
+    is_gather = isinstance(plan, GatherPlan)
+    check: Any = experts.fault_of if is_gather else _fault_of_dequantized
+    return next(filter(None, map(check, miniatures(plan))), None)
 
 
 def fault_of_probe(probe: Probe) -> str | None:

@@ -14,6 +14,7 @@ from mlx_marlin.planning.problem import Problem
 from mlx_marlin.weights import codebooks, layout, super_blocks, tile_conversion
 from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.formats import SUPER_BLOCK, TILE_N
+from mlx_marlin.weights.quantizers import decoded
 
 GLOBAL_SCALE = 1235 + 7373 / 8192
 """A float32 that no smaller float holds, and that is far from the nearest bfloat16."""
@@ -61,7 +62,7 @@ def draw(problem: Problem, weights: tuple[int, ...] = ()) -> Operands:
     with mx.stream(mx.cpu):
         keys = mx.random.split(mx.random.key(0), 3)
         codes = _codes(problem, (*weights, problem.n, problem.k))
-        scales, biases = _parameters(problem, weights, keys)
+        scales, biases = parameters(problem, weights, keys)
         exact, magnitude = _decode(problem, codes, scales, biases)
         operands = Operands(
             stored=_lay_out(problem, codes, scales, biases),
@@ -161,7 +162,7 @@ def _least(problem: Problem, codes: mx.array) -> mx.array:
     return sign | 1
 
 
-def _parameters(
+def parameters(
     problem: Problem, weights: tuple[int, ...], keys: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Returns scales, and biases or zero points; the scales twice without them."""
@@ -198,48 +199,26 @@ def _decode(
     problem: Problem, codes: mx.array, scales: mx.array, biases: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Returns weights in float64, and the sum of magnitudes of the terms of each."""
-    size, bits = problem.group_size, problem.bits
-    if problem.format.codes == "floating":
-        factor = mx.array([GLOBAL_SCALE]) if problem.global_scale else None
-        exact = mx.dequantize(
-            words_of_codes(codes, bits),
+    format = problem.format
+
+    def values(codes: mx.array) -> mx.array:
+        return decoded(
+            words_of_codes(codes, problem.bits),
             scales,
-            None,
-            size,
-            bits,
-            problem.mode,
-            global_scale=factor,
-            dtype=mx.float32,
-        ).astype(mx.float64)
-        return exact, exact
-    scale, bias = (
-        array.astype(mx.float64)[..., None]
-        for array in _affine(problem, scales, biases)
-    )
-    if problem.format.has_codebook:
-        numbers = mx.array(CODEBOOK).astype(mx.float64)[codes]
-        exact = scale * numbers.reshape(*codes.shape[:-1], -1, size)
-        exact = exact.reshape(codes.shape)
-        return exact, mx.abs(exact)
-    scaled = scale * codes.reshape(*codes.shape[:-1], -1, size).astype(mx.float64)
-    exact, magnitude = scaled + bias, mx.abs(scaled) + mx.abs(bias)
-    return exact.reshape(codes.shape), magnitude.reshape(codes.shape)
-
-
-def _affine(
-    problem: Problem, scales: mx.array, biases: mx.array
-) -> tuple[mx.array, mx.array]:
-    """Returns the scales and biases of groups with which integer codes are affine."""
-    kind, middle = problem.format.codes, 2.0 ** (problem.bits - 1)
-    if problem.format.has_super_blocks:
-        scales, minima = super_blocks.float_parameters(
-            scales, problem.format, problem.group_size
+            biases if format.has_second_array else None,
+            group_size=problem.group_size,
+            bits=problem.bits,
+            mode=problem.mode,
+            global_scale=mx.array([GLOBAL_SCALE]) if problem.global_scale else None,
+            codebook=mx.array(CODEBOOK) if format.has_codebook else None,
+            dtype=mx.float64,
         )
-        return scales, -middle * scales if minima is None else minima
-    if kind == "affine":
-        return scales, biases
-    wide = scales.astype(mx.float64)
-    return wide, -wide * (biases if kind == "zero_point" else middle)
+
+    exact = values(codes)
+    if format.codes == "floating" or format.has_codebook:
+        return exact, mx.abs(exact)
+    offset = values(mx.zeros_like(codes))
+    return exact, mx.abs(exact - offset) + mx.abs(offset)
 
 
 def _lay_out(

@@ -197,20 +197,16 @@ def sums(
     first, factor = rows[..., :DISTINCT_ROWS, :], factors(rows.shape[-2])[:, None]
     nth = mx.arange(rows.shape[-2]) % DISTINCT_ROWS
     total = first @ weight.exact.swapaxes(-1, -2)
-    off = _error_of_sums(problem, first, weight.magnitude)
+    off = _norm_products(first, weight.magnitude) * OF_SUM[problem.dtype]
     return total[..., nth, :] * factor, off[..., nth, :] * mx.abs(factor)
 
 
-def _error_of_sums(problem: Problem, rows: mx.array, magnitude: mx.array) -> mx.array:
-    """Returns the error bound of the float32 sum of each result.
-
-    The sum of magnitudes is bounded by the product of two norms (Cauchy-Schwarz). That
-    is cheaper than another product, and for these operands less than twice as large.
-    """
-    return _norm_products(rows, magnitude) * OF_SUM[problem.dtype]
-
-
 def _norm_products(rows: mx.array, weights: mx.array) -> mx.array:
+    """Returns a bound of the sum of magnitudes of each result (Cauchy-Schwarz).
+
+    That is cheaper than another product, and for these operands less than twice as
+    large. Times `OF_SUM` it is the error bound of the float32 sum.
+    """
     of_rows, of_weights = (
         mx.sqrt(mx.square(array).sum(-1)) for array in (rows, weights)
     )
@@ -250,15 +246,11 @@ def _product(
     if problem.norm is None:
         return sums(problem, rows, weight)
     assert arrays.norm is not None
-    rows = _normalized(rows, arrays.norm, problem.norm)
+    rows = rows * norm_factor(rows, problem.norm) * wide(arrays.norm)
     total = rows @ weight.exact.swapaxes(-1, -2)
-    off = _error_of_sums(problem, rows, weight.magnitude)
+    off = _norm_products(rows, weight.magnitude) * OF_SUM[problem.dtype]
     roundings = ROUNDING[problem.dtype] * OF_NORMED_ROWS / math.sqrt(problem.k)
     return total, off + _norm_products(rows, weight.exact) * roundings
-
-
-def _normalized(rows: mx.array, weight: mx.array, epsilon: float) -> mx.array:
-    return rows * norm_factor(rows, epsilon) * wide(weight)
 
 
 FAR = 70_003

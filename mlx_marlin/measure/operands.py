@@ -8,21 +8,18 @@ import mlx.core as mx
 
 from mlx_marlin.backends import selection
 from mlx_marlin.backends.graph import Product
+from mlx_marlin.guard.operands import CODEBOOK, parameters
 from mlx_marlin.measure.timing import Weight
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
-from mlx_marlin.products.reference.weight import dequantize
-from mlx_marlin.weights.bit_streams import codes_of_words
-from mlx_marlin.weights.formats import SUPER_BLOCK
 from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.weights.quantizers import decoded
 
 ARRAYS = 3
 """Arrays of a weight in one layout."""
 MOST_WEIGHTS = 256
 """Most weights of a problem. A model's own small weights are in the cache too."""
-CODEBOOK = tuple((place - 7.5) * (1 + place / 2**20) for place in range(16))
-"""Numbers that no half holds."""
 TOLERANCES = {"float16": 0.01, "bfloat16": 0.05, "float32": 0.01}
 """Largest error of an element, relative to the root mean square of all elements.
 Rounding errors, also of TF32, are less than a third of it. A missing split causes an
@@ -116,17 +113,23 @@ def is_right(product: Product, inputs: Operands) -> bool:
 
 def _exact(problem: Problem, x: mx.array, native: Weight) -> mx.array:
     w, scales, biases = native
-    if problem.format.codes != "floating" and not problem.format.has_super_blocks:
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    if _is_of_mlx(problem) and selection.traits().stock_multiplies_float32:
+    is_of_mlx = problem.format.codes in ("affine", "floating")
+    if is_of_mlx and selection.traits().stock_multiplies_float32:
+        if problem.format.codes == "affine":
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return stock_product(problem)(x, w, scales, biases)
     # Stock MLX has no such format, or, on CUDA (0.32.4), raises for 64 rows of float32
     # (measured: 5120→17408).
-    return x @ _decoded(problem, w, scales, biases).T
-
-
-def _is_of_mlx(problem: Problem) -> bool:
-    return problem.format.codes in ("affine", "floating")
+    values = decoded(
+        w,
+        scales,
+        biases if problem.format.has_second_array else None,
+        group_size=problem.group_size,
+        bits=problem.bits,
+        mode=problem.mode,
+        codebook=_codebook(problem),
+    )
+    return x @ values.T
 
 
 def stock_weight(problem: Problem, w: mx.array, *scales: mx.array) -> mx.array:
@@ -136,29 +139,12 @@ def stock_weight(problem: Problem, w: mx.array, *scales: mx.array) -> mx.array:
     return mx.dequantize(w, scales[0], biases, size, bits, mode=problem.mode)
 
 
-def _decoded(
-    problem: Problem, w: mx.array, scales: mx.array, biases: mx.array
-) -> mx.array:
-    """Returns a weight [n, k] as float32."""
-    if _is_of_mlx(problem):
-        return stock_weight(problem, w, scales, biases).astype(mx.float32)
-    if problem.format.has_super_blocks or problem.format.has_codebook:
-        return dequantize(_packed(problem, (w, scales)), mx.float32)
-    is_symmetric = problem.format.codes == "symmetric"
-    zero = 2 ** (problem.bits - 1) if is_symmetric else biases[..., None]
-    codes = codes_of_words(w, problem.bits).astype(mx.float32)
-    groups = codes.reshape(problem.n, problem.groups, problem.group_size)
-    return ((groups - zero) * scales[..., None]).reshape(problem.n, problem.k)
-
-
 def _native(problem: Problem, seed: int) -> Weight:
     """Returns a random weight around zero, whose products are no larger than x.
 
     The third array of a format without biases and zero points is a placeholder.
     """
-    if problem.format.has_super_blocks:
-        return _of_super_blocks(problem, seed)
-    keys = mx.random.split(mx.random.key(seed), 2)
+    keys = mx.random.split(mx.random.key(seed), 4)
     if problem.format.codes == "floating":
         values = mx.random.normal((problem.n, problem.k), key=keys[0]) / problem.k**0.5
         parts = mx.quantize(
@@ -168,37 +154,7 @@ def _native(problem: Problem, seed: int) -> Weight:
     # Bytes: MLX makes large random integers from floats, so their last bits are zero.
     codes = (problem.n, problem.k * problem.bits // 8)
     w = mx.random.randint(0, 256, codes, mx.uint8, key=keys[0]).view(mx.uint32)
-    groups = (problem.n, problem.groups)
-    size = mx.random.uniform(0.05, 0.15, groups, key=keys[1]) / problem.k**0.5
-    dtype = getattr(mx, problem.scale_dtype)
-    scales = size.astype(dtype)
-    if problem.format.codes == "affine":
-        middle = (2**problem.bits - 1) / 2
-        return w, scales, (-middle * size).astype(dtype)
-    zero = 2 ** (problem.bits - 1)
-    return (
-        w,
-        scales,
-        mx.random.randint(zero - 1, zero + 2, groups, key=keys[0]).astype(dtype),
-    )
-
-
-def _of_super_blocks(problem: Problem, seed: int) -> Weight:
-    """Returns random codes, and equal scales in each super-block."""
-    codes = (problem.n, problem.k * problem.bits // 8)
-    key = mx.random.key(seed)
-    w = mx.random.randint(0, 256, codes, mx.uint8, key=key).view(mx.uint32)
-    _, words = problem.format.records(SUPER_BLOCK, problem.group_size)
-    parameters = problem.format.parameters
-    scale = 0x20  # of a group of 32; `check` refuses super-blocks of others
-    factor = mx.array([0.1 / problem.k**0.5 / scale] * parameters, mx.float16)
-    if parameters == 2:
-        factor = factor * mx.array([1, 2 ** (problem.bits - 1)], mx.float16)
-    octets = mx.full((words - parameters,), 0x101 * scale, mx.uint16)
-    record = mx.concatenate([octets, factor.view(mx.uint16)])
-    rows = mx.broadcast_to(record, (problem.n, problem.k // SUPER_BLOCK, words))
-    rows = mx.contiguous(rows.reshape(problem.n, -1))
-    return w, rows, rows
+    return w, *parameters(problem, (), keys[1:])
 
 
 def _in_layout(problem: Problem, native: Weight) -> Weight:
@@ -214,5 +170,9 @@ def _packed(problem: Problem, stored: tuple[mx.array, ...]) -> PackedWeight:
         group_size=problem.group_size,
         bits=problem.bits,
         mode=problem.mode,
-        codebook=mx.array(CODEBOOK) if problem.format.has_codebook else None,
+        codebook=_codebook(problem),
     )
+
+
+def _codebook(problem: Problem) -> mx.array | None:
+    return mx.array(CODEBOOK) if problem.format.has_codebook else None

@@ -1,8 +1,10 @@
-"""Quantizers for modes and group sizes that `mx.quantize` does not have."""
+"""Quantizers that `mx.quantize` does not have, and what the codes of all stand for."""
 
 import mlx.core as mx
 
-from mlx_marlin.weights.bit_streams import words_of_codes
+from mlx_marlin.weights import super_blocks
+from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.formats import format_of
 
 
 def affine(
@@ -65,3 +67,52 @@ def zero_point(
     codes = mx.clip(mx.round(groups / divisor + zeros), 0, most)
     words = words_of_codes(codes.astype(mx.uint8).reshape(w.shape), bits)
     return words, scales.squeeze(-1), zeros.squeeze(-1).astype(w.dtype)
+
+
+def decoded(
+    words: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    *,
+    group_size: int,
+    bits: int,
+    mode: str,
+    global_scale: mx.array | None = None,
+    codebook: mx.array | None = None,
+    dtype: mx.Dtype = mx.float32,
+) -> mx.array:
+    """Returns the values of codes in MLX's layout, computed in `dtype`, [..., n, k].
+
+    `words`: codes, uint32 [..., n, k * bits / 32].
+    `scales`: scales [..., n, k / group_size].
+    `biases`: biases of "affine", zero points of "zero_point", None for other modes.
+    """
+    format = format_of(mode, bits)
+    if format.has_super_blocks:
+        scales, biases = super_blocks.float_parameters(scales, format, group_size)
+        mode = "symmetric" if biases is None else "affine"
+    if scales.dtype == mx.uint8:
+        return mx.dequantize(
+            words,
+            scales,
+            None,
+            group_size,
+            bits,
+            mode,
+            global_scale=global_scale,
+            dtype=mx.float32,
+        ).astype(dtype)
+    places = codes_of_words(words, bits)
+    if codebook is not None:
+        factors = mx.repeat(scales.astype(dtype), group_size, axis=-1)
+        return factors * codebook.astype(dtype)[places]
+    groups = places.astype(dtype).reshape(*scales.shape, group_size)
+    wide = scales.astype(dtype)[..., None]
+    if mode == "symmetric":
+        values = wide * (groups - 2.0 ** (bits - 1))
+    else:
+        assert biases is not None
+        second = biases.astype(dtype)[..., None]
+        is_affine = mode == "affine"
+        values = wide * groups + second if is_affine else wide * (groups - second)
+    return values.reshape(places.shape)

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from mlx_marlin.products.packing import unpack
 from mlx_marlin.weights import codebooks, layout, super_blocks
-from mlx_marlin.weights.bit_streams import codes_of_words, words_of_codes
+from mlx_marlin.weights.bit_streams import words_of_codes
 from mlx_marlin.weights.dtypes import dtype_name, floating, result_dtype
 from mlx_marlin.weights.formats import (
     DTYPE_BYTES,
@@ -16,6 +16,7 @@ from mlx_marlin.weights.formats import (
     format_of,
 )
 from mlx_marlin.weights.packed_weight import PackedWeight
+from mlx_marlin.weights.quantizers import decoded
 from mlx_marlin.weights.tile_conversion import codes_at, deinterleave
 
 LARGEST_NVFP4 = 6.0 * 448.0
@@ -149,55 +150,6 @@ def plain(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
         codebook=packed.codebook,
     )
     return settled(values.astype(dtype))[0]
-
-
-def decoded(
-    words: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    *,
-    group_size: int,
-    bits: int,
-    mode: str,
-    global_scale: mx.array | None = None,
-    codebook: mx.array | None = None,
-) -> mx.array:
-    """Returns the values of codes in MLX's layout, float32 [..., n, k].
-
-    `words`: codes, uint32 [..., n, k * bits / 32].
-    `scales`: scales [..., n, k / group_size].
-    `biases`: biases of "affine", zero points of "zero_point", None for other modes.
-    """
-    format = format_of(mode, bits)
-    if format.has_super_blocks:
-        scales, biases = super_blocks.float_parameters(scales, format, group_size)
-        mode = "symmetric" if biases is None else "affine"
-    if scales.dtype == mx.uint8:
-        return mx.dequantize(
-            words,
-            scales,
-            None,
-            group_size,
-            bits,
-            mode,
-            global_scale=global_scale,
-            dtype=mx.float32,
-        )
-    places = codes_of_words(words, bits)
-    if codebook is not None:
-        factors = mx.repeat(scales.astype(mx.float32), group_size, axis=-1)
-        return factors * codebook.astype(mx.float32)[places]
-    codes = places.astype(mx.float32)
-    groups = codes.reshape(*scales.shape, group_size)
-    wide = scales.astype(mx.float32)[..., None]
-    if mode == "symmetric":
-        values = wide * (groups - 2.0 ** (bits - 1))
-    else:
-        assert biases is not None
-        second = biases.astype(mx.float32)[..., None]
-        is_affine = mode == "affine"
-        values = wide * groups + second if is_affine else wide * (groups - second)
-    return values.reshape(codes.shape)
 
 
 def is_traced() -> bool:
