@@ -35,9 +35,9 @@ def decoded(type_: Any, data: Any, where: str = "it", forms: Forms = NO_FORMS) -
     origin, arguments = get_origin(type_), get_args(type_)
     if origin in (list, tuple):
         check_type(list, data, where)
-        of = arguments[0]
         return origin(
-            decoded(of, item, f"{where}[{i}]", forms) for i, item in enumerate(data)
+            decoded(arguments[0], item, f"{where}[{i}]", forms)
+            for i, item in enumerate(data)
         )
     if origin is dict:
         check_type(dict, data, where)
@@ -65,17 +65,19 @@ def _dataclass(type_: Any, data: Any, where: str, forms: Forms) -> Any:
     except Exception as error:  # of a form that does not fit
         raise ValueError(f"{where}: {error}") from error
     types = {field.name: field.type for field in fields(type_) if field.init}
-    if wrong := values.keys() ^ types.keys():
+    if wrong := ", ".join(sorted(values.keys() ^ types.keys())):
         raise ValueError(
-            f"{where} has not the fields {', '.join(types)}: "
-            f"{', '.join(sorted(wrong))} is missing or unknown"
+            f"{where} has not the fields {', '.join(types)}: {wrong} is missing or "
+            f"unknown"
         )
-    return type_(
-        **{
-            name: decoded(of, values[name], f"{where}.{name}", forms)
-            for name, of in types.items()
-        }
-    )
+    found = {
+        name: decoded(of, values[name], f"{where}.{name}", forms)
+        for name, of in types.items()
+    }
+    try:
+        return type_(**found)
+    except Exception as error:  # of its own check
+        raise ValueError(f"{where}: {error}") from error
 
 
 def check_type(type_: type, data: Any, where: str) -> None:

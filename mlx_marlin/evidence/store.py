@@ -22,7 +22,7 @@ def read(file: Path, type_: type[Value], name: str) -> Value | None:
             found: Value = codec.decoded(type_, data)
             return found
     except OSError:
-        return None
+        pass
     except ValueError as error:
         warn_once(f"{name} in {file}", f"{name} in {file} is ignored: {error}")
-        return None
+    return None

@@ -6,43 +6,36 @@ dataclasses, and raises ValueError for what is missing, unknown or of another ty
 
 import json
 import re
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from mlx_marlin import regular_files
 from mlx_marlin.backends import registry
 from mlx_marlin.evidence import codec
-from mlx_marlin.evidence.codec import Forms, check_type, encoded
+from mlx_marlin.evidence.codec import Forms, encoded
 from mlx_marlin.measure.privacy import as_name, redacted
 from mlx_marlin.measure.rows import (
-    CLOCKS,
-    METHODS,
-    STATUSES,
     FirstTokenRow,
     GenerationRow,
     MachineFacts,
     ProductRow,
     Stage,
-    Timing,
 )
 from mlx_marlin.planning.device import PARAVIRTUAL
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem, problem_of
 
 SCHEMA = "mlx-marlin result"
-VERSION = 1
+VERSION = 2
+"""Version 1 had milliseconds, beside the other fields of a row."""
 MOST_BYTES = 32 * 2**20
 """Largest file that is read; one of `make mac` has less than a megabyte."""
 PROBLEM = ("m", "n", "k", "mode", "bits", "group_size", "dtype", "layout")
 """Fields of a problem in a file."""
-RATES = ("prompt_tokens_per_second", "generated_tokens_per_second")
-"""Fields of a generation in a file that are computed from others."""
-TIMING = ("milliseconds", "range_ms", "samples", "drift", "source", "method")
-"""Fields of a time in a file."""
+FREE_TEXTS = ("handover", "detail", "notes")
+"""Fields whose texts are sentences; those of other fields are names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,22 +74,25 @@ class ResultFile:
 
 def text(result: ResultFile) -> str:
     """Returns the JSON of a result; free texts are redacted."""
-    data = {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "date": result.date,
-        "source": "measured" if result.is_measured else "predicted",
-        "machine": {
-            name: as_name(value) if isinstance(value, str) else value
-            for name, value in asdict(result.machine).items()
-        },
-        "stages": [*map(_row, result.stages)],
-        "products": [*map(_row, result.products)],
-        "generation": [*map(_row, result.generation)],
-        "first_tokens": [*map(_row, result.first_tokens)],
-        "notes": [*map(redacted, result.notes)],
-    }
+    source = "measured" if result.is_measured else "predicted"
+    data = {"schema": SCHEMA, "version": VERSION, "source": source, **_encoded(result)}
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def _encoded(value: Any, name: str = "") -> Any:
+    """Returns the value of a field as JSON has it, without anything personal."""
+    if isinstance(value, str):
+        return (redacted if name in FREE_TEXTS else as_name)(value)
+    if isinstance(value, list | tuple):
+        return [_encoded(each, name) for each in value]
+    if not is_dataclass(value):
+        return value
+    names = [each.name for each in fields(value) if each.init]
+    if isinstance(value, Problem):
+        names = [*PROBLEM]
+    elif isinstance(value, Plan):
+        names.remove("problem")  # that of its row
+    return {each: _encoded(getattr(value, each), each) for each in names}
 
 
 def write(path: Path, result: ResultFile) -> None:
@@ -141,98 +137,16 @@ def decoded(data: Any) -> ResultFile:
     return result
 
 
-def _row(found: Any) -> dict[str, Any]:
-    """Returns the object of a row or a stage; the fields of a `timing` are its own."""
-    data = {
-        field.name: _encoded(field.name, getattr(found, field.name))
-        for field in fields(found)
-    }
-    if isinstance(found, GenerationRow):
-        rates = found.prompt_rate, found.generation_rate
-        data |= {name: round(rate, 3) for name, rate in zip(RATES, rates, strict=True)}
-    data.update(data.pop("timing", {}))
-    return data
-
-
-def _encoded(name: str, value: Any) -> Any:
-    if isinstance(value, Timing):
-        return timing(value)
-    if isinstance(value, Problem):
-        return {each: getattr(value, each) for each in PROBLEM}
-    if isinstance(value, Plan):
-        plan = encoded(value)
-        return {each: plan[each] for each in plan if each != "problem"}
-    if name in ("model", "arm", "name"):
-        return as_name(value)
-    return redacted(value) if name in ("handover", "detail") and value else value
-
-
-def timing(found: Timing) -> dict[str, Any]:
-    """Returns the object of a time."""
-    return {
-        "milliseconds": float(f"{found.seconds * 1e3:.6g}"),
-        "range_ms": float(f"{found.range * 1e3:.6g}"),
-        "samples": found.samples,
-        "drift": round(found.drift, 4),
-        "source": found.source,
-        "method": found.method,
-    }
-
-
-def _check_choice(data: dict[str, Any], name: str, choices: Collection[str]) -> None:
-    if data[name] not in choices:
-        raise ValueError(
-            f"{name} is {regular_files.quoted(data[name], 60)}, expected {(*choices,)}"
-        )
-
-
-def _stage_form(data: dict[str, Any]) -> dict[str, Any]:
-    _check_choice(data, "status", STATUSES)
-    return data
-
-
 def _product_form(data: dict[str, Any]) -> dict[str, Any]:
-    _check_choice(data, "clock", CLOCKS)
-    problem = _problem(data["problem"])
-    plan = None if data["plan"] is None else _plan(problem, data["plan"])
-    timing = {name: data[name] for name in TIMING}
-    rest = {name: value for name, value in data.items() if name not in timing}
-    return rest | {"problem": problem, "plan": plan, "timing": timing}
-
-
-def _timing_form(data: dict[str, Any]) -> dict[str, Any]:
-    values = {**data}
-    seconds = values.pop("milliseconds") / 1e3
-    if not 0 < seconds < inf:
-        raise ValueError(f"milliseconds is {seconds * 1e3:g}, expected a time")
-    _check_choice(data, "method", [*METHODS])
-    method, source = values["method"], values.pop("source")
-    if source != METHODS[method]:
-        raise ValueError(f"source={source!r} is not that of method={method!r}")
-    return values | {"seconds": seconds, "range": values.pop("range_ms") / 1e3}
-
-
-def _generation_form(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a row; its rates are computed anew."""
-    return {name: value for name, value in data.items() if name not in RATES}
-
-
-FORMS: Forms = {
-    Stage: _stage_form,
-    ProductRow: _product_form,
-    GenerationRow: _generation_form,
-    Timing: _timing_form,
-}
-
-
-def _problem(data: Any) -> Problem:
-    check_type(dict, data, "problem")
-    if data.keys() != {*PROBLEM}:
+    """Returns the fields of a row; its plan has the row's problem."""
+    if data["problem"].keys() != {*PROBLEM}:
         raise ValueError(f"problem has not the fields {', '.join(PROBLEM)}")
-    for name in PROBLEM:
-        is_text = name in ("mode", "dtype", "layout")
-        check_type(str if is_text else int, data[name], f"problem.{name}")
-    return problem_of(**data)
+    problem = problem_of(**data["problem"])
+    plan = data["plan"]
+    return data | {"problem": problem, "plan": plan and _plan(problem, plan)}
+
+
+FORMS: Forms = {ProductRow: _product_form}
 
 
 def _plan(problem: Problem, plan: Any) -> Plan:

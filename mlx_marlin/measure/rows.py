@@ -1,10 +1,13 @@
 """What a benchmark times by default, and found: its machine, a row for each time."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 
 from mlx_marlin.planning.measurement import Machine
 from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.regular_files import quoted
 
 ROWS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512)
 """Default rows."""
@@ -68,6 +71,11 @@ class Timing:
     # Median of the later half of the samples over that of the earlier, minus 1
     drift: float = 0.0
 
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        if not 0 < self.seconds < inf:
+            raise ValueError(f"seconds={self.seconds!r}, expected a time")
+
     @property
     def source(self) -> str:
         """ "measured" or "predicted"."""
@@ -88,6 +96,9 @@ class ProductRow:
     # The plan of an arm of ours; None for the others, and if the weight is decoded once
     plan: Plan | None = None
     handover: str | None = None  # Why stock MLX would serve the call, or None
+
+    def __post_init__(self) -> None:
+        check_choice("clock", self.clock, CLOCKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +145,12 @@ class Stage:
     # of a kernel
     host_seconds: float = 0.0
     detail: str = ""  # What failed or was counted, in a line
+
+    def __post_init__(self) -> None:
+        check_choice("status", self.status, STATUSES)
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Refuses a value that is none of the known ones."""
+    if value not in choices:
+        raise ValueError(f"{name}={quoted(value, 60)}, expected one of {(*choices,)}")

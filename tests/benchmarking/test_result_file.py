@@ -141,7 +141,7 @@ def stripe_with(threadgroups: int) -> dict[str, Any]:
 GONE = object()
 WRONG: tuple[tuple[str, object, str], ...] = (
     ("schema", "other", ""),
-    ("version", 2, ""),
+    ("version", 1, ""),
     ("machine", GONE, ""),
     ("extra", 1, ""),
     ("machine.user", "me", ""),
@@ -151,12 +151,12 @@ WRONG: tuple[tuple[str, object, str], ...] = (
     ("date", "20261124", ""),
     ("products", {}, ""),
     ("products.0", 3, ""),
-    ("products.0.milliseconds", -1, ""),
-    ("products.0.milliseconds", 0, ""),
-    ("products.0.milliseconds", "1", ""),
-    ("products.0.milliseconds", 10**400, ""),
-    ("products.1.samples", 1.5, "the file.products[1].timing.samples"),
-    ("products.0.source", "predicted", ""),
+    ("products.0.timing.seconds", -1, ""),
+    ("products.0.timing.seconds", 0, ""),
+    ("products.0.timing.seconds", "1", ""),
+    ("products.0.timing.seconds", 10**400, ""),
+    ("products.1.timing.samples", 1.5, "the file.products[1].timing.samples"),
+    ("products.0.timing.method", "guess", ""),
     ("source", "predicted", ""),
     ("products.0.clock", "wall", ""),
     ("products.0.problem.k", 7, ""),
@@ -168,8 +168,8 @@ WRONG: tuple[tuple[str, object, str], ...] = (
     ("products.0.plan.kernel", "nothing", ""),
     ("products.0.plan.work.threadgroups", 10**9, ""),
     ("generation.0.step.x", 1, ""),
-    ("generation.0.step.milliseconds", 0, "the file.generation[0].step: milliseconds"),
-    ("stages.0.status", "fine", "the file.stages[0]: status"),
+    ("generation.0.step.seconds", 0, "the file.generation[0].step: seconds"),
+    ("stages.0.status", "fine", "the file.stages[0]: status="),
     ("notes.0", None, ""),
 )
 """A field, its value, and how a refusal names it, where that is more than its name."""

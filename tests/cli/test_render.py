@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from mlx_marlin.cli import render as command
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
-from mlx_marlin.measure.profiling import Skipped, document, of_plan, of_stock
+from mlx_marlin.measure.profiling import Profile, Skipped, document
 from mlx_marlin.measure.rows import CANDIDATE
 from mlx_marlin.planning.problem import Problem
 from support.pictures import svg_texts
@@ -94,9 +95,17 @@ def profiles() -> dict[str, Any]:
     for m, origin in ((1, "predicted"), (8, "assumed"), (32, "measured")):
         problem = Problem(m=m, n=4096, k=4096)
         choice = planner.compare(problem, device=device)
-        found.append(of_plan(choice.plan, device, choice.prediction.seconds, origin))
-        found.append(of_stock(problem, device, choice.prediction.seconds, origin))
-    found.append(of_plan(found[0].plan, device, 1e-9, "measured"))
+        found += [
+            Profile(
+                problem=problem,
+                plan=plan,
+                device=device,
+                seconds=choice.prediction.seconds,
+                origin=origin,
+            )
+            for plan in (choice.plan, None)
+        ]
+    found.append(replace(found[0], seconds=1e-9, origin="measured"))
     skipped = Skipped(problem=found[0].problem, kernel="gemv", reason="a reason")
     return json.loads(json.dumps(document(device, found, [skipped])))
 
@@ -299,7 +308,7 @@ def test_times_are_compared_with_stock_of_the_same_clock_and_source() -> None:
 
     for row in data["products"]:
         if row["arm"] == "mx.quantized_matmul":
-            row.update(source="predicted", method="cost model")
+            row["timing"]["method"] = "cost model"
     data["source"] = "predicted"
     assert Checker(page_of(data)).cells["x stock"][0] == page.MISSING
 
@@ -453,11 +462,11 @@ def test_a_picture_of_hostile_texts_has_them_as_text(render: Render) -> None:
             "a.json is not what we write: KeyError: 'device'",
         ),
         (
-            '{"schema": "mlx-marlin result", "version": 2}',
-            "its version is 2, and this one reads 1",
+            '{"schema": "mlx-marlin result", "version": 1}',
+            "its version is 1, and this one reads 2",
         ),
         (
-            '{"schema": "mlx-marlin result", "version": 1, "products": 3}',
+            '{"schema": "mlx-marlin result", "version": 2, "products": 3}',
             "the file has not the fields machine, date",
         ),
     ],

@@ -84,7 +84,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
             }
 
         return Clock(
-            name="fake",
+            name="wall time",
             measure=measure,
             measure_independent=measure,
             weights=lambda _: 1,
@@ -132,7 +132,7 @@ def test_a_clear_winner_serves_and_our_best_is_kept(
     assert result.medians_us[label(best)] == 10
     assert result.medians_us[STOCK] == stock_us
     assert {*result.medians_us.values()} == {10, stock_us, 20}
-    assert result.clock == "fake"
+    assert result.clock == "wall time"
 
 
 def test_a_plan_whose_product_is_wrong_never_wins(
@@ -231,7 +231,7 @@ def test_an_outcome_has_a_row_of_each_arm_whose_product_was_right(
             arm=name,
             clock=rows.CHAIN,
             timing=rows.Timing(
-                seconds=i, method="fake", range=i / 8, samples=i + 10, drift=i / 4
+                seconds=i, method="wall time", range=i / 8, samples=i + 10, drift=i / 4
             ),
             plan=arm,
         )
