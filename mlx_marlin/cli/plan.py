@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE",
-        help="save charts as .svg or .png: time against rows, and busy cores of the "
-        "best plan of each strategy",
+        help="save a chart of the time against rows as .svg or .png",
     )
 
 
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     drawn = args.all and (args.save or is_text)
     shown, missing = _each_strategy(choice, overrides) if drawn else ([choice], [])
     if args.save:
-        _check_drawn("--save", args.save, shown)
+        _check_drawn(args.save, shown)
         figures.save(args.save, "--save", lambda: plan_picture.figure(shown))
     if args.plot:
         _plot(args.plot, choice, overrides)
@@ -145,24 +144,25 @@ def _figures(choice: Choice, with_candidates: bool) -> dict[str, Any]:
     return figures
 
 
-def _check_drawn(option: str, path: Path, choices: Sequence[Choice]) -> None:
+def _check_drawn(path: Path, choices: Sequence[Choice]) -> None:
     for choice in choices:
         if too_large := text.why_not_drawn(choice.plan):
-            raise ValueError(f"{option} {path}: {too_large}")
+            raise ValueError(f"--save {path}: {too_large}")
 
 
 def _plot(path: Path, choice: Choice, overrides: PlanOverrides) -> None:
-    """Saves the time against rows, and the busy cores of each strategy."""
-    shown, _ = _each_strategy(choice, overrides)
-    _check_drawn("--plot", path, shown)
+    """Saves the time against rows."""
     problem = choice.plan.problem
     shape = f"{problem.k}→{problem.n}, {problem.mode} {problem.bits}-bit"
-    times = charts.staircase(
+    chart = charts.staircase(
         f"time against rows, {shape}, {choice.device.variant} (predicted)",
         [*charts.predicted_samples(problem, choice.device, **overrides)],
     )
-    drawn = [*filter(None, [times]), *charts.busy_cores(shown)]
-    figures.save(path, "--plot", lambda: figures.figure(drawn))
+    if chart is None:
+        raise ValueError(
+            f"--plot {path}: expected a plan for more than one number of rows"
+        )
+    figures.save(path, "--plot", lambda: figures.figure([chart]))
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:

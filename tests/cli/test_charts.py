@@ -1,34 +1,26 @@
-"""Charts as values and as pictures: rooflines, staircases, busy cores."""
+"""Charts as values and as pictures: rooflines and staircases."""
 
 import math
-import re
 import sys
 from dataclasses import replace
 from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.text import Text
 
 from cli.conftest import Run
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.backends.metal.device import Device
 from mlx_marlin.cli import profiled
 from mlx_marlin.cli.pictures import charts, figures, plan_picture
 from mlx_marlin.cli.pictures.charts import LEAST, MOST, Mark, Sample
-from mlx_marlin.cli.pictures.text import schedule
 from mlx_marlin.measure.profiling import Point, Roofline
-from mlx_marlin.planning.plan import Plan
 from mlx_marlin.planning.problem import Problem
-from support.pictures import chosen, svg_texts
+from support.pictures import svg_texts
 from support.profiles import sampled
-from support.strategies import devices as any_device
-from support.strategies import plans
 
 M4_MAX = devices.named("M4 Max")
 
@@ -165,47 +157,15 @@ def test_times_of_one_number_of_rows_are_no_staircase(times: list[Sample]) -> No
     assert charts.staircase("title", times) is None
 
 
-@given(plans(), any_device())
-def test_busy_cores_are_those_of_the_timeline(plan: Plan, device: Device) -> None:
-    choice = chosen(plan, device)
-    (chart,) = charts.busy_cores([choice])
-    marks = chart.series[0].marks
-    bars = [bar for bar in schedule(plan, device.cores) if bar.pieces]
-    work = sum(bar.end - bar.begin for bar in bars)
-    area = sum(mark.y * (after.x - mark.x) for mark, after in pairwise(marks))
-    prediction = choice.prediction
-    first_us = (prediction.seconds - prediction.dispatch) * 1e6
-
-    assert marks[0].x == 0
-    assert marks[0].y == len({bar.core for bar in bars})
-    assert marks[-1].y == 0
-    assert chart.ends is not None
-    assert marks[-1].x <= chart.ends[0] * (1 + 1e-9)
-    counts = [mark.y for mark in marks]
-    assert counts == sorted(counts, reverse=True)
-    # The area is the work, in the unit in which the busiest core takes all the time.
-    longest = max(bar.end for bar in bars)
-    assert area * longest == pytest.approx(work * marks[-1].x)
-    assert marks[-1].x <= first_us * (1 + 1e-9)
-    assert "(predicted)" in chart.title
-
-
 PLAN = "plan 8 4096 4096 --chip M4"
 
 
-def test_plan_plots_the_staircase_and_each_strategy(
-    tmp_path: Path, printed: Run
-) -> None:
+def test_plan_plots_the_staircase(tmp_path: Path, printed: Run) -> None:
     path = tmp_path / "plan.svg"
 
     assert printed(f"{PLAN} --plot", path).endswith(f"\nsaved {path}\n")
     texts = svg_texts(path)
     assert "ours (predicted)" in texts
-    for strategy in ("stripe", "split_k", "data_parallel"):
-        assert sum(text.startswith(f"{strategy}: ") for text in texts) == 1
-    timed = [text for text in texts if re.search(r"\d us\b", text)]
-    assert timed
-    assert all("(predicted)" in text for text in timed)
 
 
 def test_profile_plots_the_roofline(tmp_path: Path, printed: Run) -> None:
@@ -225,7 +185,7 @@ def test_profile_plots_the_roofline(tmp_path: Path, printed: Run) -> None:
 def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
     line: str, tmp_path: Path, refused: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiled, "predicted", None)  # it would take long
+    monkeypatch.setattr(profiled, "timed", None)  # it would take long
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.style", raising=False)
     path = tmp_path / "a.svg"
@@ -241,15 +201,16 @@ def test_without_matplotlib_the_remedy_is_named_and_the_file_kept(
 def test_places_depend_on_no_text() -> None:
     """The solver of a layout ends elsewhere with texts that are measured otherwise."""
     choice = planner.compare(Problem(m=8, n=256, k=512), device=M4_MAX)
-    (area,) = charts.busy_cores([choice])
-    wide = replace(area, y="W" * 30, x="x", ends=(1e-5, 1e7))
+    chart = charts.staircase("title", [sample(1, 1), sample(8, 1)])
+    assert chart is not None
+    wide = replace(chart, y="W" * 30, x="x")
 
     def places(figure: Any) -> list[Any]:
         assert figure.get_layout_engine() is None
         figure.draw_without_rendering()
         return [axes.get_position().bounds for axes in figure.axes]
 
-    assert places(figures.figure([area] * 2)) == places(figures.figure([wide] * 2))
+    assert places(figures.figure([chart] * 2)) == places(figures.figure([wide] * 2))
     big = replace(choice, device=replace(choice.device, name="W" * 300))
     drawn = [places(plan_picture.figure([each] * 4)) for each in (choice, big)]
     assert drawn[0] == drawn[1]

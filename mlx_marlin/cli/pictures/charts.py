@@ -1,11 +1,10 @@
-"""Charts as values, which `figures` draws: rooflines, staircases and busy cores."""
+"""Charts as values, which `figures` draws: rooflines and staircases."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Unpack
 
 from mlx_marlin.backends import planner
-from mlx_marlin.cli.pictures.text import fullest, schedule
 from mlx_marlin.measure.profiling import Point, Roofline
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
@@ -30,7 +29,7 @@ class Series:
 
     name: str  # Name in the legend, with where the figures come from
     marks: tuple[Mark, ...]  # The points, in ascending order of x
-    style: Literal["points", "line", "area", "roof"]  # How they are connected
+    style: Literal["points", "line", "roof"]  # How they are connected
     # Whether they were measured. Others are drawn hollow or dashed
     is_measured: bool = False
     color: int = 0  # Index of the colour; series that belong together share one
@@ -45,8 +44,6 @@ class Chart:
     y: str  # Likewise, of the vertical one
     series: tuple[Series, ...]  # The series
     log_base: int | None = None  # Base of the axes if they are logarithmic
-    # Ends of linear axes that begin at 0; None for those of the points
-    ends: tuple[float, float] | None = None
 
 
 def can_draw(*values: float) -> bool:
@@ -214,46 +211,3 @@ def _series(samples: Sequence[Sample]) -> Iterator[Series]:
             is_measured=source == "measured",
             color=names.index(name),
         )
-
-
-def busy_cores(choices: Sequence[Choice]) -> list[Chart]:
-    """Returns a chart for each plan; all have the same axes.
-
-    The further dispatches of a plan are part of its time, but not of its area, because
-    the model does not assign them to cores.
-    """
-    us = max(choice.prediction.seconds for choice in choices) * 1e6
-    return [
-        Chart(
-            title=_title(choice),
-            x="us (predicted)",
-            y="busy cores",
-            ends=(us, choice.device.cores),
-            series=(
-                Series(name="busy", marks=_marks(choice), style="area", color=color),
-            ),
-        )
-        for color, choice in enumerate(choices)
-    ]
-
-
-def _title(choice: Choice) -> str:
-    prediction = choice.prediction
-    title = f"{choice.plan.strategy}: {prediction.seconds * 1e6:.1f} us (predicted)"
-    if not prediction.dispatch:
-        return title
-    us = f"{prediction.dispatch * 1e6:.1f} us (predicted)"
-    return f"{title}, {us} in more dispatches"
-
-
-def _marks(choice: Choice) -> tuple[Mark, ...]:
-    """Returns the number of busy cores from each time on at which it changes."""
-    bars = schedule(choice.plan, choice.device.cores)
-    prediction = choice.prediction
-    first_us = (prediction.seconds - prediction.dispatch) * 1e6
-    scale = first_us / fullest(choice, bars)
-    ends = {bar.core: bar.end * scale for bar in bars if bar.pieces}
-    return tuple(
-        Mark(time, float(sum(end > time for end in ends.values())))
-        for time in sorted({0.0, *ends.values()})
-    )

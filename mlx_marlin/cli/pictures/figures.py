@@ -58,17 +58,8 @@ def content(draw: "Callable[[], Figure]", suffix: str) -> bytes:
 
 
 def save(path: Path, option: str, draw: "Callable[[], Figure]") -> None:
-    """Draws a figure to a file; an existing file is replaced atomically.
-
-    Args:
-        path: The file; its suffix selects the format.
-        option: The option that names it, for messages.
-        draw: As for `content`.
-
-    Raises:
-        ImportError: If matplotlib is missing.
-        OSError: If the file cannot be written.
-    """
+    """Draws a figure to a file, whose suffix selects the format; messages name the
+    option."""
     require(option)
     output.write_file(path, option, content(draw, path.suffix.lower()))
 
@@ -91,8 +82,8 @@ SEEN = 4
 WIDTH, LEFT, RIGHT = 4.7, 0.8, 0.3
 """Inches of a chart and of its margins. A phone shows the width in about as many pixels
 as it has points."""
-HEIGHT, AREA, TICKS, GAP = 2.4, 0.9, 0.28, 0.12
-"""Inches of a chart's axes, of those of an area, and of what is between their parts."""
+HEIGHT, TICKS, GAP = 2.4, 0.28, 0.12
+"""Inches of a chart's axes, and of what is between their parts."""
 TEXT, LINE = 11.5, 0.24
 """Points of all text, hence at least 11 pixels on a phone, and inches of a line."""
 LETTERS = 37
@@ -111,14 +102,9 @@ def figure(charts: Sequence[Chart]) -> "Figure":
 
 
 def _height(chart: Chart) -> float:
-    lines = 2 + _count(chart.title)  # names of the axes, the title and the legend
-    if _has_legend(chart):
-        lines += sum(_count(each.name) for each in chart.series)
-    return _axes_height(chart) + TICKS + LINE * lines + 2 * GAP
-
-
-def _axes_height(chart: Chart) -> float:
-    return HEIGHT if _has_legend(chart) else AREA
+    # Names of the axes, the title and the legend
+    lines = 2 + _count(chart.title) + sum(_count(each.name) for each in chart.series)
+    return HEIGHT + TICKS + LINE * lines + 2 * GAP
 
 
 def _count(text: str) -> int:
@@ -132,21 +118,16 @@ def _lines(text: str) -> str:
     return fill(tied, LETTERS).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def _has_legend(chart: Chart) -> bool:
-    """Returns whether names are listed; an area's is the title."""
-    return any(series.style != "area" for series in chart.series)
-
-
 def _draw(figure: "Figure", chart: Chart, top: float) -> None:
     """Draws a chart whose upper edge is `top` inches above the figure's lower one."""
     from matplotlib.ticker import LogLocator
 
-    inches, height = figure.dpi_scale_trans, _axes_height(chart)
-    bottom = top - GAP - LINE * (_count(chart.title) + 1) - height
-    axes = add_axes(figure, (LEFT, bottom, WIDTH - LEFT - RIGHT, height))
+    inches = figure.dpi_scale_trans
+    bottom = top - GAP - LINE * (_count(chart.title) + 1) - HEIGHT
+    axes = add_axes(figure, (LEFT, bottom, WIDTH - LEFT - RIGHT, HEIGHT))
     for text, at in (
         (_lines(chart.title), top - GAP),
-        (chart.y, bottom + height + LINE),
+        (chart.y, bottom + HEIGHT + LINE),
     ):
         figure.text(GAP, at, text, size=TEXT, va="top", transform=inches)
     axes.set_xlabel(chart.x, size=TEXT)
@@ -164,29 +145,24 @@ def _draw(figure: "Figure", chart: Chart, top: float) -> None:
         if chart.log_base != 2:
             axes.xaxis.set_major_locator(LogLocator())
     else:
-        axes.set_xlim(0, chart.ends[0] if chart.ends else None)
-        axes.set_ylim(0, chart.ends[1] if chart.ends else None)
+        axes.set(xlim=(0, None), ylim=(0, None))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:.10g}")  # exponents need mathematical text
         axis.set_minor_formatter("")
-    if _has_legend(chart):
-        axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(0, bottom - TICKS - LINE),
-            bbox_transform=inches,
-            fontsize=TEXT,
-            handlelength=1.5,
-            borderpad=0,
-        )
+    axes.legend(
+        loc="upper left",
+        bbox_to_anchor=(0, bottom - TICKS - LINE),
+        bbox_transform=inches,
+        fontsize=TEXT,
+        handlelength=1.5,
+        borderpad=0,
+    )
 
 
 def _draw_series(axes: "Axes", series: Series, above: float) -> None:
     """Draws a series, wider where others are drawn `above` it, so that it is seen."""
     xs, ys, _ = zip(*series.marks, strict=True)
     color = COLORS[series.color % len(COLORS)]
-    if series.style == "area":
-        axes.fill_between(xs, ys, step="post", color=color, alpha=0.8, lw=0)
-        return
     shape = series.color + series.color // len(COLORS)
     marker: dict[str, Any] = {
         "marker": MARKERS[shape % len(MARKERS)],
