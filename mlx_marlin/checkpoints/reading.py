@@ -60,7 +60,7 @@ SCHEMES: dict[str, Callable[[dict[str, Any]], object]] = {
     "awq": gptq.awq_schemes,
     "compressed-tensors": compressed_tensors.schemes,
     "modelopt": floating.check_modelopt,
-    "fp8": floating.check_fp8,
+    "fp8": floating.block_of,
 }
 """What checks the values of settings, by method."""
 READERS: dict[str, Reader] = {

@@ -16,11 +16,12 @@ from mlx_marlin.checkpoints.folder import Folder, read_json
 from mlx_marlin.regular_files import quoted, short
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
     return frozenset(text.split())
 
 
-CALIBRATION = _words(
+CALIBRATION = words(
     """
     act_bits act_data_type act_dynamic act_group_aware act_group_size act_sym amp
     auto_forward_data_parallel autoround_version batch_size cache_block_outputs
@@ -37,7 +38,7 @@ CALIBRATION = _words(
     """
 )
 """How a tool found the numbers, computes with them or is called."""
-PLACES = _words(
+PLACES = words(
     """
     block_name_to_quantize lm_head module_name_preceding_first_block
     modules_in_block_to_quantize modules_to_not_convert quant_block_list
@@ -97,24 +98,24 @@ def check_code(config: Mapping[str, Any], where: str) -> None:
 _INTEGERS = {
     "pack_dtype": (None, "int32"),
     "data_type": (None, "int"),
-    **dict.fromkeys(_words("rotation adapter extra_config"), ABSENT),
-    **dict.fromkeys(_words("super_bits super_group_size"), ABSENT),
+    **dict.fromkeys(words("rotation adapter extra_config"), ABSENT),
+    **dict.fromkeys(words("super_bits super_group_size"), ABSENT),
 }
 KEYS = {
     "gptq": Keys(
-        used=_words(
+        used=words(
             "quant_method method format checkpoint_format bits w_bit wbits group_size "
             "q_group_size sym desc_act dynamic meta"
         ),
         neutral={
             **_INTEGERS,
-            **dict.fromkeys(_words("is_marlin_format awq_gemm_checkpoint"), ABSENT),
+            **dict.fromkeys(words("is_marlin_format awq_gemm_checkpoint"), ABSENT),
             "packing_format": (None, "auto_round:auto_gptq", "auto_round:gptqmodel"),
         },
         irrelevant=CALIBRATION | PLACES | {"backend"},
     ),
     "awq": Keys(
-        used=_words(
+        used=words(
             "quant_method method format checkpoint_format version bits w_bit wbits "
             "group_size q_group_size zero_point dynamic"
         ),
@@ -132,60 +133,58 @@ KEYS = {
         # transformers writes sym=true beside zero_point=true.
         irrelevant=CALIBRATION | PLACES | {"desc_act", "meta", "sym"},
     ),
-    "dynamic": Keys(
-        used=_words("bits group_size sym desc_act"), irrelevant=CALIBRATION
-    ),
+    "dynamic": Keys(used=words("bits group_size sym desc_act"), irrelevant=CALIBRATION),
     "compressed-tensors": Keys(
-        used=_words("quant_method format config_groups sparsity_config"),
-        neutral=dict.fromkeys(_words("transform_config moe_sparsity_config"), ABSENT),
+        used=words("quant_method format config_groups sparsity_config"),
+        neutral=dict.fromkeys(words("transform_config moe_sparsity_config"), ABSENT),
         # The cache keeps its dtype here.
-        irrelevant=_words(
+        irrelevant=words(
             "ignore quantization_status kv_cache_scheme global_compression_ratio "
             "version run_compressed dequantize use_optimized_inference"
         ),
     ),
     "sparsity_config": Keys(
         neutral={"format": (None, "dense")},
-        irrelevant=_words(
+        irrelevant=words(
             "global_sparsity ignore registry_requires_subclass sparsity_structure "
             "targets"
         ),
     ),
     "group": Keys(
-        used=_words("weights format"),
+        used=words("weights format"),
         # Activations keep their dtype here.
-        irrelevant=_words("targets input_activations output_activations"),
+        irrelevant=words("targets input_activations output_activations"),
     ),
     "weights": Keys(
-        used=_words("num_bits type symmetric group_size strategy actorder"),
-        neutral=dict.fromkeys(_words("block_structure dynamic"), ABSENT),
-        irrelevant=_words("scale_dtype zp_dtype observer observer_kwargs"),
+        used=words("num_bits type symmetric group_size strategy actorder"),
+        neutral=dict.fromkeys(words("block_structure dynamic"), ABSENT),
+        irrelevant=words("scale_dtype zp_dtype observer observer_kwargs"),
     ),
     "modelopt": Keys(
-        used=_words("quant_method quant_algo group_size"),
-        neutral=dict.fromkeys(_words("has_zero_point pre_quant_scale"), ABSENT),
+        used=words("quant_method quant_algo group_size"),
+        neutral=dict.fromkeys(words("has_zero_point pre_quant_scale"), ABSENT),
         # The cache and activations keep their dtypes here.
-        irrelevant=_words(
+        irrelevant=words(
             "config_groups exclude_modules ignore kv_cache_quant_algo kv_cache_scheme "
             "producer quantized_layers"
         ),
     ),
     "fp8": Keys(
-        used=_words("quant_method weight_block_size"),
+        used=words("quant_method weight_block_size"),
         neutral={
             "fmt": (None, "e4m3", "float8_e4m3fn"),
             "scale_fmt": (None, "float", "ue8m0"),
         },
         # Activations keep their dtype here.
-        irrelevant=PLACES | _words("activation_scheme dequantize ignored_layers"),
+        irrelevant=PLACES | words("activation_scheme dequantize ignored_layers"),
     ),
     "mlx": Keys(
-        used=_words("bits group_size mode"),
+        used=words("bits group_size mode"),
         neutral={"quantize_input": ABSENT},
-        irrelevant=_words("quant_method"),
+        irrelevant=words("quant_method"),
     ),
     "mlx: layer": Keys(
-        used=_words("bits group_size mode global_scale"),
+        used=words("bits group_size mode global_scale"),
         neutral={"quantize_input": ABSENT},
     ),
 }

@@ -61,9 +61,9 @@ def read(folder: Folder, layer: str, settings: dict[str, Any]) -> StoredWeight:
     packed = folder.read(f"{layer}.weight_packed")
     scales = folder.read(f"{layer}.weight_scale")
     if format == MXFP4:
-        return floating.mxfp4(packed, scales)
+        return floating.weight(packed, scales, "mxfp4")
     divisor = floating.factor(folder.read(global_scale), "weight_global_scale")
-    return floating.nvfp4(packed, scales, LARGEST_NVFP4 / divisor)
+    return floating.weight(packed, scales, "nvfp4", LARGEST_NVFP4 / divisor)
 
 
 def schemes(settings: dict[str, Any]) -> dict[str, list[Scheme]]:

@@ -19,6 +19,7 @@ from mlx_marlin.checkpoints.folder import Folder
 from mlx_marlin.checkpoints.stored_weight import StoredWeight, check_finite
 from mlx_marlin.products.reference.weight import LARGEST_NVFP4
 from mlx_marlin.regular_files import quoted
+from mlx_marlin.weights.formats import MODE_DEFAULTS
 
 MODELOPT = ("nvfp4", "w4a16_nvfp4")
 """Values of ModelOpt's `quant_algo` that are read; activations are not quantized."""
@@ -31,12 +32,7 @@ def read_modelopt(folder: Folder, layer: str, settings: dict[str, Any]) -> Store
     codes, scales = (
         folder.read(f"{layer}.{part}") for part in ("weight", "weight_scale")
     )
-    return nvfp4(codes, scales, LARGEST_NVFP4 * scale)
-
-
-def check_fp8(settings: dict[str, Any]) -> None:
-    """Raises a ValueError if the settings of an original of fp8 are malformed."""
-    _block_of(settings)
+    return weight(codes, scales, "nvfp4", LARGEST_NVFP4 * scale)
 
 
 def check_modelopt(settings: dict[str, Any]) -> None:
@@ -62,26 +58,14 @@ def factor(array: mx.array, name: str) -> mx.array:
     return number.reshape(1)
 
 
-def nvfp4(codes: mx.array, scales: mx.array, global_scale: mx.array) -> StoredWeight:
-    """Returns a weight of nvfp4.
+def weight(
+    codes: mx.array, scales: mx.array, mode: str, global_scale: mx.array | None = None
+) -> StoredWeight:
+    """Returns a weight of nvfp4 or mxfp4.
 
     `global_scale`: float32 [1], as MLX means it.
     """
-    return _weight(codes, scales, "nvfp4", 16, global_scale)
-
-
-def mxfp4(codes: mx.array, scales: mx.array) -> StoredWeight:
-    """Returns a weight of mxfp4."""
-    return _weight(codes, scales, "mxfp4", 32, None)
-
-
-def _weight(
-    codes: mx.array,
-    scales: mx.array,
-    mode: str,
-    group_size: int,
-    global_scale: mx.array | None,
-) -> StoredWeight:
+    group_size, _ = MODE_DEFAULTS[mode]
     groups = 2 * codes.shape[-1] // group_size
     is_whole = codes.ndim == 2 and groups * group_size == 2 * codes.shape[-1]
     if codes.dtype != mx.uint8 or not is_whole:
@@ -117,7 +101,7 @@ def fp8(codes: mx.array, scales: mx.array, settings: dict[str, Any]) -> mx.array
     if len(shape) == codes.ndim and all(own in (1, size) for own, size in pairs):
         values = mx.from_fp8(codes, mx.bfloat16) * factors
         return values.astype(mx.bfloat16)
-    height, width = _block_of(settings) or (n, k)
+    height, width = block_of(settings) or (n, k)
     rows, columns = -(-n // height), -(-k // width)
     if scales.shape != (*batch, rows, columns):
         raise ValueError(
@@ -133,7 +117,7 @@ def fp8(codes: mx.array, scales: mx.array, settings: dict[str, Any]) -> mx.array
     return values.reshape(*batch, rows * height, columns * width)[..., :n, :k]
 
 
-def _block_of(settings: dict[str, Any]) -> tuple[int, int] | None:
+def block_of(settings: dict[str, Any]) -> tuple[int, int] | None:
     """Returns rows and columns that share a scale; None if nothing is said."""
     match settings.get("weight_block_size"):
         case None:

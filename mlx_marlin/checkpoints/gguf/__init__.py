@@ -5,7 +5,7 @@
 first.
 """
 
-from mlx_marlin.checkpoints.gguf.configuration import config_of
+from mlx_marlin.checkpoints.gguf.configuration.config import config_of
 from mlx_marlin.checkpoints.gguf.container import Container
 from mlx_marlin.checkpoints.gguf.reading import read, tensors_of
 from mlx_marlin.checkpoints.gguf.tokenizer import tokenizer_files

@@ -199,27 +199,25 @@ def _k_parameters(blocks: Bytes) -> Parameters:
     return _super_blocks(pairs, _halves(blocks, 0, 4))
 
 
-def _q6_k_parameters(blocks: Bytes) -> Parameters:
-    return _super_blocks(
-        np.ascontiguousarray(blocks[:, 192:208]), _halves(blocks, 208, 210)
+def _stored_records(groups: slice, factors: slice) -> Callable[[Bytes], Parameters]:
+    """Returns what reads parameters that lie in a block as they are stored."""
+    return lambda blocks: _super_blocks(
+        np.ascontiguousarray(blocks[:, groups]),
+        _halves(blocks, factors.start, factors.stop),
     )
-
-
-def _q2_k_parameters(blocks: Bytes) -> Parameters:
-    return _super_blocks(np.ascontiguousarray(blocks[:, :16]), _halves(blocks, 80, 84))
 
 
 def _q3_k_parameters(blocks: Bytes) -> Parameters:
     """Reads scales of 6 bits as signed bytes."""
     low, high = planes(blocks[:, 96:104], 8, 4), planes(blocks[:, 104:108], 4, 2)
-    groups = (low | high << np.uint8(4)) - np.uint8(32)
+    groups = _with_high_bits(low, high) - np.uint8(32)
     return _super_blocks(groups, _halves(blocks, 108, 110))
 
 
 def _iq4_xs_parameters(blocks: Bytes) -> Parameters:
     """Reads scales of 6 bits as signed bytes; the upper two bits precede the lower."""
     low, high = planes(blocks[:, 4:8], 1, 4), planes(blocks[:, 2:4], 1, 2)
-    groups = (low | high << np.uint8(4)) - np.uint8(32)
+    groups = _with_high_bits(low, high) - np.uint8(32)
     return _super_blocks(groups, _halves(blocks, 0, 2))
 
 
@@ -274,7 +272,11 @@ LAYOUTS = {
     ),
     "Q8_0": Layout("symmetric", 8, 32, lambda b: _signed_bytes(b[:, 2:]), _scale),
     "Q2_K": Layout(
-        "k_quant", 2, 16, lambda b: planes(b[:, 16:80], 32, 2), _q2_k_parameters
+        "k_quant",
+        2,
+        16,
+        lambda b: planes(b[:, 16:80], 32, 2),
+        _stored_records(slice(16), slice(80, 84)),
     ),
     "Q3_K": Layout(
         "k_quant",
@@ -300,7 +302,7 @@ LAYOUTS = {
         lambda b: _with_high_bits(
             planes(b[:, :128], 64, 4), planes(b[:, 128:192], 32, 2)
         ),
-        _q6_k_parameters,
+        _stored_records(slice(192, 208), slice(208, 210)),
     ),
     "IQ4_NL": Layout("codebook", 4, 32, lambda b: planes(b[:, 2:], 16, 4), _scale, IQ4),
     "IQ4_XS": Layout(

@@ -6,7 +6,6 @@ of the file before memory is taken.
 
 import mmap
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -292,6 +291,13 @@ class Container:
             raise self.refusal(key, "is not a finite number")
         return float(value)  # type: ignore[arg-type]
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Returns a truth value of the metadata."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refusal(key, "is neither True nor False")
+        return value
+
     def refusal(self, key: str, reason: str) -> ValueError:
         """Returns an error about a key of the metadata."""
         shown = repr(self.metadata[key])[:60] if key in self.metadata else "missing"
@@ -345,16 +351,12 @@ class Container:
             if part.metadata[key] != self.metadata[key]:
                 raise part.refusal(key, f"must be that of {self.path}")
 
-    def _alignment(self) -> int:
+    def _read_tensors(self, cursor: Cursor, count: int) -> dict[str, TensorInfo]:
+        cursor.claim(count, 32, "tensors")
         key = "general.alignment"
         alignment = self.integer(key, DEFAULT_ALIGNMENT)
         if alignment == 0 or alignment & (alignment - 1):
             raise self.refusal(key, "is not a power of two")
-        return alignment
-
-    def _read_tensors(self, cursor: Cursor, count: int) -> dict[str, TensorInfo]:
-        cursor.claim(count, 32, "tensors")
-        alignment = self._alignment()
         read = [read_tensor_info(cursor) for _ in range(count)]
         start = -(-cursor.position // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
@@ -374,16 +376,13 @@ class Container:
                     f"byte {info.start + nbytes}, past the file's {cursor.size}"
                 )
             tensors[name] = info
-        self._check_overlaps(list(tensors.values()))
-        return tensors
-
-    def _check_overlaps(self, tensors: Sequence[TensorInfo]) -> None:
-        ordered = sorted(tensors, key=lambda info: info.start)
+        ordered = sorted(tensors.values(), key=lambda info: info.start)
         for before, after in pairwise(ordered):
             if before.start + before.nbytes > after.start:
                 raise ValueError(
                     f"{self.path}: tensors {before.name!r} and {after.name!r} overlap"
                 )
+        return tensors
 
 
 def _read_version(cursor: Cursor) -> int:

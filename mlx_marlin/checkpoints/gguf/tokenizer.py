@@ -201,15 +201,15 @@ def _check_options(container: Container, model: str, architecture: str) -> None:
         raise container.refusal(pre, f"is not one of {', '.join(QWEN2)} for Qwen2")
     if architecture == "gemma4" and model == "llama":
         raise container.refusal(f"{_PREFIX}model", "must be gemma4: convert it again")
-    if model == "gemma4" and _flag(container, "add_space_prefix", False):
+    if model == "gemma4" and container.flag(f"{_PREFIX}add_space_prefix", False):
         raise container.refusal(f"{_PREFIX}add_space_prefix", "must be False")
     gemma = architecture.startswith("gemma")
-    if model == "llama" and _flag(container, "add_space_prefix", True) == gemma:
+    if model == "llama" and container.flag(f"{_PREFIX}add_space_prefix", True) == gemma:
         raise container.refusal(
             f"{_PREFIX}add_space_prefix",
             f"must be {not gemma} (llama.cpp's default is True) for transformers",
         )
-    if _flag(container, "add_sep_token", False):
+    if container.flag(f"{_PREFIX}add_sep_token", False):
         raise container.refusal(f"{_PREFIX}add_sep_token", "must be False")
     suppressed = container.metadata.get(f"{_PREFIX}suppress_tokens", ())
     if not isinstance(suppressed, Sized) or len(suppressed):
@@ -240,13 +240,6 @@ def _check_tokens(container: Container, tokens: list[str], *, derived: bool) -> 
                 f"{_PREFIX}tokens",
                 f"has more than {MERGES_PER_TOKEN} merges for each token",
             )
-
-
-def _flag(container: Container, name: str, default: bool) -> bool:
-    value = container.metadata.get(f"{_PREFIX}{name}", default)
-    if not isinstance(value, bool):
-        raise container.refusal(f"{_PREFIX}{name}", "is neither True nor False")
-    return value
 
 
 def _strings(container: Container, name: str) -> list[str]:
@@ -322,7 +315,7 @@ def _end(
     container: Container, vocabulary: dict[str, Any], name: str, default: bool
 ) -> str | None:
     """Returns the token before ("bos") or after ("eos") each text; None without one."""
-    if not _flag(container, f"add_{name}_token", default):
+    if not container.flag(f"{_PREFIX}add_{name}_token", default):
         return None
     return _token(container, vocabulary["tokens"], name)
 

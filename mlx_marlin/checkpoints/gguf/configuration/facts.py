@@ -89,10 +89,7 @@ class Facts:
 
     def flag(self, key: str) -> bool:
         """Returns a truth value; False if there is none."""
-        value = self.container.metadata.get(self.prefix + key, False)
-        if not isinstance(value, bool):
-            raise self.refusal(key, "is neither True nor False")
-        return value
+        return self.container.flag(self.prefix + key)
 
     def positive(self, key: str, default: float | None = None) -> float:
         """Returns a number above 0."""

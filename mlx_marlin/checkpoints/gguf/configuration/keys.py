@@ -15,81 +15,52 @@ at 06e514f6).
 from collections.abc import Mapping
 
 from mlx_marlin.checkpoints.gguf.configuration.facts import Facts
+from mlx_marlin.checkpoints.settings import words
 
-READ = frozenset(
-    {
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
-        "attention.value_length",
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scale_linear",
-        "rope.scaling.attn_factor",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.type",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-    }
+READ = words(
+    """
+    attention.head_count attention.head_count_kv attention.key_length
+    attention.layer_norm_rms_epsilon attention.value_length block_count context_length
+    embedding_length feed_forward_length rope.dimension_count rope.freq_base
+    rope.scale_linear rope.scaling.attn_factor rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.type rope.scaling.yarn_beta_fast
+    rope.scaling.yarn_beta_slow
+    """
 )
 """Keys that every model's configuration is made of."""
-_EXPERTS = frozenset({"expert_count", "expert_used_count"})
-_LINEAR = frozenset(
-    {
-        "full_attention_interval",
-        "nextn_predict_layers",
-        "rope.dimension_sections",  # of positions in pictures; a text's are equal
-        "ssm.conv_kernel",
-        "ssm.group_count",
-        "ssm.inner_size",
-        "ssm.state_size",
-        "ssm.time_step_rank",
-    }
+_EXPERTS = words("expert_count expert_used_count")
+# Sections are of positions in pictures; a text's are equal.
+_LINEAR = words(
+    """
+    full_attention_interval nextn_predict_layers rope.dimension_sections
+    ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank
+    """
 )
-_CAPS = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+_CAPS = words("attn_logit_softcapping final_logit_softcapping")
+_WINDOW = words("attention.sliding_window")
+_PATTERN = words("attention.sliding_window_pattern rope.freq_base_swa") | _WINDOW
+_OF_WINDOWS = _PATTERN | words(
+    "attention.key_length_swa attention.value_length_swa rope.dimension_count_swa"
+)
 READ_FOR: Mapping[str, frozenset[str]] = {
     "mixtral": _EXPERTS,
     "qwen2_moe": _EXPERTS,
     "qwen3_moe": _EXPERTS,
-    "gpt_oss": _EXPERTS | {"attention.sliding_window"},
-    "glm4": frozenset({"nextn_predict_layers"}),
+    "gpt_oss": _EXPERTS | _WINDOW,
+    "glm4": words("nextn_predict_layers"),
     "glm4_moe": _EXPERTS
-    | {
-        "expert_weights_norm",
-        "expert_weights_scale",
-        "nextn_predict_layers",
-    },
-    "lfm2": frozenset({"shortconv.l_cache"}),
-    "ministral3": frozenset(
-        {"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}
-    ),
+    | words("expert_weights_norm expert_weights_scale nextn_predict_layers"),
+    "lfm2": words("shortconv.l_cache"),
+    "ministral3": words("attention.temperature_scale rope.scaling.yarn_log_multiplier"),
     "qwen3_5": _LINEAR,
     "qwen3_5_moe": _LINEAR | _EXPERTS,
-    "gemma2": _CAPS | {"attention.sliding_window"},
+    "gemma2": _CAPS | _WINDOW,
+    "gemma3_text": _PATTERN,
     "gemma4_text": _EXPERTS
-    | {
-        "attention.key_length_swa",
-        "attention.shared_kv_layers",
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        "attention.value_length_swa",
-        "embedding_length_per_layer_input",
-        "final_logit_softcapping",
-        "rope.dimension_count_swa",
-        "rope.freq_base_swa",
-    },
-    "gemma3_text": frozenset(
-        {
-            "attention.sliding_window",
-            "attention.sliding_window_pattern",
-            "rope.freq_base_swa",
-        }
+    | _OF_WINDOWS
+    | words(
+        "attention.shared_kv_layers embedding_length_per_layer_input "
+        "final_logit_softcapping"
     ),
 }
 """Keys that only one model's configuration is made of, by mlx-lm's model type."""
@@ -112,16 +83,6 @@ NO_EFFECT = frozenset(
 """Keys that change no number."""
 _WINDOWS = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss")
 """Models with windows in llama.cpp; it reads Phi-3's and switches it off."""
-_OF_WINDOWS = frozenset(
-    {
-        "attention.key_length_swa",
-        "attention.sliding_window",
-        "attention.sliding_window_pattern",
-        "attention.value_length_swa",
-        "rope.dimension_count_swa",
-        "rope.freq_base_swa",
-    }
-)
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
