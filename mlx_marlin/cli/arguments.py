@@ -70,6 +70,16 @@ def add_streams(group: "argparse._ActionsContainer", default: Iterable[int]) -> 
     group.add_argument("--streams", help=f"prompts at once; default: {listed(default)}")
 
 
+def streams(
+    args: argparse.Namespace, default: Sequence[int], most: int
+) -> Sequence[int]:
+    """Returns the numbers of prompts at once, each of them once."""
+    found = numbers(args.streams, "--streams") if args.streams else default
+    for count in found:
+        check_range("--streams", count, 1, most)
+    return [*dict.fromkeys(found)]
+
+
 def device(name: str | None, cores: int | None = None) -> PlanningDevice:
     """Returns the device to plan for."""
     if name is not None:

@@ -4,11 +4,11 @@ import argparse
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlx_marlin import progress, regular_files, tables
 from mlx_marlin.backends import selection
@@ -16,11 +16,10 @@ from mlx_marlin.cli import arguments, documents, models, output
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.lm import measured_models
 from mlx_marlin.measure import machine, products, result_file, rows
-from mlx_marlin.measure.result_file import PROBLEM, ResultFile, timing
-from mlx_marlin.measure.rows import MachineFacts, Timing
+from mlx_marlin.measure.result_file import ResultFile
+from mlx_marlin.measure.rows import MachineFacts
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import this_machine
-from mlx_marlin.weights.formats import LAYOUTS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -135,15 +134,13 @@ def _check_arguments(args: argparse.Namespace) -> None:
     arguments.check_range("--seconds", args.seconds, LEAST_SECONDS, MAX_SECONDS)
     arguments.check_range("--prompt", args.prompt, 1, MAX_TOKENS)
     arguments.check_range("--new", args.new, 4, MAX_TOKENS)
-    for count in _streams(args):
-        arguments.check_range("--streams", count, 1, MAX_STREAMS)
+    _streams(args)
     if args.csv:
         output.check_folder(args.csv, "--csv")
 
 
 def _streams(args: argparse.Namespace) -> Sequence[int]:
-    given = args.streams
-    return arguments.numbers(given, "--streams") if given else rows.STREAMS
+    return arguments.streams(args, rows.STREAMS, MAX_STREAMS)
 
 
 def _problems(args: argparse.Namespace) -> list[Problem]:
@@ -174,18 +171,16 @@ def _shapes(
         yield from ((None, n, k) for k, n in usual)
 
 
-def _layouts(args: argparse.Namespace) -> tuple[str, ...]:
-    if args.layout == BOTH:
-        return LAYOUTS
-    return (args.layout or selection.traits().default_layout,)
-
-
 def _time_products(
     problem: Problem, args: argparse.Namespace, clock: "Clock", result: ResultFile
 ) -> list[str]:
     """Adds the times of a product to the result, and returns what failed."""
     measured = products.measure(
-        problem, this_machine.device(), clock, _layouts(args), staged=args.staged
+        problem,
+        this_machine.device(),
+        clock,
+        models.layouts(args.layout),
+        staged=args.staged,
     )
     result.products.extend(measured.rows)
     notes = [*measured.faults, *measured.notes]
@@ -196,7 +191,7 @@ def _time_products(
 
 
 def _time_model(args: argparse.Namespace, clock: "Clock", result: ResultFile) -> None:
-    counts, _ = models.products(args.model, [_layouts(args)[0]])
+    counts, _ = models.products(args.model, [models.layouts(args.layout)[0]])
     if clock.times_stock:
         _measure_model(args, result)
     else:
@@ -244,12 +239,6 @@ def _write(args: argparse.Namespace, result: ResultFile) -> None:
 
 PREDICTED = "Nothing was measured: every time is predicted, for a GPU like this one."
 MEASURED = "Medians, and the interquartile range."
-COLUMNS = (
-    *("kind", "model", "streams", *PROBLEM, "arm", "clock"),
-    *("milliseconds", "range_ms", "samples", "drift", "source", "method"),
-    *("date", "chip", "cores", "system", "build", "mlx", "mlx_marlin", "commit"),
-)
-"""Columns of the CSV file."""
 
 
 def heading(machine: MachineFacts, is_measured: bool) -> str:
@@ -262,29 +251,19 @@ def heading(machine: MachineFacts, is_measured: bool) -> str:
 
 
 def csv_text(result: ResultFile) -> str:
-    """Returns a result as CSV, a line for each time."""
+    """Returns the tables of a result as one of CSV, with its date and machine."""
+    facts = {"date": result.date, **asdict(result.machine)}
+    found = (
+        documents.products(result.products),
+        documents.generation(result.generation),
+        documents.first_tokens(result.first_tokens),
+    )
+    rows = [
+        {"table": table.title, **row, **facts} for table in found for row in table.rows
+    ]
+    columns = dict.fromkeys(name for row in rows for name in row)
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+    writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
     writer.writeheader()
-    facts = {name: getattr(result.machine, name) for name in COLUMNS[-7:]}
-    for found, values in _times(result):
-        writer.writerow({**values, **timing(found), "date": result.date, **facts})
+    writer.writerows(rows)
     return stream.getvalue()
-
-
-def _times(result: ResultFile) -> Iterator[tuple[Timing, dict[str, Any]]]:
-    """Yields each time with the columns that say what it is the time of."""
-    for row in result.products:
-        problem = {name: getattr(row.problem, name) for name in PROBLEM}
-        yield (
-            row.timing,
-            {"kind": "product", **problem, "arm": row.arm, "clock": row.clock},
-        )
-    for speed in result.generation:
-        values = {"model": speed.model, "streams": speed.streams, "arm": speed.arm}
-        yield speed.prompt, {"kind": "prompt", **values}
-        yield speed.step, {"kind": "step", **values}
-    for first in result.first_tokens:
-        values = {"model": first.model, "streams": 1, "arm": first.arm}
-        yield first.cold, {"kind": "first token, cold", **values}
-        yield first.warm, {"kind": "first token, warm", **values}

@@ -123,7 +123,14 @@ def _remove_files(args: argparse.Namespace) -> int | None:
         return clear(args.clear)
     if args.limit is not None:
         return shrink(size(args.limit))
-    return None if args.forget is None else forget(args.forget)
+    if args.forget is None:
+        return None
+    from mlx_marlin.guard import verdicts
+
+    try:
+        return verdicts.forget(args.forget)
+    except ValueError as error:
+        raise ValueError(f"--forget {error}") from None
 
 
 def size(text: str) -> int:
@@ -141,6 +148,7 @@ def listing(folders: Sequence[CacheFolder]) -> str:
             "folder": each.name,
             "files": each.files,
             "size": size_text(each.bytes),
+            "rights": each.rights,
             "contents": each.contents,
         }
         for each in folders
@@ -172,16 +180,6 @@ def clear(name: str) -> int:
     with suppress(OSError):  # not empty
         cache.root().rmdir()
     return removed
-
-
-def forget(kernel: str) -> int:
-    """Removes the verdicts on a kernel, and returns their number."""
-    from mlx_marlin.guard import verdicts
-
-    try:
-        return verdicts.forget(kernel)
-    except ValueError as error:
-        raise ValueError(f"--forget {error}") from None
 
 
 def shrink(limit: int) -> int:

@@ -2,24 +2,23 @@
 
 import argparse
 import itertools
-import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_marlin import progress, state, tables
+from mlx_marlin import progress, tables
 from mlx_marlin.backends import graph, selection
 from mlx_marlin.cli import arguments, models
-from mlx_marlin.lm.verification.texts import passes, perplexity, read
+from mlx_marlin.lm.verification.texts import on_back_end, passes, perplexity, read
 from mlx_marlin.tables import Table
 from mlx_marlin.weights.dtypes import dtype_name
 
@@ -142,10 +141,9 @@ def run(args: argparse.Namespace) -> int:
     if args.model:
         models.check(args.model)
     backend = selection.backend()
-    if backend in selection.ON_GPU:
-        with _forced(backend):
-            return _demo(args)
-    return _demo(args)
+    # On a GPU ours serve all products, whatever is faster.
+    with on_back_end(backend) if backend in selection.ON_GPU else nullcontext():
+        return _demo(args)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -162,17 +160,22 @@ def _demo(args: argparse.Namespace) -> int:
     print(_opening(name, model, args.layout))
     outcomes = measure_all(model, work, args.layout)
     stock, ours = outcomes[-2:]
-    pairs = [*zip(ours.generations, stock.generations, strict=True)]
-    for prompts, pair in zip(work.batches, pairs, strict=True):
-        print(_texts(tokenizer, prompts, *pair))
+    errors = wrong_results(ours.perplexity, stock.perplexity)
+    equal = 0
+    for batch in zip(work.batches, ours.generations, stock.generations, strict=True):
+        print(_texts(tokenizer, *batch))
+        errors += wrong_texts(*batch[1:])
+        equal += len(batch[0]) - len(_parts(*batch[1:]))
     print(f"\n{tables.printed(_perplexities(outcomes, work.text))}")
     if args.plans:
         print(f"\n{tables.printed(_plans())}")
-    errors = wrong_results(ours.perplexity, stock.perplexity)
-    errors += [error for pair in pairs for error in wrong_texts(*pair)]
     for error in errors:
         print(f"mlx-marlin demo: {error}", file=sys.stderr)
-    print(_result(pairs, bool(errors)))
+    print(
+        f"\nresult: {'FAILED' if errors else 'passed'}: {equal} of {sum(args.batch)} "
+        f"texts equal stock MLX's, {len(graph.plans_built())} plans (--plans lists "
+        f"them)"
+    )
     return 1 if errors else 0
 
 
@@ -204,28 +207,13 @@ def measure_all(model: nn.Module, work: Work, layout: str | None) -> list[Outcom
     parameters = model.parameters()
     model.set_dtype(mx.float32)
     bits = ", 4 bits" if outcomes else ""
-    with _forced("stock"):  # a loaded model may have packed layers
+    with on_back_end("stock"):  # a loaded model may have packed layers
         label = f"stock MLX{bits}, float32 activations"
         outcomes.append(measure(label, model, work))
     model.update(parameters)
     optimize(model, layout=layout, warm_up=sorted({*map(len, work.batches)}))
     outcomes.append(measure(f"mlx_marlin{bits}", model, work))
     return outcomes
-
-
-@contextmanager
-def _forced(backend: str) -> Iterator[None]:
-    """Makes a back end serve all products in the block, whatever is faster."""
-    before = os.environ.get(selection.ENVIRONMENT)
-    os.environ[selection.ENVIRONMENT] = backend
-    state.reset()
-    try:
-        yield
-    finally:
-        del os.environ[selection.ENVIRONMENT]
-        if before is not None:
-            os.environ[selection.ENVIRONMENT] = before
-        state.reset()
 
 
 def measure(label: str, model: nn.Module, work: Work) -> Outcome:
@@ -329,10 +317,12 @@ def _texts(
 ) -> str:
     """Returns the texts of a batch, their comparison with stock MLX, and the time."""
     count, parts = len(ours.tokens), _parts(ours, stock)
-    texts = [
-        f"{_prompt(tokenizer, prompts[i])}«{_written(tokenizer, ours.tokens[i])}»"
-        for i in range(count)
-    ]
+    ends, rows = tokenizer.eos_token_ids, cast(list[list[int]], prompts.tolist())
+    texts = []
+    for prompt, tokens in zip(rows, ours.tokens, strict=True):
+        begin = tokenizer.decode(prompt, skip_special_tokens=True).lstrip("\n")
+        written = itertools.takewhile(lambda token: token not in ends, tokens)
+        texts.append(f"{begin}«{tokenizer.decode([*written])}»")
     return "\n".join(
         [
             f"\n=== {count} at once: prompt «generated» ===",
@@ -379,16 +369,6 @@ def _plans() -> Table:
     return Table(title=f"plans used: {len(rows)}", rows=rows, once=["rows"])
 
 
-def _result(pairs: Sequence[tuple[Generation, Generation]], is_wrong: bool) -> str:
-    """Returns the last line: what agrees, the number of plans, and the verdict."""
-    count = sum(len(ours.tokens) for ours, _ in pairs)
-    equal = count - sum(len(_parts(*pair)) for pair in pairs)
-    return (
-        f"\nresult: {'FAILED' if is_wrong else 'passed'}: {equal} of {count} texts "
-        f"equal stock MLX's, {len(graph.plans_built())} plans (--plans lists them)"
-    )
-
-
 def wrong_results(ours: float, stock: float) -> list[str]:
     """Returns errors: a wrong perplexity, or kernels that did not run."""
     found = []
@@ -414,18 +394,3 @@ def wrong_texts(ours: Generation, stock: Generation) -> list[str]:
         for text, lead in _parts(ours, stock)
         if not lead <= CLOSE  # so that NaN is an error
     ]
-
-
-def _prompt(tokenizer: Any, prompt: mx.array) -> str:
-    """Decodes a prompt without its padding of line ends."""
-    text: str = tokenizer.decode(prompt.tolist(), skip_special_tokens=True)
-    return text.lstrip("\n")
-
-
-def _written(tokenizer: Any, tokens: list[int]) -> str:
-    """Decodes generated tokens up to the end-of-text token."""
-    ends = tokenizer.eos_token_ids
-    text: str = tokenizer.decode(
-        list(itertools.takewhile(lambda token: token not in ends, tokens))
-    )
-    return text

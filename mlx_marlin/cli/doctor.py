@@ -1,10 +1,9 @@
 """`mlx-marlin doctor`: reports whether our kernels can run on this machine."""
 
 import argparse
-from collections.abc import Callable, Iterable
 
-from mlx_marlin.cli import arguments, doctor_facts, models, output
-from mlx_marlin.cli.cache import size_text
+from mlx_marlin.cli import arguments, cache, doctor_facts, models, output
+from mlx_marlin.cli.cache import CacheFolder
 from mlx_marlin.cli.doctor_facts import Facts
 from mlx_marlin.planning.problem import Problem, problem_of
 
@@ -74,28 +73,30 @@ def problems_to_check(args: argparse.Namespace) -> list[Problem]:
     return models.problems(args.model, rows)
 
 
+TITLES = {
+    "back_end": "back end",
+    "tuned": "measured results",
+    "verdicts": "checked kernels",
+}
+"""Headings of sections that are not the keys of the facts."""
+
+
 def report(facts: Facts) -> str:
     """Returns the facts as text, in sections, with the conclusion at the end."""
-    sections: dict[str, tuple[Facts, Callable[[Facts], list[str]]]] = {
-        "versions": (facts["versions"], _listed),
-        "environment": (facts["environment"], _listed),
-        "device": (facts["device"], _listed),
-        "back end": (facts["back_end"], _listed),
-        "compilers": (facts["compilers"], _listed),
-        "cache": (facts["cache"], _cache),
-        "measured results": (facts["tuned"], _tuned),
-        "measured models": (facts["models"], _models),
-        "checked kernels": (facts["verdicts"], _verdicts),
-        "conclusion": (facts, _conclusion),
+    own = {"cache": _cache, "tuned": _tuned, "verdicts": _verdicts}
+    sections = {
+        TITLES.get(name, name): [part["error"]]
+        if "error" in part
+        else own.get(name, _listed)(part)
+        for name, part in facts.items()
+        if isinstance(part, dict)
     }
+    sections["conclusion"] = _conclusion(facts)
     return "\n".join(
-        _section(name, [part["error"]] if "error" in part else lines(part))
-        for name, (part, lines) in sections.items()
+        line
+        for name, lines in sections.items()
+        for line in (name, *(f"  {line}" for line in lines or ["none"]))
     )
-
-
-def _section(name: str, lines: Iterable[str]) -> str:
-    return "\n".join([name, *(f"  {line}" for line in [*lines] or ["none"])])
 
 
 def _listed(facts: Facts) -> list[str]:
@@ -103,28 +104,30 @@ def _listed(facts: Facts) -> list[str]:
 
 
 def _cache(facts: Facts) -> list[str]:
-    return [_folder(folder) for folder in facts["folders"]]
-
-
-def _folder(facts: Facts) -> str:
-    if facts["rights"] is None:
-        return f"{facts['path']}: {facts['problem'] or 'not created yet'}"
-    size = f"{size_text(facts['bytes'])} in {facts['files']} files"
-    problem = f", {facts['problem']}" if facts["problem"] else ""
-    return f"{facts['path']}: {size}, {facts['rights']}{problem}"
+    folders = [CacheFolder(**each) for each in facts["folders"]]
+    return cache.listing(folders).splitlines()
 
 
 def _tuned(facts: Facts) -> list[str]:
-    lines = [facts["folder"]]
-    lines += _measured(facts["products"], "product", "{} of them")
-    lines += _measured(facts["models"], "model", "some rows of {}")
+    lines = [
+        facts["folder"],
+        *_measured(facts["products"], "product", "{} of them"),
+        *_measured(facts["models"], "model", "some rows of {}"),
+    ]
+    for each in facts["settings"]:
+        lines.append(f"{each['model']}: {each['settings']}, {each['reason']}")
+        value = each["max_ops_per_buffer"]
+        if facts["on"] and value is not None and facts["value_here"] != str(value):
+            lines.append(
+                f"  with export {facts['variable']}={value} before MLX starts it is "
+                f"faster; `mlx-marlin lm` sets it"
+            )
     lines += [
         f"{file['name']}: {file['results']} results"
         + (", this machine" if file["this_machine"] else "")
         for file in facts["files"]
     ]
-    lines += facts["ignored"]
-    return lines if facts["on"] else [*lines, OFF]
+    return [*lines, *facts["ignored"], *([] if facts["on"] else [OFF])]
 
 
 def _measured(facts: Facts, name: str, of: str) -> list[str]:
@@ -135,21 +138,6 @@ def _measured(facts: Facts, name: str, of: str) -> list[str]:
     days = " to ".join(dict.fromkeys([facts["first"], facts["last"]]))
     served = f"stock MLX serves {of.format(stock)}" if stock else "our kernels serve"
     return [f"{count} {name}{'s' * (count > 1)} measured here, {days}: {served}"]
-
-
-def _models(facts: Facts) -> list[str]:
-    lines: list[str] = []
-    for each in facts["models"]:
-        lines.append(f"{each['model']}: {each['settings']}, {each['reason']}")
-        value = each["max_ops_per_buffer"]
-        is_missing = value is not None and facts["value_here"] != str(value)
-        if is_missing and facts["on"]:
-            lines.append(
-                f"  with export {facts['variable']}={value} before MLX starts it is "
-                f"faster; `mlx-marlin lm` sets it"
-            )
-    lines += facts["ignored"]
-    return lines if facts["on"] else [*lines, OFF]
 
 
 def _verdicts(facts: Facts) -> list[str]:

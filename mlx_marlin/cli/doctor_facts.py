@@ -34,7 +34,6 @@ def collect() -> Facts:
         "compilers": _guarded(installation.compilers),
         "cache": _guarded(cache_facts),
         "tuned": _guarded(measured_results),
-        "models": _guarded(measured_settings),
         "verdicts": _guarded(verdicts),
     }
     facts["problems"] = problems(facts)
@@ -94,22 +93,38 @@ def cache_facts() -> Facts:
 
 def measured_results() -> Facts:
     """Returns the files of measured results, and what was measured on this machine."""
+    from mlx_marlin import warn_once
     from mlx_marlin.backends import measured_results as measured
     from mlx_marlin.backends import result_files, selection
+    from mlx_marlin.lm import measured_models
+    from mlx_marlin.lm.race.settings import name_of
     from mlx_marlin.products import this_machine
 
+    warn_once.forget()
     folder = result_files.folder()
     machine = measured.machine(this_machine.device(), selection.choice()[0])
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stored = result_files.read(folder, machine) if files else result_files.Stored()
+        settings = [*measured_models.decoded(stored.settings.values(), folder)]
     products, models = stored.results.values(), stored.forwards.values()
     return {
         "folder": str(folder),
-        "on": _is_on(measured.ENVIRONMENT),
+        "on": os.environ.get(measured.ENVIRONMENT) != "0",
         "products": _measured(products, lambda each: each.stock),
         "models": _measured(models, lambda each: bool(each.stock_rows)),
+        "variable": measured_models.VARIABLE,
+        "value_here": os.environ.get(measured_models.VARIABLE),
+        "settings": [
+            {
+                "model": each.model,
+                "settings": name_of(each.settings),
+                "reason": each.reason,
+                "max_ops_per_buffer": each.max_ops_per_buffer,
+            }
+            for each in settings
+        ],
         "ignored": [str(warning.message) for warning in caught],
         "files": [
             {
@@ -131,41 +146,6 @@ def _measured(found: Collection[Any], has_stock: Callable[[Any], bool]) -> Facts
         "first": min(dates, default=None),
         "last": max(dates, default=None),
     }
-
-
-def measured_settings() -> Facts:
-    """Returns the settings that tuning found for models on this machine."""
-    from mlx_marlin import warn_once
-    from mlx_marlin.backends import measured_results as measured
-    from mlx_marlin.backends import result_files, selection
-    from mlx_marlin.lm import measured_models
-    from mlx_marlin.lm.race.settings import name_of
-    from mlx_marlin.products import this_machine
-
-    warn_once.forget()
-    rows = measured.settings(this_machine.device(), selection.choice()[0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [*measured_models.decoded(rows.values(), result_files.folder())]
-    return {
-        "on": _is_on(measured.ENVIRONMENT),
-        "ignored": [str(warning.message) for warning in caught],
-        "variable": measured_models.VARIABLE,
-        "value_here": os.environ.get(measured_models.VARIABLE),
-        "models": [
-            {
-                "model": each.model,
-                "settings": name_of(each.settings),
-                "reason": each.reason,
-                "max_ops_per_buffer": each.max_ops_per_buffer,
-            }
-            for each in found
-        ],
-    }
-
-
-def _is_on(variable: str) -> bool:
-    return os.environ.get(variable) != "0"
 
 
 def problems(facts: Facts) -> list[str]:

@@ -75,8 +75,7 @@ def profiles(document: Document) -> Table:
 def plans(found: Iterable[tuple[dict[str, Value], str | None]]) -> Table:
     """Returns a table of plans, which are too long for a column beside others.
 
-    Args:
-        found: What tells the products apart, and the plan, or None.
+    `found`: what tells the products apart, and the plan, or None.
     """
     rows = [cells | {"plan": plan} for cells, plan in found if plan is not None]
     different = {tuple(row.values()): row for row in rows}

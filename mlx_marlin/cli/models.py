@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_marlin.checkpoints.location import check_name
 from mlx_marlin.cli import output
+from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.planning.problem import Problem
+from mlx_marlin.weights.formats import LAYOUTS
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -18,14 +20,8 @@ if TYPE_CHECKING:
 def load(name: str, *, lazy: bool = False) -> tuple[Any, Any]:
     """Loads a model and its tokenizer, with mlx-lm if it can read the weights.
 
-    Args:
-        name: A folder, a GGUF file, or a repository on the Hugging Face Hub.
-        lazy: Whether to read the weights only when they are used.
-
-    Raises:
-        ImportError: If mlx-lm cannot be imported.
-        OSError: As for `check`.
-        ValueError: If the model cannot be loaded.
+    `name`: a folder, a GGUF file, or a repository on the Hugging Face Hub.
+    `lazy`: whether to read the weights only when they are used.
     """
     check_name(name)
     import mlx_lm  # here, because it takes seconds
@@ -100,7 +96,14 @@ def problems(
     name: str, counts: Sequence[int], layout: str | None = None
 ) -> list[Problem]:
     """Returns the problems of a model's layers."""
+    found, _ = products(name, layouts(layout))
+    return [replace(each, m=m) for each in found for m in counts]
+
+
+def layouts(asked: str | None) -> tuple[str, ...]:
+    """Returns the layouts of `--layout`; that of `optimize` if it is not given."""
     from mlx_marlin.backends import selection
 
-    found, _ = products(name, [layout or selection.traits().default_layout])
-    return [replace(each, m=m) for each in found for m in counts]
+    if asked == BOTH:
+        return LAYOUTS
+    return (asked or selection.traits().default_layout,)

@@ -18,7 +18,7 @@ from mlx_marlin.cli import arguments, models, output, tune_model
 from mlx_marlin.cli.arguments import BOTH
 from mlx_marlin.cli.cache import check_writable
 from mlx_marlin.lm import measured_models
-from mlx_marlin.measure import clocks, machine, operands, result_file, tuner
+from mlx_marlin.measure import clocks, machine, result_file, tuner
 from mlx_marlin.measure.clocks import Clock
 from mlx_marlin.measure.result_file import ResultFile
 from mlx_marlin.measure.tuner import Arm, Outcome
@@ -26,7 +26,6 @@ from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products import this_machine
 from mlx_marlin.tables import Table, Value
-from mlx_marlin.weights.formats import LAYOUTS
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Default rows (M) of models and of shapes without M."""
@@ -167,7 +166,7 @@ def _predicted(arm: Arm, target: PlanningDevice) -> float | None:
 
 def _tunable(found: list[Problem]) -> list[Problem]:
     """Returns the problems that can be tuned, and prints why the others cannot."""
-    reasons = {problem: _why_not(problem) for problem in found}
+    reasons = {each: tuner.why_not(each, this_machine.device()) for each in found}
     messages = [
         f"{problem.explain()}: not measured, {reason}"
         for problem, reason in reasons.items()
@@ -178,14 +177,6 @@ def _tunable(found: list[Problem]) -> list[Problem]:
     for message in messages:
         print(message)
     return [problem for problem in found if reasons[problem] is None]
-
-
-def _why_not(problem: Problem) -> str | None:
-    try:
-        operands.check(problem)
-    except ValueError as error:
-        return str(error)
-    return tuner.why_not(problem, this_machine.device())
 
 
 def _tune(found: list[Problem], clock: Clock, args: argparse.Namespace) -> int:
@@ -219,16 +210,10 @@ def _shape_problems(n: int, k: int, args: argparse.Namespace) -> list[Problem]:
 
 def _layouts(args: argparse.Namespace, problem: Problem) -> tuple[str, ...]:
     """Returns the layouts in which to measure a problem."""
-    supported = problem.format.layouts
-    if args.layout is None:
-        usual = _usual_layout()
-        return (usual,) if usual in supported else supported[:1]
-    return supported if args.layout == BOTH else (args.layout,)
-
-
-def _usual_layout() -> str:
-    """Returns the layout to which `optimize` converts by default."""
-    return selection.traits().default_layout
+    wanted, supported = models.layouts(args.layout), problem.format.layouts
+    if args.layout not in (None, BOTH):
+        return wanted
+    return tuple(each for each in wanted if each in supported) or supported[:1]
 
 
 def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
@@ -236,8 +221,7 @@ def _model_problems(name: str, args: argparse.Namespace) -> list[Problem]:
 
     The weights are not read.
     """
-    layouts = LAYOUTS if args.layout == BOTH else (args.layout or _usual_layout(),)
-    found, others = models.products(name, layouts)
+    found, others = models.products(name, models.layouts(args.layout))
     if others:
         print(
             f"{name}: {others} quantized layers are in formats that our kernels "

@@ -58,14 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def streams(args: argparse.Namespace) -> list[int]:
+def streams(args: argparse.Namespace) -> Sequence[int]:
     """Returns the numbers of streams."""
     arguments.check_range("--max-minutes", args.max_minutes, 1e-9, math.inf)
-    given = args.streams
-    found = arguments.numbers(given, "--streams") if given else ROWS
-    for count in found:
-        arguments.check_range("--streams", count, 1, MAX_STREAMS)
-    return [*dict.fromkeys(found)]
+    return arguments.streams(args, ROWS, MAX_STREAMS)
 
 
 def tune(name: str, rows: Sequence[int], minutes: float) -> None:

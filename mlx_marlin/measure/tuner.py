@@ -68,6 +68,10 @@ class Outcome:
 
 def why_not(problem: Problem, device: PlanningDevice) -> str | None:
     """Returns why a problem cannot be tuned, or None if it can."""
+    try:
+        operands.check(problem)
+    except ValueError as error:
+        return str(error)
     reason = registry.of_device(device).unsupported(problem, device)
     if reason is not None:
         return reason

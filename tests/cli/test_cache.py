@@ -54,9 +54,9 @@ def test_folders_are_listed_with_files_sizes_and_contents(
 
     assert printed("cache").splitlines() == [
         f"{root}:",
-        "folder    files  size    contents",
-        "emulator      2  2.2 MB  kernels compiled for the emulator",
-        "verdicts      1  30 B    checks of kernels on this machine",
+        "folder    files  size    rights      contents",
+        "emulator      2  2.2 MB  drwx------  kernels compiled for the emulator",
+        "verdicts      1  30 B    drwx------  checks of kernels on this machine",
     ]
 
 

@@ -293,7 +293,7 @@ def test_doctor_tells_the_settings_and_the_variable(
     line = "tiny: join, measured here on 2026-11-25: 1.25 times stock MLX at 1 rows"
     assert line in out
     assert export in out
-    (found,) = json.loads(doctor("--json"))["models"]["models"]
+    (found,) = json.loads(doctor("--json"))["tuned"]["settings"]
     assert found["max_ops_per_buffer"] == 200
     with monkeypatch.context() as patch:
         patch.setenv(VARIABLE, "200")
@@ -302,7 +302,7 @@ def test_doctor_tells_the_settings_and_the_variable(
         patch.setenv(measured_results.ENVIRONMENT, "0")
         out = doctor()
     assert export not in out
-    assert out.count("switched off by MLX_MARLIN_TUNED=0") == 2
+    assert out.count("switched off by MLX_MARLIN_TUNED=0") == 1
     write(date=5)
     said = f"measured settings of a model in {file.parent} are ignored: "
     assert re.search(f"{re.escape(said)}.*date is 5, expected str", doctor())

@@ -27,7 +27,7 @@ from mlx_marlin.lm.verification.layers import (
     with_our_layers,
 )
 from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
-from mlx_marlin.lm.verification.texts import on_stock, passes, perplexity, windows
+from mlx_marlin.lm.verification.texts import on_back_end, passes, perplexity, windows
 from mlx_marlin.progress import bar
 
 MOST_ROWS = 4096
@@ -221,7 +221,7 @@ def _perplexities(
         if source is not None:
             before = perplexity(load_model(source), tokens, steps.update)
         else:
-            with on_stock():
+            with on_back_end("stock"):
                 before = perplexity(model, tokens, steps.update)
     count = tokens.shape[0] * (tokens.shape[1] - 1)
     return Perplexities(before=before, after=after, tokens=count)
