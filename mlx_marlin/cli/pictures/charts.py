@@ -9,7 +9,6 @@ from mlx_marlin.measure.profiling import Point, Roofline
 from mlx_marlin.planning.device import PlanningDevice
 from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
-from mlx_marlin.planning.search import Choice
 
 LEAST, MOST = 1e-9, 1e9
 """Range of the values that can be drawn; no figure of a device is outside of it."""
