@@ -142,7 +142,7 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
     kernel = backend.kernel(launch)
     # They are never padded: kernels for Metal declare them in `constant`.
     constants = tuple(mx.array(each, mx.int32) for _, each in launch.integers)
-    names = (*(name for name, _ in launch.integers), *arguments)
+    names = (*dict(launch.integers), *arguments)
     pick = _picker([names.index(operand.name) for operand in launch.inputs])
     prepare = _preparation(launch.inputs, arguments)
     template = kernels.template(launch.template)

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_marlin import state
 from mlx_marlin.backends import selection, source
 from mlx_marlin.backends.launch import Launch, digest
+from mlx_marlin.decision_log import Explained
 from mlx_marlin.guard import verdicts
 from mlx_marlin.guard.reference import KernelError
 from mlx_marlin.guard.verdicts import Verdict
@@ -41,20 +42,20 @@ def verdicts_so_far() -> dict[str, Verdict]:
 
 
 def verdict(
-    launches: tuple[Launch, ...], example: str, check: Callable[[], str | None]
+    launches: tuple[Launch, ...], plan: Explained, check: Callable[[], str | None]
 ) -> Verdict:
     """Returns the verdict on the kernels of launches; checks them if there is none yet.
 
-    `example` describes a plan or format that uses them; `check` runs the kernels and
-    returns what is wrong, or None.
+    `plan` uses them; `check` runs the kernels and returns what is wrong, or None.
     """
     key = digest(launches)
     if key not in _verdicts:
-        new = partial(_new_verdict, launches, example)
         file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
-        known = verdicts.checked(
-            file, new("started", ""), lambda: new(*_state_and_fault(check)), _suspect
-        )
+        known = verdicts.read(file)
+        if known is None or known.state == "started":
+            new = partial(_new_verdict, launches, plan)
+            started, run = new("started", ""), partial(_state_and_fault, check)
+            known = verdicts.checked(file, started, lambda: new(*run()), _suspect)
         if known.shaders != source.digest_of_shaders():
             # Written by another version of this package with the same kernels.
             known = replace(known, shaders=source.digest_of_shaders())
@@ -108,10 +109,10 @@ def _is_transient(error: Exception) -> bool:
     return any(part in text for part in TRANSIENT)
 
 
-def record_failure(launches: tuple[Launch, ...], example: str, fault: str) -> None:
+def record_failure(launches: tuple[Launch, ...], plan: Explained, fault: str) -> None:
     """Stores a failed verdict on the kernels of launches, and warns."""
     key = digest(launches)
-    failed = _new_verdict(launches, example, "failed", fault)
+    failed = _new_verdict(launches, plan, "failed", fault)
     _verdicts[key] = failed
     file = verdicts.machine_folder(selection.backend()) / f"{key}.json"
     verdicts.write(file, failed)
@@ -119,13 +120,13 @@ def record_failure(launches: tuple[Launch, ...], example: str, fault: str) -> No
 
 
 def _new_verdict(
-    launches: tuple[Launch, ...], example: str, state: str, fault: str
+    launches: tuple[Launch, ...], plan: Explained, state: str, fault: str
 ) -> Verdict:
     return Verdict(
         kernels=" and ".join(launch.source.name for launch in launches),
         state=state,
         fault=fault,
-        example=example,
+        example=plan.explain(),
         date=date.today().isoformat(),
         shaders=source.digest_of_shaders(),
         version=verdicts.version(),

@@ -83,11 +83,11 @@ def verdict_of(plan: Any) -> "Verdict":
 
     for probe in selection.of_plan(plan).probes(plan):
         check = partial(known_answers.fault_of_probe, probe)
-        verdict = checks.verdict((probe.launch,), plan.explain(), check)
+        verdict = checks.verdict((probe.launch,), plan, check)
         if verdict.failure is not None:
             return verdict
     check = partial(known_answers.fault_of, plan)
-    return checks.verdict(_launches(plan), plan.explain(), check)
+    return checks.verdict(_launches(plan), plan, check)
 
 
 def condemn(plan: Any, fault: str) -> None:
@@ -95,7 +95,7 @@ def condemn(plan: Any, fault: str) -> None:
     if is_on():
         from mlx_marlin.guard import checks
 
-        checks.record_failure(_launches(plan), plan.explain(), fault)
+        checks.record_failure(_launches(plan), plan, fault)
 
 
 def verdicts_so_far() -> "list[Verdict]":

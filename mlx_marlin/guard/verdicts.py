@@ -110,15 +110,12 @@ def checked(
     check: Callable[[], Verdict],
     suspected: Callable[[Verdict], None],
 ) -> Verdict:
-    """Returns the verdict of a file; if there is none, runs the check and writes it.
+    """Checks kernels and writes the verdict, unless another process has written one.
 
     `started` is in the file while the kernels run. `suspected` is called before kernels
     are checked that have ended a process. A verdict that is undecided or cannot be
     written is returned without writing.
     """
-    known = read(file)
-    if known is not None and known.state != "started":
-        return known
     with ExitStack() as stack:
         try:
             cache.make(file.parent)
@@ -127,8 +124,7 @@ def checked(
             warn_once("not kept: verdict", f"a verdict is not kept: {error}")
             return _without_lock(read(file), started, check)
         except OSError:
-            return _without_lock(known, started, check)
-        # Another process may have written its verdict in the meantime.
+            return _without_lock(read(file), started, check)
         known = read(file)
         if known is None:
             return _check_and_write(opened, b"", replace(started, unfinished=1), check)

@@ -18,17 +18,28 @@ from mlx_marlin.products.dispatch import (
     remember,
 )
 from mlx_marlin.products.matmul import Stream, check_packed, on_stream
-from mlx_marlin.products.reference.weight import NativeWeight
+from mlx_marlin.products.reference.weight import (
+    NativeWeight,
+    mode_of_mlx,
+    stock_groups,
+)
 from mlx_marlin.products.request import (
     CPU,
-    ArrayType,
     Gather,
-    GatherOptions,
     Request,
-    packed_experts_request,
+    Shape,
 )
-from mlx_marlin.weights.formats import MODE_DEFAULTS
+from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS
 from mlx_marlin.weights.packed_weight import PackedWeight
+
+ArrayType = tuple[Shape, mx.Dtype]
+"""Shape and dtype of an array."""
+GatherOptions = tuple[
+    ArrayType | None, ArrayType, tuple[bool, bool, bool, bool], str | None
+]
+"""Indices of rows and of experts; whether the weights are transposed, the experts
+ascend, the product is invariant and a kernel adds biases; how one weight gates another.
+"""
 
 
 @on_stream
@@ -246,7 +257,7 @@ def _prepared(x: ArrayType, w: PackedWeight, options: GatherOptions) -> Prepared
     known = calls.get(key)
     if known is not None:
         return known
-    return remember(key, prepare(packed_experts_request(x, w, options)))
+    return remember(key, prepare(_packed_request(x, w, options)))
 
 
 def _is_fused(bias: mx.array, x: mx.array, w: PackedWeight) -> bool:
@@ -279,12 +290,60 @@ def _request(
         layout="mlx",
         invariant=invariant,
         global_scale=has_global_scale,
-        on_cpu=mx.default_device() == CPU,
         experts=Gather(
             experts=w.shape[0],
             pairs=result.shape[:-2],
             rows_are_named=rows_are_named,
             is_sorted=is_sorted,
+        ),
+    )
+
+
+def _packed_request(x: ArrayType, w: PackedWeight, options: GatherOptions) -> Request:
+    """Checks a call with packed experts, and returns its request."""
+    n, k, group_size, bits, mode, scale_dtype, _, (experts,) = w.kind
+    lhs, rhs, (transpose, is_sorted, invariant, biased), gate = options
+    # MLX does not support every group size that our kernels do. The result and the
+    # errors for x and the indices do not depend on it.
+    size = stock_groups(mode, bits, group_size) or GROUPS[0]
+    known = mode_of_mlx(mode)
+    # Of super-blocks, the result has the dtype of x.
+    given = x[1] if scale_dtype == mx.uint16 else scale_dtype
+    scales = mx.zeros((experts, n, k // size), given)
+    # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
+    result = mx.gather_qmm(
+        mx.zeros(*x),
+        mx.zeros((experts, n, k * bits // 32), mx.uint32),
+        scales,
+        scales if known == "affine" else None,
+        None if lhs is None else mx.zeros(*lhs),
+        mx.zeros(*rhs),
+        transpose,
+        size,
+        bits,
+        known,
+    )
+    return Request(
+        x_shape=x[0],
+        x_dtype=x[1],
+        shape=result.shape,
+        dtype=result.dtype,
+        n=n,
+        k=k,
+        scale_dtype=scale_dtype,
+        transpose=transpose,
+        group_size=group_size,
+        bits=bits,
+        mode=mode,
+        layout="marlin",
+        invariant=invariant,
+        experts=Gather(
+            experts=experts,
+            pairs=result.shape[:-2],
+            rows_are_named=lhs is not None,
+            is_sorted=is_sorted,
+            biased=biased,
+            gate=gate,
         ),
     )
 

@@ -1,7 +1,7 @@
 """The values that describe a product: a weight, and a call's shapes and options."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from operator import index
@@ -14,12 +14,10 @@ from mlx_marlin.planning.gather_plan import AnyProblem, GatherProblem
 from mlx_marlin.planning.problem import MOST_ELEMENTS, Problem, largest_array
 from mlx_marlin.products.reference.weight import (
     NativeWeight,
-    mode_of_mlx,
     native_product,
-    stock_groups,
 )
 from mlx_marlin.weights.dtypes import dtype_name, result_dtype
-from mlx_marlin.weights.formats import GROUPS, MODE_DEFAULTS, TILE_N
+from mlx_marlin.weights.formats import MODE_DEFAULTS, TILE_N
 from mlx_marlin.weights.packed_weight import PackedWeight
 
 CPU = mx.Device(mx.cpu)
@@ -31,14 +29,6 @@ EpilogueKey = tuple[bool, str | None, bool, bool, Shape]
 """An epilogue: has a bias, activation, has a multiplier, has a residual, parts.
 
 Unlike an `Epilogue`, it is hashed without a call of Python code."""
-ArrayType = tuple[Shape, mx.Dtype]
-"""Shape and dtype of an array."""
-GatherOptions = tuple[
-    ArrayType | None, ArrayType, tuple[bool, bool, bool, bool], str | None
-]
-"""Indices of rows and of experts; whether the weights are transposed, the experts
-ascend, the product is invariant and a kernel adds biases; how one weight gates another.
-"""
 NO_EPILOGUE: EpilogueKey = (False, None, False, False, ())
 NOTHING = "there is nothing to add up"
 """Why no kernel runs if x or the result is empty."""
@@ -103,7 +93,8 @@ class Request:
     group_size: int  # Weights that share a scale
     transpose: bool  # Whether the product is x @ w.T
     layout: str  # "mlx" or "marlin"
-    on_cpu: bool  # Whether the call runs on the CPU
+    # Whether the call runs on the CPU
+    on_cpu: bool = field(default_factory=lambda: mx.default_device() == CPU)
     epilogue: Epilogue = PLAIN  # What follows the product
     invariant: bool  # Whether a row's bits must not depend on the other rows
     # Whether a weight has a global scale, which kernels take in place of biases
@@ -291,7 +282,6 @@ def native_request(
         group_size=given[0],
         transpose=transpose,
         layout="mlx",
-        on_cpu=mx.default_device() == CPU,
         epilogue=epilogue,
         invariant=invariant,
         norm=norm,
@@ -334,13 +324,11 @@ def packed_request(
         k=k,
         w_batch=batch,
         scale_dtype=scale_dtype,
-        scales_alike=True,
         mode=mode,
         bits=bits,
         group_size=group_size,
         transpose=transpose,
         layout="marlin",
-        on_cpu=mx.default_device() == CPU,
         epilogue=epilogue,
         invariant=invariant,
         global_scale=global_scale,
@@ -370,55 +358,3 @@ def broadcast(x_batch: Shape, w_batch: Shape) -> Shape:
 
 def _blank(array: mx.array) -> mx.array:
     return mx.zeros(array.shape, array.dtype)
-
-
-def packed_experts_request(
-    x: ArrayType, w: PackedWeight, options: GatherOptions
-) -> Request:
-    """Checks a call with packed experts, and returns its request."""
-    n, k, group_size, bits, mode, scale_dtype, _, (experts,) = w.kind
-    lhs, rhs, (transpose, is_sorted, invariant, biased), gate = options
-    # MLX does not support every group size that our kernels do. The result and the
-    # errors for x and the indices do not depend on it.
-    size = stock_groups(mode, bits, group_size) or GROUPS[0]
-    known = mode_of_mlx(mode)
-    # Of super-blocks, the result has the dtype of x.
-    given = x[1] if scale_dtype == mx.uint16 else scale_dtype
-    scales = mx.zeros((experts, n, k // size), given)
-    # Never evaluated: MLX checks the arguments and infers the result's shape and dtype.
-    result = mx.gather_qmm(
-        mx.zeros(*x),
-        mx.zeros((experts, n, k * bits // 32), mx.uint32),
-        scales,
-        scales if known == "affine" else None,
-        None if lhs is None else mx.zeros(*lhs),
-        mx.zeros(*rhs),
-        transpose,
-        size,
-        bits,
-        known,
-    )
-    return Request(
-        x_shape=x[0],
-        x_dtype=x[1],
-        shape=result.shape,
-        dtype=result.dtype,
-        n=n,
-        k=k,
-        scale_dtype=scale_dtype,
-        transpose=transpose,
-        group_size=group_size,
-        bits=bits,
-        mode=mode,
-        layout="marlin",
-        invariant=invariant,
-        on_cpu=mx.default_device() == CPU,
-        experts=Gather(
-            experts=experts,
-            pairs=result.shape[:-2],
-            rows_are_named=lhs is not None,
-            is_sorted=is_sorted,
-            biased=biased,
-            gate=gate,
-        ),
-    )

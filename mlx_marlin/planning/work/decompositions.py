@@ -44,10 +44,6 @@ class TileGrid:
         """Tiles of the result."""
         return self.batch * self.m_tiles * self.n_tiles
 
-    def targets(self, per_core: tuple[int, ...]) -> list[int]:
-        """Returns numbers of threadgroups that load all cores equally."""
-        return [self.cores * count for count in per_core]
-
 
 def data_parallel(tiles: int, k_tiles: int) -> Work:
     """Returns work in which every threadgroup computes one whole tile."""
@@ -66,7 +62,7 @@ def works(grid: TileGrid) -> Iterator[WideWork]:
     A generator that is given fields yields the divisions that have them. With
     `forced`, it yields at least one where its strategy is possible.
     """
-    yield from whole_tiles(grid)
+    yield data_parallel(grid.tiles, grid.k_tiles), 1
     yield from stripes(grid)
     yield from slices_of_k(grid)
     yield from streams(grid)
@@ -88,9 +84,9 @@ def stripes(
     forced: bool = False,
 ) -> Iterator[WideWork]:
     """Yields the divisions of `stripe`."""
-    targets = grid.targets(THREADGROUPS_PER_CORE)
     for slices in _even_slices(grid) if k_parallel is None else [k_parallel]:
         units = grid.tiles * slices
+        targets = [grid.cores * count for count in THREADGROUPS_PER_CORE]
         # At least one, so that the strategy exists for every product.
         counts = [target for target in targets if target < units] or [units]
         for count in counts if num_threadgroups is None else [num_threadgroups]:
@@ -109,8 +105,10 @@ def slices_of_k(
     grid: TileGrid, *, k_parallel: int | None = None, forced: bool = False
 ) -> Iterator[WideWork]:
     """Yields the divisions of `split_k`: each target has one unit per threadgroup."""
-    targets = grid.targets(THREADGROUPS_PER_CORE)
-    counts = {min(-(-target // grid.tiles), grid.k_tiles) for target in targets}
+    counts = {
+        min(-(-grid.cores * each // grid.tiles), grid.k_tiles)
+        for each in THREADGROUPS_PER_CORE
+    }
     # One slice is equal to `data_parallel`.
     counts = counts | {1} if forced else counts - {1}
     for slices in sorted(counts) if k_parallel is None else [k_parallel]:
@@ -131,7 +129,8 @@ def _even_slices(grid: TileGrid) -> list[int]:
     """
     most = max(grid.k_tiles * grid.trips // SHORTEST_TRIPS, 1)
     slices = {1}
-    for target in grid.targets(STREAMS_PER_CORE):
+    for per_core in STREAMS_PER_CORE:
+        target = grid.cores * per_core
         even = target // gcd(target, grid.tiles)
         least = min(-(-target // grid.tiles), grid.k_tiles)
         slices.add(even if even <= most else least)
@@ -148,14 +147,11 @@ def hybrids(
     forced: bool = False,
 ) -> Iterator[WideWork]:
     """Yields full waves of whole tiles, with the last wave and the rest as streams."""
-    wholes = {
-        (grid.tiles // target - 1) * target
-        for target in grid.targets(STREAMS_PER_CORE)
-        if grid.tiles % target
-    }
-    fitting = sorted(count for count in wholes if count > 0)
+    tiles, targets = grid.tiles, [grid.cores * count for count in STREAMS_PER_CORE]
+    uneven = [each for each in targets if tiles > 2 * each and tiles % each]
+    fitting = sorted({(tiles // each - 1) * each for each in uneven})
     if forced and not fitting:
-        fitting = [grid.tiles // 2]
+        fitting = [tiles // 2]
     for count in fitting if whole is None else [whole]:
         yield from streams(
             grid,
@@ -180,7 +176,7 @@ def streams(
     first = whole or 0
     minimum = -(-MINIMUM_TRIPS // grid.trips) if minimum is None else minimum
     total = (grid.tiles - first) * grid.k_tiles
-    targets = grid.targets(STREAMS_PER_CORE)
+    targets = [grid.cores * count for count in STREAMS_PER_CORE]
     counts = [target for target in targets if target <= total // max(minimum, 1)]
     if forced and not counts:
         counts = [min(grid.cores, max(total, 1))]
