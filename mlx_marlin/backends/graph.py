@@ -164,7 +164,9 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
             )[0]
 
         return fixed
-    if is_simple and _is_plain(launch.outputs[0], arguments):
+    # An output [..., n] for a first argument [..., k].
+    is_plain = launch.outputs[0].leading == (arguments[0], 1)
+    if is_simple and is_plain and len(launch.outputs[0].shape) == 1:
         (n,) = launch.outputs[0].shape
 
         def plain(*arrays: mx.array) -> mx.array:
@@ -194,11 +196,6 @@ def _step(backend: Backend, launch: Launch, arguments: Sequence[str]) -> Run:
         return results[0] if len(results) == 1 else tuple(results)
 
     return step
-
-
-def _is_plain(output: Output, arguments: Sequence[str]) -> bool:
-    """Returns whether an output is [..., n] for a first argument [..., k]."""
-    return output.leading == (arguments[0], 1) and len(output.shape) == 1
 
 
 def _picker(order: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

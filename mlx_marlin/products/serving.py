@@ -138,7 +138,7 @@ def _fastest(
             return Refusal(reason, "speed")
     if isinstance(problem, GatherProblem):
         return backend.choose_gather(problem, device)
-    return planner.propose(problem, device).plan
+    return planner.choose(problem, device)
 
 
 def _decoded(
