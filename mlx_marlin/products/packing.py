@@ -1,8 +1,8 @@
 """Quantization of weights, and conversion between the layouts mlx and marlin."""
 
+from contextlib import suppress
 from math import prod
 from operator import index
-from typing import TypedDict
 
 import mlx.core as mx
 
@@ -243,15 +243,6 @@ def _check_native(
     return n, k, size
 
 
-class Form(TypedDict):
-    """Rows and columns of a weight, and the format of its codes."""
-
-    n: int
-    k: int
-    bits: int
-    group_size: int
-
-
 CODES_AT_ONCE = {mx.cpu: 2**20, mx.gpu: 2**27}
 """Codes that are converted or compared at a time, by the device: intermediate arrays
 stay in a CPU's cache, and on a GPU, for which each piece is a wait, below 1 GB."""
@@ -262,18 +253,24 @@ _compared = state.register(set[tuple[RepackPlan, mx.DeviceType]]())
 def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
     """Returns the codes of rows as tiles, as `tile_conversion.tiles_of_rows` does.
 
-    The tiles are read back and compared with `w` before they are returned. In a trace
-    of `mx.compile` or another transformation, no comparison is possible.
+    Tiles of a kernel are read back and compared with `w` before they are returned,
+    those of MLX's operations once for each shape and form, whatever the codes are: a
+    comparison takes as long as the conversion. In a trace of `mx.compile` or another
+    transformation, no comparison is possible.
     """
-    form: Form = {"n": n, "k": k, "bits": bits, "group_size": group_size}
-    plan = RepackPlan(to="marlin", batch=w.shape[:-2], **form)
+    form = {"bits": bits, "group_size": group_size}
+    plan = RepackPlan(to="marlin", batch=w.shape[:-2], n=n, k=k, **form)
     if _by_kernel(plan):
         tiles: mx.array = graph.call(plan)(w)
-        if _is_same(w, tiles, form):
+        if _is_same(w, tiles, n, k, **form) is not False:
             return tiles
         guard.condemn(plan, f"wrong codes for {k}→{n}")
-    tiles = _tiles_in_pieces(w, form)
-    if not _is_same(w, tiles, form):
+    tiles = _tiles_in_pieces(w, n, k, **form)
+    own = (plan, mx.default_device().type)
+    is_same = _is_begun(tiles) if own in _compared else _is_same(w, tiles, n, k, **form)
+    if is_same:
+        _compared.add(own)
+    if is_same is False:
         raise RuntimeError(
             f"packing {k}→{n} of {bits} bits in groups of {group_size} changed its "
             f"codes; the weight was left as it was"
@@ -281,28 +278,41 @@ def to_tiles(w: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.a
     return tiles
 
 
-def _tiles_in_pieces(w: mx.array, form: Form) -> mx.array:
+def _is_begun(tiles: mx.array) -> bool | None:
+    """Begins to compute tiles, to free what they are made of; None in a trace."""
+    if selection.missing() is not None:
+        return None  # graphs can be built here, but not evaluated
+    with suppress(ValueError):  # of a transformation
+        mx.async_eval(tiles)
+        return True
+    return None
+
+
+def _tiles_in_pieces(
+    w: mx.array, n: int, k: int, *, bits: int, group_size: int
+) -> mx.array:
     """Converts so many rows at a time that intermediate arrays stay small."""
-    rows = prod(w.shape[:-2]) * form["k"] * layout.TILE_N
-    at_once = max(_at_once() // rows, 1) * layout.TILE_N
+    weights = prod(w.shape[:-2])
+    at_once = max(_at_once() // (weights * k * layout.TILE_N), 1) * layout.TILE_N
     pieces: list[mx.array] = []
-    for first in range(0, form["n"], at_once):
+    for first in range(0, n, at_once):
         own = w[..., first : first + at_once, :]
         if pieces:  # one after the other: MLX would allocate for all of them at once
             own = mx.depends(own, pieces[-1:])
-        own_form: Form = {**form, "n": own.shape[-2]}
-        pieces.append(tile_conversion.tiles_of_rows(own, **own_form))
+        rows = own.shape[-2]
+        form = {"bits": bits, "group_size": group_size}
+        pieces.append(tile_conversion.tiles_of_rows(own, rows, k, **form))
     return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=-3)
 
 
 def to_rows(words: mx.array, n: int, k: int, *, bits: int, group_size: int) -> mx.array:
     """Returns the codes of tiles as rows, as `tile_conversion.rows_of_tiles` does."""
-    form: Form = {"n": n, "k": k, "bits": bits, "group_size": group_size}
-    plan = RepackPlan(to="mlx", batch=words.shape[:-3], **form)
+    form = {"bits": bits, "group_size": group_size}
+    plan = RepackPlan(to="mlx", batch=words.shape[:-3], n=n, k=k, **form)
     if _by_kernel(plan):
         rows: mx.array = graph.call(plan)(words)
         return rows
-    return tile_conversion.rows_of_tiles(words, **form)
+    return tile_conversion.rows_of_tiles(words, n, k, **form)
 
 
 def _at_once() -> int:
@@ -323,26 +333,33 @@ def _on_gpu() -> bool:
     return here or selection.forced_backend() is not None
 
 
-def _is_same(w: mx.array, tiles: mx.array, form: Form) -> bool:
-    """Returns whether tiles hold the codes of w; True if nothing can be compared."""
+def _is_same(
+    w: mx.array, tiles: mx.array, n: int, k: int, *, bits: int, group_size: int
+) -> bool | None:
+    """Returns whether tiles hold the codes of w; None if nothing can be compared."""
     if selection.missing() is not None:
-        return True  # graphs can be built here, but not evaluated
-    plan = RepackPlan(to="mlx", batch=w.shape[:-2], **form)
-    rows = w.reshape(-1, *w.shape[-2:])
+        return None  # graphs can be built here, but not evaluated
+    form = {"bits": bits, "group_size": group_size}
+    plan = RepackPlan(to="mlx", batch=w.shape[:-2], n=n, k=k, **form)
+    rows = w.reshape(-1, n, w.shape[-1])
     stored = tiles.reshape(-1, *tiles.shape[-3:])
-    at_once = max(_at_once() // (form["k"] * layout.TILE_N), 1)  # tiles along n
+    at_once = max(_at_once() // (k * layout.TILE_N), 1)  # tiles along n
     try:
         if _by_kernel(plan):  # hundreds of times as fast as piece by piece
             return bool(mx.array_equal(w, graph.call(plan)(tiles)).item())
         for own, packed in zip(rows, stored, strict=True):
             for first in range(0, len(packed), at_once):
                 part = own[first * layout.TILE_N : (first + at_once) * layout.TILE_N]
-                some = packed[first : first + at_once]
-                own_form: Form = {**form, "n": len(part)}
-                read = tile_conversion.rows_of_tiles(some, **own_form)
+                read = tile_conversion.rows_of_tiles(
+                    packed[first : first + at_once],
+                    len(part),
+                    k,
+                    **form,
+                )
                 if not mx.array_equal(part, read).item():
                     return False
     except ValueError as error:
         if "function transformations" not in str(error):
             raise
+        return None
     return True
