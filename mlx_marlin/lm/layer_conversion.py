@@ -1,7 +1,7 @@
 """Decides which layers `optimize` converts, and converts them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_marlin.layers.embedding import MarlinEmbedding, PackedEmbedding
 from mlx_marlin.layers.joined import MarlinPart, can_join, join, separate
 from mlx_marlin.layers.linear import SHARDED, MarlinLinear, class_for
+from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.known_layers import (
     are_supported_experts,
     is_experts,
@@ -21,7 +22,6 @@ from mlx_marlin.lm.known_layers import (
     is_packed_faster,
     is_plain,
     is_sharded,
-    is_supported_format,
     marlin_experts,
     marlin_heads,
     supports_experts,
@@ -35,17 +35,20 @@ from mlx_marlin.lm.module_tree import (
     Rebuild,
     containers,
     entries,
+    find_layers,
     module_at,
     modules,
+    one_at_a_time,
 )
 from mlx_marlin.products.reference.weight import rounds_biases
 from mlx_marlin.progress import shown
+from mlx_marlin.regular_files import quoted
 from mlx_marlin.warn_once import warn_once
 from mlx_marlin.weights.formats import CHANNEL, LAYOUTS, format_of
 
 Convert = Callable[[Any], nn.Module]
 STAYS_STOCK = "stays_stock"
-"""Attribute of layers that stay on stock MLX, see `stock_layers`."""
+"""Attribute of layers that stay on stock MLX: `verify` found too large an error."""
 NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear layers"
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that have the same input in mlx-lm's models."""
@@ -71,35 +74,31 @@ class LayerConversion:
 
     def applies_to(self, layer: nn.Module) -> bool:
         """Returns whether a layer is to be converted."""
-        if getattr(layer, STAYS_STOCK, False):
-            return False
-        if type(layer) is nn.Linear:
-            return self.quantize and self._wrong_size(layer) is None
-        if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-            return is_supported_format(layer)
-        if is_experts(layer):
-            return are_supported_experts(layer, self.invariant)
-        if is_heads(layer):
-            return supports_heads(self.invariant) and is_supported_format(layer)
-        if is_sharded(layer):
-            return not self.invariant and is_supported_format(layer)
-        return is_marlin_layer(layer) and self._changes(layer)
+        return self.why_not(layer) is None
 
-    def why_not(self, layer: Any) -> str:
-        """Returns why a layer that `applies_to` refuses stays as it is."""
+    def why_not(self, layer: Any) -> str | None:
+        """Returns why a layer stays as it is; None if it is to be converted."""
         if getattr(layer, STAYS_STOCK, False):
             return "its error was above the limit of mlx-marlin verify"
+        if is_marlin_layer(layer):
+            return None if self._changes(layer) else "it is as asked for"
         if is_plain(layer):
             return self._why_not_quantized(layer)
         known = type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding)
-        if not (known or is_experts(layer) or is_heads(layer) or is_sharded(layer)):
+        experts, heads, sharded = is_experts(layer), is_heads(layer), is_sharded(layer)
+        if not (known or experts or heads or sharded):
             return f"optimize does not convert a {type(layer).__name__}"
-        return why_not_supported(layer) or (
-            "sums of machines, and heads on CUDA, are not invariant"
-            if is_heads(layer) or is_sharded(layer)
-            else "our kernels for experts do not run here, or do not take such scales, "
-            "a global scale, or invariant=True"
-        )
+        if reason := why_not_supported(layer):
+            return reason
+        if experts and not are_supported_experts(layer, self.invariant):
+            return (
+                "our kernels for experts do not run here, or do not take such scales, "
+                "a global scale, or invariant=True"
+            )
+        is_variant = self.invariant if sharded else not supports_heads(self.invariant)
+        if (heads or sharded) and is_variant:
+            return "sums of machines, and heads on CUDA, are not invariant"
+        return None
 
     def convert(self, layer: Any) -> nn.Module:
         """Returns the converted layer of a layer that `applies_to` accepts."""
@@ -127,11 +126,12 @@ class LayerConversion:
         format = format_of("affine", self.bits)
         return format.why_not(size, k, self.layout or "mlx")
 
-    def _why_not_quantized(self, layer: nn.Module) -> str:
+    def _why_not_quantized(self, layer: nn.Module) -> str | None:
         if not self.quantize:
             return NOT_QUANTIZED
-        wrong = self._wrong_size(layer) if type(layer) is nn.Linear else None
-        return wrong or "quantize=True quantizes nn.Linear layers only"
+        if type(layer) is not nn.Linear:
+            return "quantize=True quantizes nn.Linear layers only"
+        return self._wrong_size(layer)
 
     def _changes(self, layer: Any) -> bool:
         """Returns whether a converted layer has other options."""
@@ -287,3 +287,46 @@ def _separate(positions: dict[int, list[Position]], changes: Changes) -> None:
 
 def _separated(parts: list[MarlinPart]) -> list[MarlinLinear]:
     return separate(parts[0].shared)
+
+
+@one_at_a_time
+def keep_on_stock(model: nn.Module, names: Collection[str]) -> None:
+    """Converts layers back to MLX's own, in place, and excludes them from `optimize`.
+
+    Joined layers are separated, and those that can be are joined again. If an error
+    occurs, the model is left unchanged.
+    """
+    with Changes() as changes:
+        is_joined = any(isinstance(module, MarlinPart) for module in model.modules())
+        separate_layers(model, changes)
+        layers = [_quantized_layer(model, name) for name in names]
+        wanted = {id(layer) for layer in layers if is_marlin_layer(layer)}
+        found = find_layers(model, lambda layer: id(layer) in wanted)
+        replace_layers(found, lambda layer: layer.to_stock(), False, changes)
+        if is_joined:
+            join_layers(model, changes)
+    modules = dict(model.named_modules())
+    for name in names:
+        setattr(_inner(modules[name]), STAYS_STOCK, True)
+
+
+def stock_layers(model: nn.Module) -> list[str]:
+    """Returns the paths of the layers that `keep_on_stock` has converted."""
+    named = model.named_modules()
+    inner = {id(m.linear) for _, m in named if isinstance(m, ReorderedLinear)}
+    return [
+        name
+        for name, module in named
+        if id(module) not in inner and getattr(_inner(module), STAYS_STOCK, False)
+    ]
+
+
+def _quantized_layer(model: nn.Module, name: str) -> Any:
+    own = _inner(dict(model.named_modules()).get(name))
+    if own is None or not (hasattr(own, "bits") or getattr(own, STAYS_STOCK, False)):
+        raise ValueError(f"{quoted(name)} is not a quantized layer of the model")
+    return own
+
+
+def _inner(module: Any) -> Any:
+    return module.linear if isinstance(module, ReorderedLinear) else module

@@ -14,8 +14,7 @@ from mlx_lm.models.mla import MultiLinear
 import mlx_marlin
 from mlx_marlin.lm import layer_conversion, recipe
 from mlx_marlin.lm import optimize as optimizing
-from mlx_marlin.lm.layer_conversion import LayerConversion
-from mlx_marlin.lm.stock_layers import keep_on_stock
+from mlx_marlin.lm.layer_conversion import LayerConversion, keep_on_stock
 from support.models import arrays, tiny_llama, types
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "mlx_lm.md"

@@ -15,10 +15,10 @@ from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
-from mlx_marlin.lm import stock_layers
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
+from mlx_marlin.lm.verification import gate
 from mlx_marlin.products.packing import pack
 from support.format_cases import any_weight
 from support.models import TOKENS, Layers, tiny_llama
@@ -171,9 +171,9 @@ def test_a_failed_write_leaves_the_folder_as_it_was(
     def fail(*_: Any) -> None:
         raise OSError("full")
 
-    monkeypatch.setattr(stock_layers.os, "replace", fail)
+    monkeypatch.setattr(gate.os, "replace", fail)
     with pytest.raises(OSError, match="full"):
-        stock_layers.record_stock_layers(packed, DOWN)
+        gate.record_stock_layers(packed, DOWN)
     assert (packed / "config.json").read_text() == before
     assert not [*packed.glob(".config*")]
 

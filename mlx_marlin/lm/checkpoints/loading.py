@@ -31,7 +31,7 @@ from mlx_marlin.lm.checkpoints.gguf_source import GgufSource, open_source
 from mlx_marlin.lm.checkpoints.head_folder import head_of
 from mlx_marlin.lm.checkpoints.model_source import NARROW, ModelSource
 from mlx_marlin.lm.known_layers import is_plain_heads, marlin_experts, marlin_heads
-from mlx_marlin.lm.stock_layers import keep_on_stock
+from mlx_marlin.lm.layer_conversion import keep_on_stock
 from mlx_marlin.regular_files import short
 from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
 

@@ -17,7 +17,7 @@ from mlx_marlin.layers.joined import MarlinPart, separate, whole
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.conversion import Records, write_config
 from mlx_marlin.lm.checkpoints.loading import CONFIG, check_written
-from mlx_marlin.lm.stock_layers import stock_layers
+from mlx_marlin.lm.layer_conversion import stock_layers
 
 
 def save(path: str | Path, model: nn.Module, tokenizer: Any) -> None:

@@ -158,16 +158,13 @@ class Target:
         if conversion is None:
             layout = self._layout_on_chip(layer)
             return layout, DEFAULTS.why_not(layer) if layout is None else None
-        layout = reason = None
-        if conversion.applies_to(layer):
-            layout = conversion.layout_of(layer)
-        elif ours:
-            layout = layer.layout
-        else:
-            reason = conversion.why_not(layer)
+        reason = None if ours else conversion.why_not(layer)
         if self.stock is not None and not getattr(layer, "is_packed_only", False):
-            layout, reason = None, reason or self.stock
-        return layout, reason
+            return None, reason or self.stock
+        if reason is not None:
+            return None, reason
+        stays = ours and not conversion.applies_to(layer)
+        return layer.layout if stays else conversion.layout_of(layer), None
 
     def action(self, layer: nn.Module) -> str:
         """Returns what `optimize` does with a layer, in a word."""

@@ -1,7 +1,10 @@
 """`verify`: compares every quantized layer of a model with float64 and its source."""
 
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +12,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_marlin import regular_files
 from mlx_marlin.argument_types import is_integer
 from mlx_marlin.backends import selection
-from mlx_marlin.checkpoints.folder import naming
+from mlx_marlin.checkpoints.folder import naming, read_json
+from mlx_marlin.checkpoints.formats.marlin_folder import VERSION, stock_layers_of
 from mlx_marlin.checkpoints.location import gguf_file
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load, load_model
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
-from mlx_marlin.lm.stock_layers import keep_on_stock, record_stock_layers
+from mlx_marlin.lm.layer_conversion import keep_on_stock
 from mlx_marlin.lm.verification.activations import Capture, random_activations
 from mlx_marlin.lm.verification.comparison import compare
 from mlx_marlin.lm.verification.layers import (
@@ -243,3 +248,29 @@ def _applied(report: Report, model: nn.Module, given: object) -> Report:
     if moved and isinstance(given, str | Path):
         record_stock_layers(Path(given), moved)
     return replace(report, moved=tuple(moved), not_moved=tuple(not_moved))
+
+
+def record_stock_layers(folder: Path, names: Collection[str]) -> None:
+    """Adds layers to those that `load` keeps on stock MLX.
+
+    They become `config["mlx_marlin"]["stock_layers"]`. The file is replaced in one
+    step, so that it is never incomplete.
+    """
+    file = folder / "config.json"
+    config = read_json(file)
+    all_names = dict.fromkeys([*stock_layers_of(config, folder), *names])
+    ours = config.get("mlx_marlin") or {"version": VERSION, "layers": {}}
+    config["mlx_marlin"] = ours | {"stock_layers": [*all_names]}
+    with tempfile.NamedTemporaryFile(
+        "w", dir=folder, prefix=".config.", suffix=".json", delete=False
+    ) as new:
+        try:
+            with regular_files.named(new.name):
+                new.write(json.dumps(config, indent=1))
+                new.flush()
+                os.fsync(new.fileno())
+            shutil.copymode(file, new.name)
+            os.replace(new.name, file)
+        except BaseException:
+            Path(new.name).unlink(missing_ok=True)
+            raise
