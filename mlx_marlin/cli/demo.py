@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_marlin import progress, tables
 from mlx_marlin.backends import graph, selection
 from mlx_marlin.cli import arguments, models
-from mlx_marlin.lm.verification.texts import on_back_end, passes, perplexity, read
+from mlx_marlin.lm.verification.inputs import on_back_end, passes, perplexity, read
 from mlx_marlin.tables import Table
 from mlx_marlin.weights.dtypes import dtype_name
 

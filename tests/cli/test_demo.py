@@ -22,7 +22,7 @@ from mlx_marlin.backends import selection
 from mlx_marlin.cli import demo
 from mlx_marlin.cli.demo import Generation, generate
 from mlx_marlin.cli.main import main
-from mlx_marlin.lm.verification.texts import ROWS, passes, perplexity, read
+from mlx_marlin.lm.verification.inputs import ROWS, passes, perplexity, read
 from support.choose import Choose
 from support.profiles import sampled
 

@@ -15,8 +15,8 @@ from mlx_lm.models import base, llama, switch_layers
 import mlx_marlin
 from mlx_marlin.lm.tracing import inspection
 from mlx_marlin.lm.tracing.block import TracedBlock
+from mlx_marlin.lm.tracing.block_spec import is_unchanged
 from mlx_marlin.lm.tracing.model_families import FAMILIES
-from mlx_marlin.lm.tracing.snapshot import is_unchanged
 from support.decoder_models import assert_equal, one_stream, tiny, traced
 from support.profiles import sampled
 

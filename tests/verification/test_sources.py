@@ -24,7 +24,7 @@ from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.verification import gate
-from mlx_marlin.lm.verification.activations import random_activations
+from mlx_marlin.lm.verification.inputs import random_activations
 from mlx_marlin.products.packing import pack, unpack
 from mlx_marlin.weights.dtypes import dtype_name
 from mlx_marlin.weights.packed_weight import PackedWeight

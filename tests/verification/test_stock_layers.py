@@ -15,6 +15,7 @@ from mlx_marlin.checkpoints.quantization import Quantization
 from mlx_marlin.layers.experts import MarlinSwitchLinear
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm import layer_conversion
 from mlx_marlin.lm.checkpoints.conversion import convert
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
@@ -72,10 +73,10 @@ def test_traced_blocks_run_the_layers_of_stock_mlx() -> None:
     model(tokens, cache=make_prompt_cache(model))
 
     with pytest.raises(ValueError, match=r"'model\.norm' is not a quantized"):
-        stock_layers.keep_on_stock(model, [DOWN[0], "model.norm"])
+        layer_conversion.keep_on_stock(model, [DOWN[0], "model.norm"])
     assert type(model.model.layers[0].mlp.down_proj) is MarlinLinear
-    assert stock_layers.stock_layers(model) == []
-    stock_layers.keep_on_stock(model, DOWN)
+    assert layer_conversion.stock_layers(model) == []
+    layer_conversion.keep_on_stock(model, DOWN)
 
     stock = tiny_llama()
     for each in (model, stock):  # which only the new layer has
@@ -124,14 +125,14 @@ def test_a_folder_records_the_layers_and_loading_honours_them(
 def test_saving_keeps_the_decision(plain: Path, tmp_path: Path, tokenizer: Any) -> None:
     [*convert(open_source(plain), tmp_path / "small", quantization=HOW)]
     model = load_model(open_source(tmp_path / "small"))
-    stock_layers.keep_on_stock(model, DOWN)
+    layer_conversion.keep_on_stock(model, DOWN)
     expected = model(TOKENS)
 
     mlx_marlin.save(tmp_path / "saved", model, tokenizer)
 
     again = load_model(open_source(tmp_path / "saved"))
-    assert stock_layers.stock_layers(again) == stock_layers.stock_layers(model)
-    assert {*stock_layers.stock_layers(again)} == {*DOWN}
+    assert layer_conversion.stock_layers(again) == layer_conversion.stock_layers(model)
+    assert {*layer_conversion.stock_layers(again)} == {*DOWN}
     assert mx.array_equal(again(TOKENS), expected)
 
 
@@ -140,7 +141,7 @@ def test_a_layer_in_another_order_than_x_cannot_be_saved_on_stock(
 ) -> None:
     model = load_model(open_source(packed))
     # The order of `down_proj` is folded into `gate_proj` and `up_proj`.
-    stock_layers.keep_on_stock(model, ["model.layers.0.self_attn.o_proj"])
+    layer_conversion.keep_on_stock(model, ["model.layers.0.self_attn.o_proj"])
     with pytest.raises(ValueError, match=r"o_proj\.linear is a layer of MLX with col"):
         mlx_marlin.save(tmp_path / "saved", model, tokenizer)
 

@@ -15,9 +15,8 @@ from mlx_marlin.backends import selection
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.verification import gate, texts
-from mlx_marlin.lm.verification.activations import Capture
+from mlx_marlin.lm.verification.inputs import Capture, perplexity
 from mlx_marlin.lm.verification.layers import checked_layers
-from mlx_marlin.lm.verification.texts import perplexity
 from support.gguf_cases import CASES, arguments
 from support.gguf_models import random_model
 from support.models import Layers, tiny_llama

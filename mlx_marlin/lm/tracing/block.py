@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_marlin.backends import selection
 from mlx_marlin.lm.module_tree import Changes
 from mlx_marlin.lm.tracing.attention import attend, on_device
-from mlx_marlin.lm.tracing.block_spec import Shape
+from mlx_marlin.lm.tracing.block_spec import Shape, is_unchanged
 from mlx_marlin.lm.tracing.fusion import make_graphs
 from mlx_marlin.lm.tracing.inspection import (
     ATTENTION,
@@ -28,7 +28,6 @@ from mlx_marlin.lm.tracing.inspection import (
 )
 from mlx_marlin.lm.tracing.kv_cache import is_alone
 from mlx_marlin.lm.tracing.model_families import block_classes
-from mlx_marlin.lm.tracing.snapshot import is_unchanged
 
 MOST_ROWS = 128
 """Rows of a call that is traced, of all streams together."""

@@ -28,8 +28,12 @@ from mlx_marlin.lm.tracing.block_spec import (
     NotTraceableError,
     Shape,
     Slots,
+    Snapshot,
     Structure,
+    are_original,
+    children_of,
     specs_of,
+    take_snapshot,
 )
 from mlx_marlin.lm.tracing.experts import (
     GatedExperts,
@@ -42,12 +46,6 @@ from mlx_marlin.lm.tracing.model_families import (
     Merge,
     ScaledResidualSum,
     family_of,
-)
-from mlx_marlin.lm.tracing.snapshot import (
-    Snapshot,
-    are_original,
-    children_of,
-    take_snapshot,
 )
 from mlx_marlin.lm.tracing_code import report_untraced
 from mlx_marlin.warn_once import warn_once

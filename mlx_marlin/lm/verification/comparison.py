@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_marlin.lm.verification.activations import Activations
+from mlx_marlin.lm.verification.inputs import Activations
 from mlx_marlin.lm.verification.layers import (
     CheckedLayer,
     ExactWeight,

@@ -22,8 +22,15 @@ from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load, load_model
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
 from mlx_marlin.lm.layer_conversion import keep_on_stock
-from mlx_marlin.lm.verification.activations import Capture, random_activations
 from mlx_marlin.lm.verification.comparison import compare
+from mlx_marlin.lm.verification.inputs import (
+    Capture,
+    on_back_end,
+    passes,
+    perplexity,
+    random_activations,
+    windows,
+)
 from mlx_marlin.lm.verification.layers import (
     CheckedLayer,
     ExactWeight,
@@ -32,7 +39,6 @@ from mlx_marlin.lm.verification.layers import (
     with_our_layers,
 )
 from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
-from mlx_marlin.lm.verification.texts import on_back_end, passes, perplexity, windows
 from mlx_marlin.progress import bar
 
 MOST_ROWS = 4096
