@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,6 +39,7 @@ ROUNDS = 3
 WARM = PREPARED + 2
 """Tokens generated before the runs that count."""
 METHOD = "wall time"
+Result = TypeVar("Result")
 Load = Callable[[], nn.Module]
 """Loads a model; two models that it returns may have their arrays twice."""
 
@@ -200,12 +201,9 @@ def first_tokens(
     The first prompt of a process compiles its kernels and runs the guard's checks that
     no earlier process has stored.
     """
-    context: Any = multiprocessing.get_context("spawn")
     for arm in (STOCK_MODEL, OURS):
-        with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
-            cold, warm = executor.submit(
-                cold_and_warm, load, arm == OURS, layout, prompt
-            ).result()
+        is_ours = arm == OURS
+        cold, warm = in_new_process(cold_and_warm, load, is_ours, layout, prompt)
         yield FirstTokenRow(
             model=name,
             arm=arm,
@@ -213,6 +211,13 @@ def first_tokens(
             cold=Timing(seconds=cold, method=METHOD),
             warm=Timing(seconds=warm, method=METHOD),
         )
+
+
+def in_new_process(function: Callable[..., Result], *args: Any) -> Result:
+    """Returns what a function returns in a process of its own."""
+    context: Any = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        return executor.submit(function, *args).result()
 
 
 def cold_and_warm(

@@ -26,33 +26,23 @@ class Recipe:
     """The options of `optimize` that decide what becomes of a model.
 
     `str` returns a table of them.
-
-    Attributes:
-        conversion: The options for single layers. `layout` is None if each layer has
-            the default of its kind.
-        join: Whether layers with the same input are joined.
-        trace: Whether decoder blocks are traced.
-        fuse: The fusions of traced blocks.
-        compute: The dtype to compute in; None for the model's own.
-        given: Names of the options that the caller has given.
-        measured: What `layout`, `join`, `trace` and `fuse` are from; None if they were
-            not measured.
-        measure: Whether a model that was never timed here is timed.
-        key: What the times of the whole model are kept by; "" if it cannot be read.
-        raced: The times that are kept; `layout` is from them if it is not given.
-        backend: The back end whose defaults the others are.
     """
 
+    # The options for single layers. `layout` is None if each has the default of its
+    # kind
     conversion: LayerConversion
-    join: bool
-    trace: bool
-    fuse: frozenset[str]
-    compute: str | None
-    given: frozenset[str]
+    join: bool  # Whether layers with the same input are joined
+    trace: bool  # Whether decoder blocks are traced
+    fuse: frozenset[str]  # The fusions of traced blocks
+    compute: str | None  # The dtype to compute in; None for the model's own
+    given: frozenset[str]  # Names of the options that the caller has given
+    # What `layout`, `join`, `trace` and `fuse` are from; None if they were not measured
     measured: MeasuredModel | None
-    backend: str
-    measure: bool
+    backend: str  # The back end whose defaults the others are
+    measure: bool  # Whether a model that was never timed here is timed
+    # What the times of the whole model are kept by; "" if it cannot be read
     key: str = ""
+    # The times that are kept; `layout` is from them if it is not given
     raced: Forwards | None = None
 
     @property

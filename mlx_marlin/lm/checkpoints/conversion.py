@@ -27,11 +27,10 @@ from mlx_marlin.checkpoints.stored_weight import (
 )
 from mlx_marlin.checkpoints.writing import Shards, new_folder
 from mlx_marlin.lm.checkpoints.head_folder import head_of, keep_head
-from mlx_marlin.lm.checkpoints.loading import check_written
-from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value
+from mlx_marlin.lm.checkpoints.loading import check_written, is_of_mlx
+from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value, description
 from mlx_marlin.lm.known_layers import is_plain_heads
-from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import MODE_DEFAULTS, format_of
+from mlx_marlin.weights.formats import MODE_DEFAULTS
 
 Target = Callable[[StoredWeight | PackedLayer], Written]
 TARGETS: dict[str, Target] = {"marlin": packed_target, "mlx": mlx_target}
@@ -152,7 +151,7 @@ def _rows(
     for name, value in source.parameters():
         matches = pattern is None or pattern.search(name) is not None
         error = 0.0
-        stored = _describe(value)
+        stored = description(value)
         if isinstance(value, StoredWeight) and value.original:
             stored, error = value.original, value.error
         if name in source.computed:
@@ -175,7 +174,9 @@ def _rows(
         row = Row(
             name=name,
             source=stored,
-            target=f"{_describe(value)}, {target} layout{_order(source, layer, value)}",
+            target=(
+                f"{description(value)}, {target} layout{_order(source, layer, value)}"
+            ),
             nbytes=sum(array.nbytes for array in written.arrays.values()),
             error=math.hypot(error, written.error),
         )
@@ -206,15 +207,13 @@ def _is_of_mlx(value: StoredWeight | PackedLayer) -> bool:
     """Returns whether MLX has the format of a weight that is not packed."""
     return (
         isinstance(value, StoredWeight)
-        and value.mode in MODE_DEFAULTS
-        and value.input_order is None
         and value.global_scale is None
-        and value.group_size in format_of(value.mode, value.bits).group_sizes
+        and is_of_mlx(value)
     )
 
 
 def _unchanged(name: str, array: mx.array, reason: str) -> Row:
-    dtype = _describe(array)
+    dtype = description(array)
     return Row(
         name=name,
         source=dtype,
@@ -253,13 +252,6 @@ def _quantization(
     if not wanted.applies_to(k):
         return f"{k} columns are no whole groups of {wanted.group_size}"
     return wanted
-
-
-def _describe(value: Value) -> str:
-    if isinstance(value, mx.array):
-        return dtype_name(value.dtype)
-    weight = value.weight if isinstance(value, PackedLayer) else value
-    return f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
 
 
 def _order(source: ModelSource, layer: str, value: StoredWeight | PackedLayer) -> str:

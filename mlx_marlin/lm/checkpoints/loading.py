@@ -191,7 +191,7 @@ def _dtype(plain: list[tuple[str, mx.array]]) -> mx.Dtype:
 
 def _layer(module: Any, value: Weight) -> nn.Module:
     """Returns the layer that computes with a quantized weight."""
-    if isinstance(value, StoredWeight) and _is_of_mlx(value):
+    if isinstance(value, StoredWeight) and is_of_mlx(value):
         return _stock_layer(module, value)
     packed = value.packed()
     bias = module["bias"] if module is not None and "bias" in module else None
@@ -216,7 +216,7 @@ def _decoded(value: Weight) -> mx.array:
     return (value.stored() if isinstance(value, PackedLayer) else value).values()
 
 
-def _is_of_mlx(value: StoredWeight) -> bool:
+def is_of_mlx(value: StoredWeight) -> bool:
     """Returns whether MLX's own layer has this format."""
     return (
         value.mode in MODE_DEFAULTS

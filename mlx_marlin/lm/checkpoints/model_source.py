@@ -24,6 +24,14 @@ Value = StoredWeight | PackedLayer | mx.array
 NARROW = (mx.float16, mx.bfloat16)
 
 
+def description(value: Value) -> str:
+    """Returns the format of a parameter, such as "affine 4-bit, group 64"."""
+    if isinstance(value, mx.array):
+        return dtype_name(value.dtype)
+    weight = value.weight if isinstance(value, PackedLayer) else value
+    return f"{weight.mode} {weight.bits}-bit, group {weight.group_size}"
+
+
 class Dtypes:
     """Dtypes of 16 bits of the scales of a model, and of its plain weights."""
 

@@ -19,12 +19,7 @@ from mlx_marlin.products.request import CPU
 
 
 def why_not(model: nn.Module, recipe: Recipe) -> str | None:
-    """Returns why a model is not raced in this process, or None.
-
-    Args:
-        model: The model, before it is converted.
-        recipe: What `optimize` does with it.
-    """
+    """Returns why a model, not converted yet, is not raced in this process, or None."""
     backend = selection.backend()
     if not recipe.measure:
         return "measure=False"

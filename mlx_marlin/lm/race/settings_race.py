@@ -2,10 +2,8 @@
 
 import gc
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -158,13 +156,9 @@ Run = tuple[Samples, list[list[int]]]
 
 def measure(job: Job, value: Value) -> Run:
     """Measures in a new process: MLX reads the variable once, when it starts."""
-    context: Any = multiprocessing.get_context("spawn")
-    with (
-        environment(value),
-        ProcessPoolExecutor(max_workers=1, mp_context=context) as executor,
-    ):
+    with environment(value):
         try:
-            return executor.submit(run, job).result()
+            return generation.in_new_process(run, job)
         except BrokenProcessPool as error:
             raise RuntimeError(f"a process with {VARIABLE}={value} ended") from error
 

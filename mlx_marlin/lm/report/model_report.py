@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
@@ -49,18 +50,12 @@ class LayerReport:
     decisions: tuple[Decision, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOutcome:
+class BlockOutcome(NamedTuple):
     """What `trace=True` does with a decoder block."""
 
     name: str  # The path of the block
     block: str  # The name of its class
-    reason: str | None = None  # Why it runs its own code; None if it is traced
-
-    @property
-    def action(self) -> str:
-        """What `optimize` does, in a word."""
-        return "traces" if self.reason is None else "keeps"
+    reason: str | None  # Why it runs its own code; None if it is traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +231,10 @@ def dry_run(
     if tracing:
         # What can be traced depends on classes. Unpacked layers share arrays.
         unpacked = replace(conversion, layout="mlx")
-        blocks = tuple(
-            BlockOutcome(name=name, block=cls, reason=reason)
-            for name, cls, reason in tracing.block_outcomes(
-                model, lambda block: _as_converted(block, unpacked)
-            )
+        found = tracing.block_outcomes(
+            model, lambda block: _as_converted(block, unpacked)
         )
+        blocks = tuple(starmap(BlockOutcome, found))
     return Report(
         target=target,
         backend=recipe.backend,
@@ -310,7 +303,8 @@ def _conversion(report: Report) -> str:
     after it, and tuned settings that are used the last line.
     """
     blocks = [
-        (each.name, each.block, each.action, each.reason) for each in report.blocks
+        (name, cls, "keeps" if reason else "traces", reason)
+        for name, cls, reason in report.blocks
     ]
     measured = f"measured settings, {report.tuned}" if report.tuned else None
     parts = (

@@ -15,6 +15,7 @@ from mlx_marlin.layers.embedding import PackedEmbedding
 from mlx_marlin.layers.guarded_parameters import activation_dtype
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
+from mlx_marlin.lm.checkpoints.model_source import description
 from mlx_marlin.lm.known_layers import (
     is_experts,
     is_heads,
@@ -70,11 +71,7 @@ class ExactWeight:
     @property
     def description(self) -> str:
         """The format, such as "affine 4-bit, group 64"."""
-        if isinstance(self.stored, mx.array):
-            return dtype_name(self.stored.dtype)
-        assert self.format is not None
-        mode, bits, group_size = self.format
-        return f"{mode} {bits}-bit, group {group_size}"
+        return description(self.stored)
 
     @property
     def format(self) -> tuple[str, int, int] | None:
