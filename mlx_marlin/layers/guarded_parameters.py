@@ -1,5 +1,6 @@
 """The base of our layers: parameters in MLX's layout, packed, or shared with others."""
 
+from operator import itemgetter
 from typing import Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -19,6 +20,8 @@ NATIVE = ("weight", "scales", "biases")
 """A layer's arrays in MLX's layout."""
 PACKED = ("words", "packed_scales")
 """A layer's arrays in the packed layout."""
+SCALES = ("scales", "biases", "packed_scales")
+"""Arrays of quantized layers that are floats in some formats."""
 GLOBAL_SCALE = "global_scale"
 """An array of a packed linear layer: its global scale, float32 [2].
 
@@ -52,13 +55,17 @@ def without_parameters(cls: type[Layer], layer: nn.Module) -> Layer:
 def activation_dtype(model: nn.Module) -> mx.Dtype:
     """Returns the dtype of the activations of layers whose scales are bytes.
 
-    It is the dtype of the model's first floating-point parameter, such as a norm's
-    weight. Without one it is bfloat16, to which MLX decodes such weights.
+    It is the dtype of the model's first plain floating-point parameter, such as a
+    norm's weight, or else of scales. Without any it is bfloat16, to which MLX decodes
+    such weights.
     """
     named = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    dtypes = (parameter.dtype for _, parameter in named)
-    floats = (dtype for dtype in dtypes if dtype_name(dtype) in DTYPE_BYTES)
-    return next(floats, mx.bfloat16)
+    floats = [
+        (name.rpartition(".")[2] in SCALES, array.dtype)
+        for name, array in named
+        if dtype_name(array.dtype) in DTYPE_BYTES and not name.endswith(GLOBAL_SCALE)
+    ]
+    return min(floats, key=itemgetter(0), default=(True, mx.bfloat16))[1]
 
 
 MOST_CALLS = 256

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from mlx_lm.models import mixtral
 
 import mlx_marlin
-from mlx_marlin import guard
+from mlx_marlin import MarlinLinear, guard
 from mlx_marlin.backends.metal.experts import MetalGatherPlan
 from mlx_marlin.backends.metal.plan import MetalPlan
 from mlx_marlin.lm.race import product_race
@@ -95,8 +96,13 @@ def test_without_any_float_bytes_meet_what_mlx_decodes_them_to() -> None:
     }
     model.norm = nn.RMSNorm(8)
     model.norm.weight = model.norm.weight.astype(mx.float16)
+    codes, scales = mx.quantize(mx.ones((96, 128)), 16, 4, "nvfp4")
+    packed = mlx_marlin.pack(codes, scales, group_size=16, bits=4, mode="nvfp4")
+    packed = replace(packed, global_scale=mx.ones(1))  # of float32
+    model.layers.insert(0, MarlinLinear.from_packed(packed))
     found, _ = single_products(model, ["mlx"])
     assert {each.dtype for each in found} == {"float16"}
+    assert len(found) == 2
 
 
 def mixtral_of_twelve() -> nn.Module:

@@ -14,7 +14,7 @@ import mlx_marlin
 from mlx_marlin.backends import selection
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
-from mlx_marlin.lm.verification import gate, texts
+from mlx_marlin.lm.verification import gate, inputs
 from mlx_marlin.lm.verification.inputs import Capture, perplexity
 from mlx_marlin.lm.verification.layers import checked_layers
 from support.gguf_cases import CASES, arguments
@@ -135,7 +135,7 @@ def test_the_perplexity_before_is_the_sources(plain: Path, tokenizer: Any) -> No
     report = mlx_marlin.verify(model, plain, text=TEXT, tokenizer=tokenizer, rows=(1,))
 
     assert report.perplexity is not None
-    tokens = texts.windows(TEXT, tokenizer)
+    tokens = inputs.windows(TEXT, tokenizer)
     source = perplexity(load_model(open_source(plain)), tokens)
     assert np.isclose(report.perplexity.before, source, rtol=1e-3)
     assert report.perplexity.after != report.perplexity.before
@@ -148,7 +148,7 @@ def test_the_perplexity_before_is_the_sources(plain: Path, tokenizer: Any) -> No
 def test_a_text_is_cut_into_windows(
     tokenizer: Any, length: int, shape: tuple[int, int]
 ) -> None:
-    assert texts.windows("a" * length, tokenizer).shape == shape
+    assert inputs.windows("a" * length, tokenizer).shape == shape
 
 
 def test_a_text_needs_two_tokens(tokenizer: Any) -> None:

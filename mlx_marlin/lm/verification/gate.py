@@ -18,6 +18,7 @@ from mlx_marlin.backends import selection
 from mlx_marlin.checkpoints.folder import naming, read_json
 from mlx_marlin.checkpoints.formats.marlin_folder import VERSION, stock_layers_of
 from mlx_marlin.checkpoints.location import gguf_file
+from mlx_marlin.layers.guarded_parameters import activation_dtype
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load, load_model
 from mlx_marlin.lm.checkpoints.model_source import ModelSource
@@ -35,7 +36,6 @@ from mlx_marlin.lm.verification.layers import (
     CheckedLayer,
     ExactWeight,
     checked_layers,
-    dtype_of_activations,
     with_our_layers,
 )
 from mlx_marlin.lm.verification.report import LayerReport, Perplexities, Report
@@ -100,7 +100,7 @@ def verify(
     capture = Capture(layers, max(rows))
     if tokens is not None:
         capture.run(subject, tokens.reshape(1, -1)[:, : max(rows)])
-    dtype = dtype_of_activations(subject)
+    dtype = activation_dtype(subject)
 
     def compared(layer: CheckedLayer, of_source: ExactWeight | None) -> LayerReport:
         weight, captured = layer.weight(), capture.of(layer)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.layers.embedding import PackedEmbedding
@@ -31,7 +30,6 @@ from mlx_marlin.products import this_machine
 from mlx_marlin.products.reference.weight import LARGEST_NVFP4
 from mlx_marlin.weights.bit_streams import codes_of_words
 from mlx_marlin.weights.dtypes import dtype_name
-from mlx_marlin.weights.formats import DTYPE_BYTES
 
 MOST_WEIGHTS = 2**21
 """Weights that are decoded at a time; each takes 8 bytes in each of a few arrays."""
@@ -183,10 +181,6 @@ def _of_floats(weight: StoredWeight, matrix: int) -> Floats:
     return values
 
 
-QUANTIZED_PARTS = ("scales", "biases", "words", "packed_scales", "global_scale")
-"""Last parts of the names of parameters that say nothing about activations."""
-
-
 @dataclass(frozen=True, eq=False)
 class CheckedLayer:
     """A layer of a model with one weight or a batch of them."""
@@ -287,16 +281,6 @@ def with_our_layers(model: nn.Module) -> nn.Module:
     if any(map(LayerConversion().applies_to, computing_layers(model))):
         optimize(model, join=False, trace=False)
     return model
-
-
-def dtype_of_activations(model: nn.Module) -> mx.Dtype:
-    """Returns the dtype of a model's activations: that of its plain parameters."""
-    named: Any = tree_flatten(model.parameters())
-    for name, array in named:
-        is_float = dtype_name(array.dtype) in DTYPE_BYTES
-        if is_float and name.rpartition(".")[2] not in QUANTIZED_PARTS:
-            return array.dtype  # type: ignore[no-any-return]
-    return activation_dtype(model)
 
 
 def _operations(module: nn.Module, is_tied: bool) -> tuple[str, ...]:
