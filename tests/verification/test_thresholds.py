@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mlx_marlin.lm.verification import activations
+from mlx_marlin.lm.verification import inputs
 from mlx_marlin.lm.verification.comparison import WeightComparison
 from mlx_marlin.lm.verification.layers import Rows
 from mlx_marlin.lm.verification.thresholds import (
@@ -211,7 +211,7 @@ def test_experts_are_named_by_place_or_by_keyword() -> None:
     layer: Any = SimpleNamespace(operation="experts", heads=1)
     x, indices = mx.arange(8.0).reshape(2, 1, 1, 4), mx.array([[0, 11], [3, 3]])
     for args, options in (((indices,), {}), ((), {"indices": indices})):
-        found = activations._rows(layer, x, args, options)
+        found = inputs._rows(layer, x, args, options)
         assert found is not None
         assert found.matrices.tolist() == [0, 11, 3, 3]
         assert found.x.tolist() == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2

@@ -11,7 +11,6 @@ import numpy as np
 
 from mlx_marlin.checkpoints.stored_weight import PackedLayer, StoredWeight
 from mlx_marlin.layers.embedding import PackedEmbedding
-from mlx_marlin.layers.guarded_parameters import activation_dtype
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.layers.reordered import ReorderedLinear
 from mlx_marlin.lm.checkpoints.model_source import description
