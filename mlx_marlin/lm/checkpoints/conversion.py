@@ -28,7 +28,7 @@ from mlx_marlin.checkpoints.stored_weight import (
 from mlx_marlin.checkpoints.writing import Shards, new_folder
 from mlx_marlin.lm.checkpoints.head_folder import head_of, keep_head
 from mlx_marlin.lm.checkpoints.loading import check_written, is_of_mlx
-from mlx_marlin.lm.checkpoints.model_source import ModelSource, Value, description
+from mlx_marlin.lm.checkpoints.model_source import ModelSource, description
 from mlx_marlin.lm.known_layers import is_plain_heads
 from mlx_marlin.weights.formats import MODE_DEFAULTS
 
