@@ -187,10 +187,7 @@ class RowStates:
         """Keeps the states from which rows count, for some passes."""
         self._before = self._now()
         self._after, self._pass, self._rows = {}, None, 0
-        arrays: Any = tree_flatten(self._before)
-        size = sum(getattr(array, "nbytes", 0) for _, array in arrays)
-        within = int(MEMORY_SHARE * _memory()) // size if size else passes
-        self._most = within if passes > 1 else 0
+        self._most = _kept_states(self._before, passes)
 
     @contextmanager
     def watching(self, rows: int, *, is_verifying: bool) -> Iterator[None]:
@@ -264,6 +261,15 @@ def copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(copied, value))
     return value
+
+
+def _kept_states(state: list[Variables], passes: int) -> int:
+    """Returns how many states to keep after passes of one row; none after a single."""
+    if passes == 1:
+        return 0
+    arrays: Any = tree_flatten(state)
+    own = sum(getattr(array, "nbytes", 0) for _, array in arrays)
+    return int(MEMORY_SHARE * _memory()) // own if own else passes
 
 
 def _memory() -> int:
