@@ -87,10 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Converts, and prints what became of the parameters."""
     requantize, quantization = _requantization(args), _quantization(args)
-    conversion, sources = _modules()
+    import mlx_lm  # noqa: F401  here, because it takes seconds
+
+    from mlx_marlin.lm.checkpoints import conversion, gguf_source
+
     conversion.check(args.destination, args.layout, args.only)
-    source = sources.open_source(models.downloaded(args.source), requantize)
-    rows = conversion.convert(
+    source = gguf_source.open_source(models.downloaded(args.source), requantize)
+    rows: Any = conversion.convert(
         source,
         args.destination,
         layout=args.layout,
@@ -102,15 +105,6 @@ def run(args: argparse.Namespace) -> int:
         written = _printed_rows(rows)
     print(_summary(written, args))
     return 0
-
-
-def _modules() -> tuple[Any, Any]:
-    """Returns the modules that convert; raises an ImportError without mlx-lm."""
-    import mlx_lm  # noqa: F401
-
-    from mlx_marlin.lm.checkpoints import conversion, gguf_source
-
-    return conversion, gguf_source
 
 
 def _quantization(args: argparse.Namespace) -> "Quantization | None":

@@ -58,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     for name in filter(None, (args.model, args.against)):
         check_location(Path(name))
     text = None if args.text is None else regular_files.read_text(args.text)
-    gate = _gate()
+    import mlx_lm  # noqa: F401  here, because it takes seconds
+
+    from mlx_marlin.lm.verification import gate
+
     gate.check(args.model, text, None, rows, args.seed, args.apply)
     output.print_note(f"loading {args.model}")
     report = gate.verify(
@@ -73,15 +76,6 @@ def run(args: argparse.Namespace) -> int:
     print(report)
     output.write_json(args, _finite(report.as_dict()))
     return 0 if report.passed else 1
-
-
-def _gate() -> Any:
-    """Returns the module that verifies; raises an ImportError without mlx-lm."""
-    import mlx_lm  # noqa: F401
-
-    from mlx_marlin.lm.verification import gate
-
-    return gate
 
 
 def _finite(value: Any) -> Any:

@@ -60,10 +60,9 @@ def _dataclass(type_: Any, data: Any, where: str, forms: Forms) -> Any:
     check_type(dict, data, where)
     try:
         values = forms[type_](data) if type_ in forms else data
-    except KeyError as error:
-        raise ValueError(f"{where} has no {error}") from error
     except Exception as error:  # of a form that does not fit
-        raise ValueError(f"{where}: {error}") from error
+        has = " has no " if isinstance(error, KeyError) else ": "
+        raise ValueError(f"{where}{has}{error}") from error
     types = {field.name: field.type for field in fields(type_) if field.init}
     if wrong := ", ".join(sorted(values.keys() ^ types.keys())):
         raise ValueError(

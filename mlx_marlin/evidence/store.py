@@ -12,10 +12,7 @@ Value = TypeVar("Value")
 
 def read(file: Path, type_: type[Value], name: str) -> Value | None:
     """Returns the value of a file; None if there is none, or others may have written
-    it, and with one warning if it is damaged.
-
-    `name`: what the warning calls the value.
-    """
+    it, and with one warning, which names the value, if it is damaged."""
     try:
         data = cache.read_json(file)
         with regular_files.decoding():

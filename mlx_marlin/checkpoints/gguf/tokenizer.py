@@ -32,15 +32,8 @@ class Split:
 
 _PLAIN = Split(whole_words=False, begins=False)
 LLAMA3 = (
-    "llama3",
-    "llama-v3",
-    "llama-bpe",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "midm-2.0",
-    "lfm2",
-    "jina-v5-nano",
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"),
+    *("midm-2.0", "lfm2", "jina-v5-nano"),
 )
 QWEN2 = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez")
 GPT4O = ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
