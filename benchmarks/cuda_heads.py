@@ -133,6 +133,8 @@ def drafted(
     passes = HiddenPasses(head.trunk.norm, before, model, make_prompt_cache(model))
     of_head = HiddenPasses(head.norm, before, head, head.make_cache())
     drafter = Chance(chance, text, of_head, passes)
+    if (cost := cost_of(head)).source == "measured":
+        drafter.seconds_of_token = cost.seconds(1)
     picker = Picker(sampler=None, processors=[writing(text)])
     decoder = Decoder(passes, [drafter], cost_of(model), picker, generation_stream)
     found: list[int] = []

@@ -15,7 +15,7 @@ from drafts import scripted
 from drafts.scripted import PROMPT, assert_same_text, plain
 from drafts.test_stream import TEXT, loaded
 from mlx_marlin import load_heads
-from mlx_marlin.lm.drafts import drafters
+from mlx_marlin.lm.drafts import drafters, stream
 from mlx_marlin.lm.drafts.decoder import Decoder
 from mlx_marlin.lm.drafts.drafters import HeadDrafter
 from mlx_marlin.lm.drafts.heads import DraftHead, Trunk
@@ -196,6 +196,18 @@ def test_stream_generate_with_a_head_has_the_text_of_mlx_lm(
     assert last.drafted > 0
     assert sum(last.accepted_by.values()) == last.accepted
     assert {*last.accepted_by} <= {"heads", "lookup"}
+
+
+def test_what_the_race_measured_of_a_head_counts_from_the_first_draft_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, head = head_models.load(tmp_path, "mimo")
+    for source, seconds in (("measured", 0.25), ("predicted", 0.0)):
+        cost = scripted.FixedCost({1: 0.25, 16: 1.0}, source)
+        monkeypatch.setattr(stream, "cost_of", lambda _, cost=cost: cost)
+        decoding = stream._Decoding(model, head, cost, None, is_looking_up=True)
+        lookup, own = decoding.decoder._drafters
+        assert (lookup.seconds_of_token, own.seconds_of_token) == (0.0, seconds)
 
 
 def test_what_drafts_did_is_said_in_one_line() -> None:

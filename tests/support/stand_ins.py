@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import copyfile
 from unittest.mock import patch
 
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -85,12 +86,16 @@ def _foreign(format: str, file: Path) -> None:
         copyfile(quantized_folder.MODEL / name, file / name)
 
 
-def _with_head(file: Path) -> None:
-    """Writes a model with its head, as the original's folder has it."""
+def _with_head(file: Path, original: bool = True) -> None:
+    """Writes a model with its head, or a conversion to MLX's format, which has none."""
     model = head_models.trunk("qwen3_5", vocab_size=VOCABULARY)
-    weights = dict(tree_flatten(model.parameters())) | head_models.stored("qwen3_5")
     sizes = head_models.stored_config("qwen3_5") | {"vocab_size": VOCABULARY}
-    head_models.write(file, weights, **sizes)
+    if not original:
+        sizes["quantization"] = format = {"group_size": 32, "bits": 4}
+        nn.quantize(model, **format)
+    weights = dict(tree_flatten(model.parameters()))
+    head = head_models.stored("qwen3_5") if original else {}
+    head_models.write(file, weights | head, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         copyfile(quantized_folder.MODEL / name, file / name)
 
@@ -102,7 +107,7 @@ def _text(text: str, file: Path) -> None:
 FILES: dict[str, Callable[[Path], None]] = {
     "mlx-community/Qwen3-4B-4bit": _quantized,
     "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit": _quantized,
-    "mlx-community/Qwen3.5-4B-MLX-4bit": _with_head,
+    "mlx-community/Qwen3.5-4B-MLX-4bit": partial(_with_head, original=False),
     "Qwen/Qwen3.5-4B": _with_head,
     "Qwen3-8B-Q4_K_M.gguf": _gguf,
     "Qwen3-8B-IQ2_XS.gguf": _without_kernels,

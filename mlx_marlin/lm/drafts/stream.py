@@ -172,6 +172,10 @@ class _Decoding:
             "is_seen": prompt_cache is not None,
         }
         passes, computing = _drafting(model, own, draft_model, others, how)
+        if draft_model is not None:
+            of_drafts = cost_of(draft_model)
+            if of_drafts.source == "measured":
+                computing[0].seconds_of_token = of_drafts.seconds(1)
         drafters: list[Drafter] = [LookupDrafter()] if is_looking_up else []
         picker = Picker(sampler=sampler, processors=logits_processors or ())
         self.model, self.cost, self.stream = model, cost, stream
