@@ -19,10 +19,13 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+import mlx_marlin
 from drafts.scripted import PROMPT, ScriptedDrafter, decoder
 from mlx_marlin.lm.drafts import row_states
 from mlx_marlin.lm.drafts.passes import Passes, leaves
+from mlx_marlin.lm.tracing.block import TracedBlock
 from support import configurations
+from support.architectures import ARCHITECTURES
 from support.configurations import CONFIGURATIONS, drawn_parameters, new_model
 from support.profiles import sampled
 
@@ -338,3 +341,21 @@ def test_as_many_states_of_a_draft_model_are_kept_as_its_memory_allows(
     for token in (3, 4, 5, 6)[: passes.fed - len(PROMPT)]:
         model(mx.array([[token]]), cache=expected)
     assert_same(held(cache), held(expected), 0.0, is_exact=True)
+
+
+@pytest.mark.slow
+def test_layers_of_optimized_blocks_are_seen() -> None:
+    """Blocks with a recurrent layer are not traced, and run mlx-lm's own code."""
+    architecture = ARCHITECTURES["qwen3_next"]
+    model = architecture.model(*architecture.formats[0])
+    mlx_marlin.optimize(model, trace=True)
+    assert any(isinstance(block, TracedBlock) for block in model.modules())
+    cache, expected = make_prompt_cache(model), make_prompt_cache(model)
+    passes = Passes(model, cache)
+    for kept in (2, 3):
+        text = [*range(passes.fed, passes.fed + 4)]
+        passes.run(mx.array(text), 4)
+        passes.keep(passes.fed - 4 + kept)
+        model(mx.array([text[:kept]]), cache=expected)
+        assert_same(held(cache), held(expected), 1e-4, is_exact=False)
+    assert passes.fed == 5
