@@ -57,8 +57,7 @@ class HostPlan(Plan):
     simdgroups, threadgroup_bytes, stage_k = 1, 0, 0
 
     def check(self) -> None:
-        self.check_tiles()
-        self.check_reduction()
+        self.check_work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

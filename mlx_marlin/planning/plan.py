@@ -269,17 +269,25 @@ class Plan(ABC):
                 f"threadgroup memory, more than {limit}"
             )
 
-    def check_tiles(self) -> None:
-        """Checks that the work has the tiles of the product."""
+    def check_unstaged(self) -> None:
+        """Checks that a kernel without stages has none."""
+        if (self.buffers, self.loaders) != (0, 0):
+            raise ValueError(
+                f"{self.kernel} has buffers=0 and loaders=0, got "
+                f"buffers={self.buffers}, loaders={self.loaders}"
+            )
+
+    def check_work(self) -> None:
+        """Checks that the work has the tiles of the product, and a fitting reduction.
+
+        The workspace of split work has a limit.
+        """
         tiles = self.problem.batch * self.m_tiles * self.n_tiles
         if (self.work.tiles, self.work.k_tiles) != (tiles, self.k_tiles):
             raise ValueError(
                 f"the product has {tiles} tiles of {self.k_tiles} k tiles, got "
                 f"work with {self.work.tiles} of {self.work.k_tiles}"
             )
-
-    def check_reduction(self) -> None:
-        """Checks that split work has a reduction, and the size of its workspace."""
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r} is not one of {REDUCTIONS}")
         if (self.reduction == "none") == self.work.is_split:

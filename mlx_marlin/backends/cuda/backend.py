@@ -114,9 +114,9 @@ def dequantize_first(problem: Problem, device: CudaDevice) -> DequantizePlan | N
 
 def ahead(mlx: str) -> Ahead:
     """Returns what compiles MLX's own kernels ahead, for a version of MLX."""
-    from mlx_marlin.backends.cuda.compiling import ahead as processes
+    from mlx_marlin.backends.cuda.compiling import ahead as compiling
 
-    return processes.Ahead(mlx)
+    return compiling.Processes(mlx)
 
 
 def experiments(problem: Problem, device: CudaDevice) -> list[Plan]:

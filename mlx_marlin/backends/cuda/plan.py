@@ -70,7 +70,8 @@ class CudaPlan(Plan):
         if self.is_pipelined:
             _check_pipelined(self)
         else:
-            self._check_mma()
+            self.check_unstaged()
+            _check_mma(self)
         self._check_rows()
         if self.problem.norm is not None:
             self._check_norm()
@@ -80,24 +81,15 @@ class CudaPlan(Plan):
             raise ValueError(
                 f"{self.kernel} has tiles of one width, got strategy='hytis'"
             )
-        self.check_tiles()
         if self.reduction == "atomic":
             raise ValueError(
                 f"{self.kernel} has no atomic sums, got reduction='atomic'"
             )
-        self.check_reduction()
+        self.check_work()
         if self.problem.epilogue.is_paired:
             self._check_paired()
         if self.problem.invariant:
             self._check_invariant()
-
-    def _check_mma(self) -> None:
-        if (self.buffers, self.loaders) != (0, 0):
-            raise ValueError(
-                f"{self.kernel} has buffers=0 and loaders=0, got "
-                f"buffers={self.buffers}, loaders={self.loaders}"
-            )
-        _check_mma(self)
 
     def _check_rows(self) -> None:
         rows = limits.FRAGMENT_ROWS * self.fragments_m

@@ -199,8 +199,7 @@ class Device:
         for device in variants:
             if device.cores == cores:
                 return device
-        variant = f"{variants[-1].name} with {cores} GPU cores"
-        return replace(variants[-1], cores=cores, variant=variant)
+        return variants[-1].with_cores(cores)
 
 
 DEFAULT = Device(

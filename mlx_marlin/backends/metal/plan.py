@@ -146,11 +146,8 @@ class MetalPlan(Plan):
             raise ValueError(f"kernel={self.kernel!r} is not one of {KERNELS}")
         if self.kernel == "gemm_staged":
             self._check_staging()
-        elif (self.buffers, self.loaders) != (0, 0):
-            raise ValueError(
-                f"{self.kernel} has buffers=0 and loaders=0, got "
-                f"buffers={self.buffers}, loaders={self.loaders}"
-            )
+        else:
+            self.check_unstaged()
         if self.has_tensor_operations:
             self._check_tensor()
         if self.kernel == "gemv":
@@ -166,8 +163,7 @@ class MetalPlan(Plan):
             self._check_paired()
         self._check_threadgroup()
         self._check_width()
-        self.check_tiles()
-        self.check_reduction()
+        self.check_work()
         if self.problem.invariant:
             self._check_invariant()
 

@@ -25,7 +25,7 @@ from mlx_marlin.backends.source import (
 from mlx_marlin.planning.epilogue import PLAIN
 
 
-class Body(NamedTuple):
+class KernelBody(NamedTuple):
     """What the body of a kernel declares."""
 
     inputs: tuple[str, ...]  # Names of the input buffers
@@ -52,38 +52,38 @@ _NORMED = (*_FILES["gemv"], *_GATED, "normed")
 _GATHER = (*_FILES["gemm_register"], "gemv", "gather")
 _PAIRS = ("sources", "experts", "shape")
 _REDUCE = ("work", "epilogue", "reduce")
-_PROBE = Body(("unused",), (*WEIGHT[:-1], "tensor_fragments", "tensor_probe"))
+_PROBE = KernelBody(("unused",), (*WEIGHT[:-1], "tensor_fragments", "tensor_probe"))
 _OPERAND_PROBE = (*_FILES["gemm_register"][:-1], "operand_probe")
-_REPACK = Body(("w", "shape"), ("work", "repack"))
+_REPACK = KernelBody(("w", "shape"), ("work", "repack"))
 BODIES = {
-    **{kernel: Body(_PRODUCT, files) for kernel, files in _FILES.items()},
+    **{kernel: KernelBody(_PRODUCT, files) for kernel, files in _FILES.items()},
     **{
-        f"{kernel}_fused": Body((*_PRODUCT, *EPILOGUE_INPUTS), files)
+        f"{kernel}_fused": KernelBody((*_PRODUCT, *EPILOGUE_INPUTS), files)
         for kernel, files in _FILES.items()
     },
     **{
-        f"{kernel}_gated": Body(_PRODUCT, (*_FILES[kernel], *_GATED))
+        f"{kernel}_gated": KernelBody(_PRODUCT, (*_FILES[kernel], *_GATED))
         for kernel in ("gemv", "gemm_register")
     },
-    "gemv_normed": Body((*_PRODUCT, *EPILOGUE_INPUTS, *NORM), _NORMED),
-    "gemv_normed_gated": Body((*_PRODUCT, *NORM), _NORMED),
-    "reduce": Body(("partials", *NUMBERS), _REDUCE),
-    "reduce_fused": Body(("partials", *NUMBERS, *EPILOGUE_INPUTS), _REDUCE),
-    "gather": Body((*OPERANDS, *_PAIRS), _GATHER),
-    "gather_fused": Body(
+    "gemv_normed": KernelBody((*_PRODUCT, *EPILOGUE_INPUTS, *NORM), _NORMED),
+    "gemv_normed_gated": KernelBody((*_PRODUCT, *NORM), _NORMED),
+    "reduce": KernelBody(("partials", *NUMBERS), _REDUCE),
+    "reduce_fused": KernelBody(("partials", *NUMBERS, *EPILOGUE_INPUTS), _REDUCE),
+    "gather": KernelBody((*OPERANDS, *_PAIRS), _GATHER),
+    "gather_fused": KernelBody(
         (*OPERANDS, *SECOND, *EXPERT_BIASES, *_PAIRS),
         (*_GATHER, *_GATED, "expert_epilogue"),
     ),
-    "dequantize": Body((*OPERANDS[1:], "shape"), (*WEIGHT, "dequantize")),
-    "route": Body(("logits",), ("work", "routing"), ("experts", "scores")),
-    "combine": Body(("results", "scores", "residual"), ("work", "routing")),
-    "rotate_heads": Body(
+    "dequantize": KernelBody((*OPERANDS[1:], "shape"), (*WEIGHT, "dequantize")),
+    "route": KernelBody(("logits",), ("work", "routing"), ("experts", "scores")),
+    "combine": KernelBody(("results", "scores", "residual"), ("work", "routing")),
+    "rotate_heads": KernelBody(
         ("qkv", *ROTATION, *HEAD_NORMS), ("work", "heads"), ("q", "k")
     ),
-    "add_norm": Body(("x", "y", "weight"), ("work", "add_norm"), ("sum", "out")),
+    "add_norm": KernelBody(("x", "y", "weight"), ("work", "add_norm"), ("sum", "out")),
     "pack": _REPACK,
     "unpack": _REPACK,
-    "operand_probe": Body(("unused",), _OPERAND_PROBE),
+    "operand_probe": KernelBody(("unused",), _OPERAND_PROBE),
     "tensor_probe": _PROBE,
     "tensor_layout": _PROBE,
 }

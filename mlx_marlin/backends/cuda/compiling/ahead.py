@@ -25,7 +25,7 @@ JOB = "job"
 """Name of the file with a process's job, in its folder."""
 
 
-class Ahead:
+class Processes:
     """The processes of some jobs."""
 
     def __init__(self, mlx: str) -> None:
@@ -85,7 +85,7 @@ def main(private: Path, shared: Path) -> None:
 
     os.nice(10)  # it may go on while others generate
     try:
-        job: Job = pickle.loads((private / JOB).read_bytes())  # written by `Ahead`
+        job: Job = pickle.loads((private / JOB).read_bytes())  # written by `Processes`
         importlib.import_module(job.module).work(job.argument)
         publish(private, shared, job.mark)
     finally:
