@@ -47,7 +47,7 @@ def test_no_other_length_is_better(
             )
             expected += before * probability
             rows = waiting + accepted  # to be fed again, with the token that is right
-            longer = cost.seconds(rows + 1) - cost.seconds(1)
+            longer = max(cost.seconds(rows + 1) - cost.seconds(1), 0.0)
             later += before * (1 - probability) * longer * again
         drafting = begun + length * each + later if length else 0.0
         return expected / (cost.seconds(waiting + length) + drafting)

@@ -83,7 +83,8 @@ def best_length(
             break
         seconds = cost.seconds(waiting + length)
         if are_fed_again:
-            again += product * (1 - probability) * (seconds - cost.seconds(1))
+            longer = max(seconds - cost.seconds(1), 0.0)
+            again += product * (1 - probability) * longer
         product *= probability
         expected += product
         seconds += seconds_of_draft + length * seconds_of_token + again
