@@ -136,10 +136,11 @@ def expert_rows(facts: Facts) -> int:
 
 def routed(facts: Facts, count: str = "num_experts") -> dict[str, Any]:
     """Returns the numbers of experts, and of those that a token uses."""
-    return {
-        count: facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-    }
+    experts, used = facts.count("expert_count"), facts.count("expert_used_count")
+    if used > experts:
+        raise facts.refusal("expert_used_count", f"is more than {experts} experts")
+    facts.check_size("expert_count", first_experts(facts), (experts, None, None))
+    return {count: experts, "num_experts_per_tok": used}
 
 
 def qwen_experts(facts: Facts) -> dict[str, Any]:

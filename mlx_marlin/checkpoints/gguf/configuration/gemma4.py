@@ -10,7 +10,7 @@ from mlx_marlin.checkpoints.gguf.architectures import layers_of
 from mlx_marlin.checkpoints.gguf.configuration.facts import (
     Facts,
     expert_rows,
-    first_experts,
+    routed,
 )
 
 Config = dict[str, Any]
@@ -112,14 +112,11 @@ def _experts(facts: Facts) -> Config:
             if facts.integer(key, 0):
                 raise facts.refusal(key, "must be 0 without tensors of experts")
         return {"enable_moe_block": False}
-    experts, used = facts.count("expert_count"), facts.count("expert_used_count")
-    if used > experts:
-        raise facts.refusal("expert_used_count", f"is more than {experts} experts")
-    facts.check_size("expert_count", first_experts(facts), (experts, None, None))
+    found = routed(facts)
     return {
         "enable_moe_block": True,
-        "num_experts": experts,
-        "top_k_experts": used,
+        "num_experts": found["num_experts"],
+        "top_k_experts": found["num_experts_per_tok"],
         "moe_intermediate_size": expert_rows(facts),
     }
 
