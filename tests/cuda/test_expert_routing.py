@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from mlx_marlin.backends import graph
-from mlx_marlin.lm.tracing import routing
-from mlx_marlin.lm.tracing.routing import (
-    Routing,
+from mlx_marlin.lm.tracing.experts import (
     choose_experts,
     has_kernel,
+    scores_of,
+    stock_sum,
     weighted_sum,
 )
+from mlx_marlin.lm.tracing.model_families import Routing
 from mlx_marlin.planning.block_plans import MAX_EXPERTS
 from mlx_marlin.products import autodiff
 from support import cuda_experts, launches
@@ -51,7 +52,7 @@ def test_operations_of_mlx_choose_and_add_up(case: cuda_experts.Choice) -> None:
     _, scores = cuda_experts.choice_of_mlx(case.logits, *how)
     # In another order, and of equal logits others.
     assert np.allclose(-mx.sort(-scores, axis=-1), case.expected[1], rtol=1e-5, atol=0)
-    case.check_sum(routing.stock_sum)
+    case.check_sum(stock_sum)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -99,8 +100,8 @@ def test_scores_and_sums_have_the_derivatives_of_mlx(of_all: bool) -> None:
     # The order of the chosen decides which result has which score: the largest first.
     stock = partial(
         total,
-        lambda x: (None, routing.scores_of(x, chosen, Routing(3, of_all))),
-        routing.stock_sum,
+        lambda x: (None, scores_of(x, chosen, Routing(3, of_all))),
+        stock_sum,
     )
 
     found, expected = (

@@ -14,7 +14,8 @@ from mlx_marlin import state
 from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.lm.tracing import fusion
-from mlx_marlin.lm.tracing.routing import Routing, stock_sum
+from mlx_marlin.lm.tracing.experts import stock_sum
+from mlx_marlin.lm.tracing.model_families import Routing
 from mlx_marlin.planning.block_plans import CombinePlan, RoutePlan
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.planning.plan import Plan

@@ -15,8 +15,7 @@ import mlx_marlin
 from mlx_marlin.backends.cuda.plan import CudaGatherPlan
 from mlx_marlin.layers.joined import MarlinPart
 from mlx_marlin.lm.tracing.block import TracedBlock
-from mlx_marlin.lm.tracing.model_families import FAMILIES
-from mlx_marlin.lm.tracing.routing import Routing
+from mlx_marlin.lm.tracing.model_families import FAMILIES, Routing
 from mlx_marlin.planning.plan import Plan
 from support.choose import Choose
 from support.decoder_models import (

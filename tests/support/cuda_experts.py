@@ -9,8 +9,8 @@ import numpy as np
 
 from mlx_marlin.backends import graph
 from mlx_marlin.backends.cuda.plan import CudaGatherPlan
-from mlx_marlin.lm.tracing import routing
-from mlx_marlin.lm.tracing.routing import Routing
+from mlx_marlin.lm.tracing.experts import scores_of
+from mlx_marlin.lm.tracing.model_families import Routing
 from mlx_marlin.planning.gather_plan import GatherProblem
 from mlx_marlin.planning.problem import Problem
 from mlx_marlin.products.packing import pack
@@ -306,7 +306,7 @@ def choice_of_mlx(
         largest = mx.argpartition(logits, kth=-each, axis=-1)[..., -each:]
     else:
         largest = mx.argpartition(-logits, kth=each - 1, axis=-1)[..., :each]
-    return largest, routing.scores_of(logits, largest, Routing(each, of_all))
+    return largest, scores_of(logits, largest, Routing(each, of_all))
 
 
 ROUTINGS = (

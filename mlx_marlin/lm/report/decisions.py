@@ -12,12 +12,19 @@ from mlx_marlin.planning.plan import Plan
 from mlx_marlin.products import serving
 from mlx_marlin.products.request import Request
 from mlx_marlin.products.serving import Answer, Refusal
+from mlx_marlin.tables import Value
 
 Server = Literal["ours", "decoded", "stock", "nobody"]
 """Our kernels; `mx.matmul` after our kernel has decoded the weight; stock MLX; or
 nobody, because the call raises an error."""
 Origin = Literal["predicted", "measured"]
 """Where a time comes from: the cost model, or a measurement on this machine."""
+SERVERS = {
+    "ours": "ours",
+    "decoded": "ours, decoded once",
+    "stock": "stock MLX",
+    "nobody": "nobody: raises",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +39,11 @@ class Time:
     def mark(self) -> str:
         """Where the time comes from."""
         return self.origin if self.clock is None else f"{self.origin}, {self.clock}"
+
+    def __str__(self) -> str:
+        """Returns the time and where it comes from."""
+        us = f"{self.us:.1f}" if self.us >= 1 else f"{self.us:.2g}"
+        return f"{us} us {self.mark}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +60,12 @@ class Decision:
     reason: str | None  # Why our kernels do not serve; None if they do
     # Where times in the reason come from; None if it has none
     reason_origin: Origin | None = None
+
+    @property
+    def marked_reason(self) -> str:
+        """The reason, with where its times come from; "" if our kernels serve."""
+        origin = f"{self.reason_origin}: " if self.reason_origin else ""
+        return origin + self.reason if self.reason else ""
 
 
 def decide(use: LayerUse, rows: int, place: serving.Place) -> Decision:
@@ -122,3 +140,22 @@ def _time(plan: AnyPlan, timed: Result | None, place: serving.Place) -> Time | N
 
 def _measured(timed: Result, name: str) -> Time:
     return Time(us=timed.medians_us[name], origin="measured", clock=timed.clock)
+
+
+def cells(decision: Decision | None, why: str) -> dict[str, Value]:
+    """Returns the cells of a report's line; without a decision stock MLX serves.
+
+    `why`: why our kernels do not.
+    """
+    server, rows, time, stock = SERVERS["stock"], None, None, None
+    if decision is not None:
+        kernel = f": {decision.kernel}" if decision.kernel else ""
+        server, rows = SERVERS[decision.served_by] + kernel, decision.rows
+        time, stock = decision.time, decision.stock_time
+    return {
+        "rows": rows,
+        "served by": server,
+        "time": "" if time is None else str(time),
+        "stock MLX in MLX's layout": "" if stock is None else str(stock),
+        "why not ours": why,
+    }

@@ -20,7 +20,7 @@ from mlx_marlin.lm.layer_conversion import LayerConversion
 from mlx_marlin.lm.module_tree import check_model, common_path, pattern
 from mlx_marlin.lm.race.settings import name_of
 from mlx_marlin.lm.recipe import Recipe, resolve
-from mlx_marlin.lm.report.decisions import Decision, Time, decide
+from mlx_marlin.lm.report.decisions import Decision, cells, decide
 from mlx_marlin.lm.report.layer_uses import DEFAULTS, LayerUse, Target, uses_of
 from mlx_marlin.tables import Table, Value, aligned, printed
 from mlx_marlin.weights.dtypes import dtype_name
@@ -32,12 +32,6 @@ GROUP = ("layer", "count", "product", "format", "layout")
 """Columns that say which layers several lines are of."""
 HEADS = ("layer", "count", "is", "optimize", "layout", "why not")
 BLOCK_HEADS = ("block", "count", "is", "optimize", "why not")
-SERVERS = {
-    "ours": "ours",
-    "decoded": "ours, decoded once",
-    "stock": "stock MLX",
-    "nobody": "nobody: raises",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,23 +380,15 @@ def _rows(layer: LayerReport, reasons: dict[str, int]) -> Iterator[dict[str, Val
         "layout": "-" if request is None else request.layout,
     }
     if request is None:
-        why = _number(use.stays or "", reasons)
-        yield {**layers, **_call("stock MLX"), "why not ours": why}
+        yield {**layers, **cells(None, numbered(use.stays or "", reasons))}
     for decision in layer.decisions:
-        call = _call(
-            _server(decision),
-            decision.rows,
-            _time(decision.time),
-            _time(decision.stock_time),
-        )
-        yield {**layers, **call, "why not ours": _reason(decision, reasons)}
+        why = numbered(decision.marked_reason, reasons)
+        yield {**layers, **cells(decision, why)}
 
 
-def _call(
-    server: str, rows: int | None = None, time: str = "", stock: str = ""
-) -> dict[str, Value]:
-    called: dict[str, Value] = {"rows": rows, "served by": server, "time": time}
-    return called | {"stock MLX in MLX's layout": stock}
+def numbered(reason: str, reasons: dict[str, int]) -> str:
+    """Returns the number of a reason, which stands below the table; "" for none."""
+    return f"[{reasons.setdefault(reason, len(reasons) + 1)}]" if reason else ""
 
 
 def _product(use: LayerUse) -> str:
@@ -426,26 +412,3 @@ def _product(use: LayerUse) -> str:
 def _format(use: LayerUse) -> str:
     call = use.call
     return f"{call.mode} {call.bits}-bit, group {call.group_size}, {use.dtype}"
-
-
-def _server(decision: Decision) -> str:
-    server = SERVERS[decision.served_by]
-    return server if decision.kernel is None else f"{server}: {decision.kernel}"
-
-
-def _time(time: Time | None) -> str:
-    if time is None:
-        return ""
-    us = f"{time.us:.1f}" if time.us >= 1 else f"{time.us:.2g}"
-    return f"{us} us {time.mark}"
-
-
-def _reason(decision: Decision, reasons: dict[str, int]) -> str:
-    if decision.reason is None:
-        return ""
-    origin = decision.reason_origin
-    return _number(f"{origin}: " * bool(origin) + decision.reason, reasons)
-
-
-def _number(reason: str, reasons: dict[str, int]) -> str:
-    return f"[{reasons.setdefault(reason, len(reasons) + 1)}]"

@@ -6,5 +6,5 @@
 - `block_spec`: what blocks that share graphs have in common, and what has changed
 - `fusion`: which operations are fused into products: norms, gating, residual sums
 - `attention`, `kv_cache`: attention with norms and rope, and the cache that it reads
-- `routing`, `experts`: mixtures of experts
+- `experts`: mixtures of experts
 """

@@ -8,7 +8,7 @@ sums. These products take over their neighbours:
 - gate and up: the RMSNorm before them, and the gating
 - the output and down projections: the residual sum
 - the sum after attention: the norm after it, as a kernel of its own (`add_norm`)
-- experts: routing, gating and the weighted sum (`routing`, `experts`)
+- experts: routing, gating and the weighted sum (`experts`)
 
 A layer's method (`normed`, `gated`, `added`, `rotated` of `layers.fused_products`) runs
 one kernel if the back end has one, and separate operations otherwise.

@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_marlin.lm.tracing.routing import Routing
 from mlx_marlin.lm.tracing_code import report_untraced
 
 Merge = Callable[[mx.array, mx.array], mx.array]
@@ -33,6 +32,19 @@ class ScaledResidualSum:
     def __call__(self, residual: mx.array, y: mx.array) -> mx.array:
         """Returns the sum."""
         return residual + y * self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Routing rule: a row chooses the experts with the largest logits."""
+
+    choices: int  # Experts of a row
+    # Whether scores are the softmax over all experts. Otherwise over the chosen ones
+    of_all: bool = False
+    # Whether the last of equal logits are chosen, as by a stable ascending sort.
+    # Otherwise the first, as by a stable sort of negated logits. (Some families sort
+    # rounded probabilities; here logits are compared.)
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
