@@ -146,6 +146,14 @@ def test_fp8_of_an_original_is_read(tmp_path: Path) -> None:
     assert mx.array_equal(head.block.layers[0].self_attn.o_proj.weight, values)
 
 
+def test_files_without_a_head_are_not_checked(tmp_path: Path) -> None:
+    """Such as adapters in a dtype that is not known: `load` does not read them."""
+    write(tmp_path, stored("mimo"))
+    mx.save_safetensors(str(tmp_path / "other.safetensors"), {"a": mx.zeros(8)})
+    with_dtype(tmp_path / "other.safetensors", "a", "F4")
+    load_heads(tmp_path, trunk("mimo"))
+
+
 def test_only_the_files_of_a_head_are_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,13 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_marlin.checkpoints import reading
-from mlx_marlin.checkpoints.folder import Folder, StoredArray, read_header, read_json
+from mlx_marlin.checkpoints.folder import (
+    Folder,
+    StoredArray,
+    read_header,
+    read_json,
+    stored_shapes,
+)
 from mlx_marlin.checkpoints.location import check_files
 from mlx_marlin.lm.drafts.heads import FAMILIES, HeadFamily, Trunk
 
@@ -29,12 +35,15 @@ class HeadFolder(Folder):
         """
         self.path, self._unread = path, {}
         check_files(path)
+        files = {file: stored_shapes(file) for file in path.glob("*.safetensors")}
+        known = [name for file in sorted(files) for name in files[file]]
+        self.places = family.names(known, layers)
         stored: dict[str, StoredArray] = {}
-        for file in sorted(path.glob("*.safetensors")):
-            stored |= read_header(file)
-        self.places = family.names(stored, layers)
+        for file in sorted(files):  # of others, nothing is checked
+            if self.places.keys() & files[file].keys():
+                stored |= read_header(file)
         self.stored = {name: stored[name] for name in self.places}
-        self.arrays, self._names = self.stored, dict(zip(stored, stored, strict=True))
+        self.arrays, self._names = self.stored, {name: name for name in self.places}
         file = path / "config.json"
         self.config = read_json(file) if file.exists() else {}
         self.config.pop("mlx_marlin", None)  # of the model's layers
