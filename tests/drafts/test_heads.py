@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlx_marlin
 from drafts import scripted
 from drafts.scripted import PROMPT, assert_same_text, plain
+from drafts.test_broken_off import Failing
 from drafts.test_stream import TEXT, loaded
 from mlx_marlin import load_heads
 from mlx_marlin.lm.drafts import drafters, stream
@@ -117,6 +118,21 @@ def test_a_heads_cache_has_what_was_yielded_when_decoding_is_closed(
     found = [next(tokens).token for _ in range(stop)]
     tokens.close()
     assert_pairs(model, head, cache, [*range(40, 52), *found])
+
+
+@pytest.mark.parametrize("turn", [2, 3, 4])
+def test_a_heads_cache_has_what_was_yielded_after_an_error(
+    turn: int, tmp_path: Path
+) -> None:
+    """Of the pass that verifies a draft: the head has the token before it already."""
+    model, head = head_models.load(tmp_path, "mimo")
+    decoding, cache = decoder(model, head)
+    drafter: Any = decoding._drafters[0]
+    drafter._model._model = Failing(model, turn)
+    found: list[int] = []
+    with pytest.raises(RuntimeError, match="as asked"):
+        found.extend(each.token for each in decoding.tokens(PROMPT, COUNT))
+    assert_pairs(model, head, cache, [*PROMPT, *found])
 
 
 @pytest.mark.parametrize("pays", [False, True])

@@ -92,9 +92,9 @@ class HeadSource(FolderSource):
     ) -> dict[str, mx.array]:
         """Returns arrays after mlx-lm's `sanitize`, but norms shifted once, by us."""
         norms = {
-            name: arrays.pop(name)
-            for name in [*arrays]
-            if name.endswith("norm.weight") and arrays[name].ndim == 1
+            name: array
+            for name, array in arrays.items()
+            if name.endswith("norm.weight") and array.ndim == 1
         }
         found = super().sanitized(arrays, model)
         is_less = self._family.zero_centred and self._is_less_one(norms)
