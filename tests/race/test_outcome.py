@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlx_marlin.backends import measured_results, planner, result_files
+from mlx_marlin.backends import measured_results, planner, registry, result_files
 from mlx_marlin.lm.race import (
     at_load,
     forward_race,
@@ -417,6 +417,8 @@ def test_only_packed_weights_that_a_race_chose_are_given_up(
     machine = measured_results.machine(DEVICES["metal"], "metal")
     (kept,) = result_files.read(result_files.folder(), machine).forwards.values()
     assert kept.packed_lost == is_lost
+    again = mac.optimize(tiny_llama(tied=False), **options)
+    assert again.lm_head.layout == options.get("layout", "mlx")  # packed is not tried
 
 
 def test_a_process_multiplies_every_product_with_the_rows_of_its_group(
@@ -495,3 +497,70 @@ def test_kernels_that_are_close_take_part(
 
     found: list[Any] = [*product_race.contenders(raced, DEVICES["metal"])]
     assert [each.kernel for each in found] == expected
+
+
+class Compilers:
+    """Processes that compile, of which some have come to an end."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.running: set[str] = set()
+        self.done: set[str] = set()
+
+    def start(self, jobs: Any) -> None:
+        self.started += jobs
+
+    def is_done(self, job: Any) -> bool:
+        return job.name in self.done
+
+    def is_running(self, job: Any) -> bool:
+        return job.name in self.running
+
+
+@pytest.mark.parametrize(
+    ("running", "done", "products", "passes"),
+    [
+        ("", "", {7, 64}, {64}),  # those of up to 7 rows compile alike
+        ("few", "8", {7, 8, 64}, set()),
+        ("8", "few", {7, 64}, {64}),
+        ("prompts", "8", {7, 8, 64}, {8, 64}),
+        ("", "8 256", {7, 8, 64, 256}, {8, 64, 256}),
+        ("prompts", "8 256", {7, 8, 64, 256}, {8, 64}),
+        ("", "256", {7, 64, 256}, {64, 256}),
+    ],
+)
+def test_rows_wait_for_the_processes_that_compile_for_them(
+    running: str, done: str, products: set[int], passes: set[int]
+) -> None:
+    ahead: Any = Compilers()
+    ahead.running, ahead.done = {*running.split()}, {*done.split()}
+    jobs: Any = {
+        name: SimpleNamespace(name=name) for name in ("8", "256", "few", "prompts")
+    }
+    kernels = stock_kernels.StockKernels(
+        ahead=ahead,
+        products={(8, 16): jobs["8"], (256, 512): jobs["256"]},
+        passes=[jobs["few"]],
+        prompts=[jobs["prompts"]],
+    )
+
+    rows = (7, 8, 64, 256)
+    assert {m for m in rows if kernels.has_products(m)} == products
+    assert {m for m in rows if m > 7 and kernels.has_pass(m)} == passes
+    assert kernels.running == len(running.split())
+    assert f"{4 - kernels.running} of 4" in kernels.told
+    alone = stock_kernels.StockKernels(products=kernels.products, passes=kernels.passes)
+    assert all(alone.has_products(m) and alone.has_pass(m) for m in rows)
+
+
+def test_processes_of_another_model_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = Compilers()
+    backend = SimpleNamespace(ahead=lambda _: ahead)
+    monkeypatch.setattr(registry, "named", lambda _: backend)
+    for key in ("one", "other"):
+        stock_kernels.for_race([], key, b"", {})
+
+    names = [job.name for job in ahead.started]
+    of_products = len(stock_kernels.GROUPS)
+    assert len({*names}) == 2 * 4 + of_products
+    assert len(names) == 2 * (4 + of_products)

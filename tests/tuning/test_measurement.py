@@ -68,6 +68,26 @@ def test_a_time_is_a_positive_number_that_a_float_can_be(
     assert measurement.is_positive(value) is expected
 
 
+def test_a_result_has_the_times_of_what_it_compares() -> None:
+    whole = measured(PROBLEM, stock=True)
+    for name in whole.medians_us:
+        rest = {other: us for other, us in whole.medians_us.items() if other != name}
+        with pytest.raises(ValueError, match=f"has no time for '{re.escape(name)}'"):
+            replace(whole, medians_us=rest)
+        assert replace(whole, medians_us=rest, live=True).medians_us == rest
+
+
+@pytest.mark.parametrize(
+    ("loads", "waits", "is_given_up"), [(3, 0, True), (2, 9, False), (2, 10, True)]
+)
+def test_three_loads_are_tried_and_one_that_waits_is_a_tenth(
+    loads: int, waits: int, is_given_up: bool
+) -> None:
+    tries = loads * measurement.TRIED + waits * measurement.WAITED
+    found = Forwards(key="", layout="mlx", seconds={}, date="", tries=tries)
+    assert found.is_given_up == is_given_up
+
+
 def test_a_result_says_why_stock_serves() -> None:
     ours, theirs = measured(PROBLEM), measured(PROBLEM, stock=True)
     live = replace(theirs, live=True, medians_us={})
