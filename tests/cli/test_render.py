@@ -11,7 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import NoneType
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +21,20 @@ from hypothesis import strategies as st
 from cli.conftest import Run
 from mlx_marlin import regular_files, tables
 from mlx_marlin.backends import devices, planner
-from mlx_marlin.cli import documents, page
+from mlx_marlin.cli import documents, page, plan, tune
 from mlx_marlin.cli import render as command
 from mlx_marlin.cli.pictures import figures
 from mlx_marlin.evidence.codec import encoded
 from mlx_marlin.measure import result_file
 from mlx_marlin.measure.profiling import Profile, Skipped, document
-from mlx_marlin.measure.rows import CANDIDATE
+from mlx_marlin.measure.rows import (
+    CANDIDATE,
+    FirstTokenRow,
+    GenerationRow,
+    ProductRow,
+    Timing,
+)
+from mlx_marlin.measure.timing import Spread
 from mlx_marlin.planning.problem import Problem
 from support.pictures import svg_texts
 from support.processes import run_python
@@ -515,3 +522,43 @@ def test_facts_without_a_value_are_left_out() -> None:
     assert page._facts([("commit", "")]) == ""
     found = page._facts([("commit", ""), ("chip", "Apple M3")])
     assert found == "<dl><div><dt>chip</dt><dd>Apple M3</dd></div></dl>"
+
+
+def test_times_are_in_the_units_of_their_heads() -> None:
+    long, short = (
+        Timing(seconds=seconds, method="wall time", range=seconds / 10, samples=9)
+        for seconds in (0.25, 0.0125)
+    )
+    names = {"model": "m", "arm": "ours", "prompt_tokens": 100}
+    decoded = GenerationRow(**names, streams=4, new_tokens=8, prompt=long, step=short)
+    first = FirstTokenRow(**names, cold=long, warm=short)
+    problem = Problem(m=4, n=64, k=256)
+    product = ProductRow(problem=problem, arm="ours", clock="chain", timing=short)
+
+    cells = documents._generation(decoded)
+    assert (cells["ms to first token"], cells["ms a step"]) == (250, 12.5)
+    assert (cells["prompt tokens/s"], cells["generated tokens/s"]) == (1600, 320)
+    cells = documents._first_token(first)
+    assert (cells["cold, ms"], cells["warm, ms"]) == (250, 12.5)
+    cells = documents._product(product, long)
+    assert (cells["ms"], cells["range, ms"], cells["x stock"]) == (12.5, 1.25, 20)
+    device = {"variant": "", "cores": 8, "tflops": 10.0, "stock_tflops": 5.0}
+    facts = dict(documents._facts(device | {"bandwidth_gbs": 400.0}))
+    assert facts["ridge point"] == "25 FLOP/byte"
+
+
+def test_microseconds_of_plans_are_told() -> None:
+    device = devices.named("M3 Max")
+    choice = planner.compare(Problem(m=4, n=4096, k=4096), device=device)
+    us = choice.prediction.seconds * 1_000_000
+    assert f", {us:.1f} us (model, not measured)" in plan.heading(choice)
+    assert tune._predicted(choice.plan, device) == pytest.approx(us)
+    outcome: Any = SimpleNamespace(
+        arms={choice.plan: Spread(median=12e-6, range=3e-6, samples=9)},
+        **dict.fromkeys(("failed", "wrong"), ()),
+        result=None,
+        is_noisy=False,
+    )
+    clock: Any = SimpleNamespace(name="wall time")
+    said = tune.measurements(choice.plan.problem, outcome, clock)
+    assert re.search(r"\b12\.?0* +1\.50*\b", said), said
