@@ -6,6 +6,7 @@ are not modelled.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any
@@ -174,4 +175,11 @@ def _summed(
 def merged(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
     """Returns one entry per memory and line, sorted by memory and line."""
     total = _summed(traffic, lambda part: (part.memory, part.space, part.line))
-    return tuple(sorted(total, key=lambda part: (part.space, part.memory, part.line)))
+    return tuple(
+        sorted(total, key=lambda part: (part.space, part.memory, _numbered(part.line)))
+    )
+
+
+def _numbered(line: str) -> list[str | int]:
+    """Returns a key that sorts line 10 after line 9."""
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", line)]

@@ -1,6 +1,7 @@
 """What the counters of trace mode say of kernels whose traffic is known."""
 
 import json
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,18 @@ BYTES = mx.arange(256).astype(mx.uint8)
 def counted(source: str, *inputs: Any, **options: Any) -> Counters:
     (counters,) = trace(run, source, *inputs, name="counted", **options)
     return counters
+
+
+def test_lines_come_in_the_order_of_their_numbers() -> None:
+    body = "\n".join(f"out[i * 12 + {n}] = a[i] + {n};" for n in range(12))
+    source = f"uint i = thread_position_in_grid.x;\n{body}"
+
+    counters = counted(source, FLOATS, grid=4, shape=(48,))
+
+    lines = [each.line for each in counters.traffic if each.memory == "out"]
+    numbers = [int(re.findall(r"\d+", line)[0]) for line in lines]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] - numbers[0] == 11
 
 
 def test_bytes_and_lines_of_a_copy_are_exact() -> None:
