@@ -25,12 +25,13 @@ from mlx_marlin.checkpoints.stored_weight import StoredWeight
 from mlx_marlin.checkpoints.writing import Shards
 from mlx_marlin.lm.checkpoints import renaming
 from mlx_marlin.lm.checkpoints.conversion import convert
+from mlx_marlin.lm.checkpoints.folder_source import FolderSource
 from mlx_marlin.lm.checkpoints.gguf_source import open_source
 from mlx_marlin.lm.checkpoints.loading import load_model
 from mlx_marlin.lm.checkpoints.moved_rows import Rows, gathered, moved
 from mlx_marlin.lm.checkpoints.renaming import Source
 from support import foreign_checkpoints as foreign
-from support import oracles
+from support import foreign_models, oracles
 from support.configurations import COMMON, new_model, settings_of
 from support.containers import CONTAINERS, TOKENS, Weight, integers, write_model
 from support.models import Tokenizer
@@ -531,3 +532,16 @@ def test_a_head_that_was_normed_before_it_was_quantized_keeps_its_codes(
     head = dict(source.parameters())["lm_head.weight"]
     assert isinstance(head, StoredWeight)
     assert not source.computed
+
+
+def test_parameters_come_in_the_order_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreign_models, "LAYERS", 12)
+    foreign_models.write(tmp_path, "plain", num_hidden_layers=12)
+
+    names = [name for name, _ in FolderSource(tmp_path).stored_parameters()]
+
+    numbers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert numbers == sorted(numbers)
+    assert {*numbers} == {*range(12)}

@@ -106,12 +106,14 @@ def test_a_model_passes_on_a_text_and_both_perplexities_are_right(
 
     def observed(*args: Any) -> float:
         backends.append(selection.backend())
-        return perplexity(*args)
+        return perplexity(*args) * (2 if backends[-1] == "stock" else 1)
 
     monkeypatch.setattr(gate, "perplexity", observed)
     report = mlx_marlin.verify(model, text=TEXT, tokenizer=tokenizer, rows=(1, 8))
 
     assert report.passed, str(report)
+    layers = [each.name for each in checked_layers(model) if each.is_quantized]
+    assert [each.name for each in report.layers] == layers
     kinds = {p.activations for each in report.layers for p in each.products}
     assert kinds == {"random", "captured"}
     assert report.perplexity is not None
@@ -121,7 +123,7 @@ def test_a_model_passes_on_a_text_and_both_perplexities_are_right(
     losses = nn.losses.cross_entropy(logits, tokens[:, 1:])
     expected = float(mx.exp(losses.mean()).item())
     assert np.isclose(report.perplexity.after, expected, rtol=1e-4)
-    assert np.isclose(report.perplexity.before, expected, rtol=1e-4)
+    assert np.isclose(report.perplexity.before, 2 * expected, rtol=1e-4)
     assert "perplexity" in str(report)
     assert backends == [report.backend, "stock"]
     assert selection.backend() == report.backend

@@ -185,26 +185,28 @@ def test_mlxs_quantizer_stays_within_the_limit_of_a_format(
 
 
 @pytest.mark.parametrize("size", [1.0, 3.0])
-def test_weights_are_compared_row_by_row_and_in_all(size: float) -> None:
-    of_four_bits: Any = SimpleNamespace(
-        description="own", rounding=1e-3, format=("affine", 4, 64)
+@pytest.mark.parametrize("bits", [4, None])  # None: the source's own codes
+def test_weights_are_compared_row_by_row_and_in_all(
+    size: float, bits: int | None
+) -> None:
+    own, plain = (
+        SimpleNamespace(description=name, rounding=1e-3, format=format)
+        for name, format in (("own", bits and ("affine", bits, 64)), ("plain", None))
     )
-    plain: Any = SimpleNamespace(description="plain", rounding=1e-3, format=None)
-    comparison = WeightComparison(of_four_bits, plain)
+    comparison = WeightComparison(own, plain)  # type: ignore[arg-type]
     for matrix, start in ((0, 0), (11, 2)):
         source = np.full((2, 8), size)
-        own = source.copy()
-        own[1] *= 1.1
-        if matrix:
-            own[1, 3] = np.nan
+        other = source.copy()
+        other[1] *= 1.1 if bits else 1.0001
+        other[1, 3] = np.nan
         chunk = matrix, slice(start, start + 2)
-        comparison.add(*(Rows(*chunk, *[each] * 3) for each in (own, source)))
+        comparison.add(*(Rows(*chunk, *[each] * 3) for each in (other, source)))
 
     found = comparison.report()
 
-    assert comparison.rms_limit == pytest.approx(size * 3 / 15)
-    assert (found.wrong, found.first_wrong) == (1, (11, 3))
-    assert found.source == "plain"
+    assert comparison.rms_limit == pytest.approx(size * 3 / 15 if bits else 0)
+    first = (0, 1) if bits else (0, 1, 3)
+    assert (found.wrong, found.first_wrong, found.source) == (2, first, "plain")
 
 
 def test_experts_are_named_by_place_or_by_keyword() -> None:
