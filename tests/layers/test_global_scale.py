@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from mlx_marlin import dequantize, optimize, quantize, restore
+from mlx_marlin import dequantize, optimize, pack, quantize, restore
 from mlx_marlin.backends import graph
 from mlx_marlin.layers.joined import can_join, join, separate
 from mlx_marlin.layers.linear import MarlinLinear
@@ -229,3 +229,14 @@ def decoded_logits(weights: dict[str, np.ndarray]) -> np.ndarray:
     named = [(name, mx.array(w.astype(np.float32))) for name, w in weights.items()]
     model.load_weights(named)
     return np.array(model(TOKENS), np.float64)
+
+
+def test_restoring_codebooks_is_told_and_restoring_what_mlx_has_is_not() -> None:
+    words, scales = mx.zeros((96, 16), mx.uint32), mx.ones((96, 2), mx.float16)
+    of_mlx = pack(words, scales, scales, group_size=64, bits=4)
+    restore(Layers(MarlinLinear.from_packed(of_mlx)))  # without a warning
+
+    codebook = mx.arange(16.0)
+    packed = pack(words, scales, group_size=64, mode="codebook", codebook=codebook)
+    with pytest.warns(RuntimeWarning, match="restore rounds weights"):
+        restore(Layers(MarlinLinear.from_packed(packed)))
