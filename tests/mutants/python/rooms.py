@@ -20,9 +20,13 @@ class Room:
     rate: float  # of mutants that are noticed
 
     def files(self, root: Path) -> list[str]:
-        """Returns the room's files, relative to the checkout."""
+        """Returns the room's files, relative to the checkout.
+
+        Importing a `__main__.py` would run its command.
+        """
         found = {file for pattern in self.patterns for file in root.glob(pattern)}
-        return sorted(str(file.relative_to(root)) for file in found)
+        names = (str(x.relative_to(root)) for x in found if x.name != "__main__.py")
+        return sorted(names)
 
 
 def _room(rate: float, patterns: str, tests: str) -> Room:
