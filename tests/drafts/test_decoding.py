@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from drafts.scripted import (
     COUNT,
     PROMPT,
+    FixedCost,
     ScriptedDrafter,
     assert_same_text,
     counting,
@@ -26,7 +27,7 @@ from drafts.scripted import (
 )
 from mlx_marlin.lm.drafts import decoder as decoder_module
 from mlx_marlin.lm.drafts.decoder import Decoder, Picker, Positions, Token
-from mlx_marlin.lm.drafts.draft_length import Choice
+from mlx_marlin.lm.drafts.draft_length import Choice, Lengths, Losses
 from mlx_marlin.lm.drafts.drafters import LookupDrafter, ModelDrafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
@@ -206,22 +207,24 @@ def test_where_nothing_matches_each_step_is_begun_before_the_last_is_read(
 
 
 class Learning(ScriptedDrafter):
-    """Notes what the loop tells it."""
+    """Notes what the loop tells it, and takes 7 seconds for a draft."""
 
-    def __init__(self, text: Sequence[int], events: list[Any]) -> None:
+    def __init__(self, text: Sequence[int], events: list[Any], clock: list[float]):
         super().__init__(text, 20, lambda _: 1)
-        self.events, self.seconds_of_token = events, 0.25
+        self.events, self.clock, self.seconds_of_token = events, clock, 0.25
+
+    def draft(self, count: int) -> Sequence[int]:
+        self.clock[0] += 7.0
+        return super().draft(count)
 
     def observe(self, length: int, accepted: int) -> None:
         self.events.append(("observed", length, accepted))
 
-    def decline(self) -> None:
-        self.events.append("declined")
-
 
 def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass has a time, without that of its draft and of its beginning."""
     events: list[Any] = []
-    now, lengths = 0.0, iter([0, 0, 0, 2, 2, 0, 0])
+    clock, lengths = [0.0], iter([0, 0, 0, 2, 2, 0, 0])
     runs = iter([7.0, 2.0, 12.0, 9.0, 8.0, 3.0, 4.0])
 
     class Timed(Passes):
@@ -231,67 +234,110 @@ def test_what_the_loop_learns_and_decides_by(monkeypatch: pytest.MonkeyPatch) ->
             return rows - 1
 
         def run(self, tokens: mx.array, positions: int = 1) -> mx.array:
-            nonlocal now
-            now += next(runs)
+            clock[0] += next(runs)
             return super().run(tokens, positions)
 
     class Waited(Positions):
         def read(self) -> Token:
-            nonlocal now
-            now += 100.0
+            clock[0] += 100.0
             return super().read()
 
-    class Noted(PassCost):
-        def observe(self, seconds: float) -> None:
-            events.append(("seconds", seconds))
+    class Noted(FixedCost):
+        def observe(self, rows: int, seconds: float, context: int) -> None:
+            events.append(("seconds", rows, pytest.approx(seconds), context))
 
-    def choose(probabilities: list[float], cost: PassCost, **given: Any) -> Choice:
-        begun = given.pop("seconds_of_draft")
-        assert given == {"waiting": 1, "seconds_of_token": 0.25, "are_fed_again": True}
-        events.append(("asked", len(probabilities), pytest.approx(begun)))
-        return Choice(length=next(lengths), rate=1.0)
+    class Lost(Losses):
+        def observe(self, tokens: int, steps: float) -> None:
+            events.append(("steps", tokens, steps))
 
-    monkeypatch.setattr(decoder_module, "perf_counter", lambda: now)
-    monkeypatch.setattr(decoder_module, "best_length", choose)
+    class Chosen(Lengths):
+        def __init__(
+            self, probabilities: list[float], cost: PassCost, **given: Any
+        ) -> None:
+            begun = given.pop("seconds_of_draft")
+            expected = {"waiting": 1, "seconds_of_token": 0.25, "are_fed_again": True}
+            assert given == expected
+            events.append(("asked", len(probabilities), pytest.approx(begun)))
+
+        def best(self, losses: Losses | None = None) -> Choice:
+            assert isinstance(losses, Lost)
+            return Choice(length=next(lengths), rate=1.0)
+
+    monkeypatch.setattr(decoder_module, "Lengths", Chosen)
+    monkeypatch.setattr(decoder_module, "Losses", Lost)
     monkeypatch.setattr(decoder_module, "Positions", Waited)
     passes = Timed(counting, [], is_seen=False)  # type: ignore[arg-type]
     cost = Noted({1: 1.0, 6: 2.0}, "test")
     picker = Picker(sampler=None, processors=())
-    drafter = Learning([*range(3, 20)], events)
-    decoding = Decoder(passes, [drafter], cost, picker, generation_stream)
+    drafter = Learning([*range(3, 20)], events, clock)
+    decoding = Decoder(
+        passes, [drafter], cost, picker, generation_stream, clock=lambda: clock[0]
+    )
     for each in decoding.tokens([3], 8):
         events.append((each.token, each.from_draft, each.rows))
 
-    declined = "declined"
+    step = "steps", 1, 1.0
     assert events == [
         # At most as long as the passes whose cost is known; here, room is for one less.
         ("asked", 5, 0.0),
-        declined,
         ("asked", 5, 0.0),
-        declined,
+        step,  # the first pass has no time
         (4, False, 1),
         ("asked", 4, 2.0),  # the first pass that was begun ahead
-        declined,
-        ("seconds", 112.0),
+        ("seconds", 1, 112.0, 3),
+        step,
         (5, False, 1),
         ("asked", 3, 0.9 * 2 + 0.1 * 12),
-        ("seconds", 100.0),
+        ("seconds", 1, 100.0, 3),
+        step,
         ("asked", 3, 3.0),  # again, with the token
         (6, False, 1),
-        (7, True, 3),  # no time of a plain token
+        (7, True, 3),
+        ("seconds", 3, 9 + 200 - 3.0, 6),  # both tokens were read
+        ("steps", 2, 9 + 200 + 2 * 0.25),
         ("observed", 2, 1),
         ("asked", 1, 3.0),
-        declined,
         (8, False, 3),
-        ("asked", 0, 3.0),
-        declined,
+        ("seconds", 1, 8 + 3 + 100 - 3.0, 7),  # not begun ahead
+        step,
         (9, False, 1),
-        ("seconds", 104.0),  # before the last token, there is nothing to draft
+        ("seconds", 1, 104.0, 8),  # before the last token, there is nothing to draft
+        step,
         (10, False, 1),
-        ("seconds", 100.0),
+        ("seconds", 1, 100.0, 8),
+        step,
         (11, False, 1),
     ]
     assert (decoding.drafted, decoding.accepted) == (2, 1)
+
+
+class Asked(Lengths):
+    """Lengths of which one is always to be tried."""
+
+    def best(self, losses: Losses | None = None) -> Choice:
+        return Choice(length=0, rate=1.0)
+
+    def to_try(self, best: int, losses: Losses, *, learns: bool) -> int:
+        assert (best, learns) == (0, True)
+        return 1
+
+
+def test_another_length_is_tried_after_each_20_passes_and_drafts_after_plain_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoder_module, "Lengths", Asked)
+    passes = Passes(counting, [], is_seen=False)  # type: ignore[arg-type]
+    drafter = ScriptedDrafter([each % 50 for each in range(200)], 4, lambda _: 4)
+    decoding = decoder(nn.Module(), drafter, cache=[], passes=passes)
+    found = [*decoding.tokens([0], 70)]
+    assert [each.token for each in found] == [each % 50 for each in range(1, 71)]
+    tried = [nth for nth, each in enumerate(found) if each.from_draft]
+    assert tried == [20, 42, 64]
+
+    monkeypatch.setattr(FixedCost, "weight", lambda _, rows: 1.9)
+    passes = Passes(counting, [], is_seen=False)  # type: ignore[arg-type]
+    again = [*decoder(nn.Module(), drafter, cache=[], passes=passes).tokens([0], 70)]
+    assert not any(each.from_draft for each in again)
 
 
 class Offering(ScriptedDrafter):
@@ -301,7 +347,6 @@ class Offering(ScriptedDrafter):
         super().__init__([*range(50)], 16, lambda _: 16)
         self.offers, self.seconds_of_token = offers, seconds
         self.asked: list[int] = []
-        self.declined: list[int] = []
 
     def probabilities(self, most: int) -> list[float]:
         return self.offers.get(len(self.known), [])[:most]
@@ -309,9 +354,6 @@ class Offering(ScriptedDrafter):
     def draft(self, count: int) -> Sequence[int]:
         self.asked.append(len(self.known))
         return super().draft(count)
-
-    def decline(self) -> None:
-        self.declined.append(len(self.known))
 
 
 def test_each_pass_verifies_the_draft_with_the_highest_expected_rate() -> None:
@@ -336,8 +378,6 @@ def test_each_pass_verifies_the_draft_with_the_highest_expected_rate() -> None:
     assert (first.asked, second.asked, costly.asked) == ([1], [3, 5, 9], [])
     assert first.lengths == [(1, 1)]
     assert second.lengths == [(1, 1), (3, 3), (2, 2)]
-    assert {3, 5, 9, 12} <= {*first.declined}
-    assert {1, 12} <= {*second.declined}.difference(second.asked)
 
 
 def test_memory_is_cleared_each_256_tokens_of_a_text_without_an_end(

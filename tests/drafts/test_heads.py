@@ -14,7 +14,7 @@ import mlx_marlin
 from drafts import scripted
 from drafts.scripted import PROMPT, assert_same_text, plain
 from drafts.test_broken_off import Failing
-from drafts.test_stream import TEXT, loaded
+from drafts.test_stream import TEXT, _fixed, loaded
 from mlx_marlin import load_heads
 from mlx_marlin.lm.drafts import drafters, stream
 from mlx_marlin.lm.drafts.decoder import Decoder
@@ -27,7 +27,7 @@ from support.float64_llama import layer, normed
 from support.head_models import CONFIGS, craft
 from support.profiles import sampled
 
-__all__ = ["loaded"]
+__all__ = ["_fixed", "loaded"]
 COUNT = 12
 
 
@@ -183,7 +183,7 @@ def drawn(logprobs: mx.array) -> mx.array:
     ],
     ids=lambda options: ", ".join(options) or "alone",
 )
-@pytest.mark.usefixtures("unfused")
+@pytest.mark.usefixtures("unfused", "_fixed")
 def test_stream_generate_with_a_head_has_the_text_of_mlx_lm(
     options: dict[str, Any], loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:

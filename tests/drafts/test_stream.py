@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tokenizers.processors import TemplateProcessing
 
 import mlx_marlin
+from drafts.scripted import FLAT, FixedCost
 from mlx_marlin.lm.drafts import stream
 from mlx_marlin.lm.drafts.decoder import Token
 from mlx_marlin.lm.drafts.pass_cost import PassCost
@@ -51,6 +52,13 @@ def assert_same_responses(found: Sequence[Any], expected: Sequence[Any]) -> None
         assert mx.allclose(each.logprobs, own.logprobs, rtol=1e-3, atol=1e-3)
 
 
+@pytest.fixture
+def _fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets drafts pay, however busy this machine is."""
+    monkeypatch.setattr(stream, "cost_of", lambda _: FixedCost(FLAT, "predicted"))
+
+
+@pytest.mark.usefixtures("_fixed")
 @pytest.mark.parametrize("by", ["lookup", "model", "both"])
 def test_the_text_is_that_of_mlx_lm(loaded: tuple[nn.Module, Any], by: str) -> None:
     given = {
@@ -101,7 +109,7 @@ def test_a_prompt_cache_goes_on(loaded: tuple[nn.Module, Any]) -> None:
 
 @sampled(1, 4)
 @pytest.mark.parametrize("begun", [None, 3, 6, 9])
-@pytest.mark.usefixtures("unfused")
+@pytest.mark.usefixtures("unfused", "_fixed")
 def test_a_caller_sees_the_cache_of_mlx_lm_at_each_token(
     loaded: tuple[nn.Module, Any], begun: int | None
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_marlin.lm.drafts.draft_length import Choice, best_length
+from mlx_marlin.lm.drafts.draft_length import BETWEEN, PLAIN, Choice, Lengths, Losses
 from mlx_marlin.lm.drafts.drafters import Drafter
 from mlx_marlin.lm.drafts.pass_cost import PassCost
 from mlx_marlin.lm.drafts.passes import Passes
@@ -86,7 +86,7 @@ class Positions:
         `logits`: logits [positions, vocabulary].
         """
         self.draft, self.index = [*draft], 0
-        self._logits, self._picker, self._rows = logits, picker, rows
+        self._logits, self._picker, self.rows = logits, picker, rows
         self._begin(logits if picker.is_greedy else logits[:1])
 
     def _begin(self, logits: mx.array) -> None:
@@ -103,7 +103,7 @@ class Positions:
             token=self._found[at],
             logprobs=self._logprobs[at],
             from_draft=self.draft[index : index + 1] == [self._found[at]],
-            rows=self._rows,
+            rows=self.rows,
         )
 
     def accept(self) -> None:
@@ -124,6 +124,8 @@ class Decoder:
         cost: PassCost,
         picker: Picker,
         stream: Any,
+        *,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         """Keeps what decoding needs.
 
@@ -132,10 +134,15 @@ class Decoder:
         """
         self._passes, self._drafters, self._cost = passes, drafters, cost
         self._drafter: Drafter | None = None  # who made the last draft
-        self._picker, self._stream = picker, stream
+        self._picker, self._stream, self._clock = picker, stream, clock
         self._text: list[int] = []
         self._yielded = 0  # tokens of the text that the caller knows
         self._to_begin = 0.0  # seconds until a pass of one row is begun
+        self._last: float | None = None  # when the pass before was read
+        self._was_ahead = False  # whether the pass after it was begun before
+        self._drafting = 0.0  # seconds of the draft since then
+        self._losses = Losses()
+        self._since_trial = 0  # passes
         self.drafted = self.accepted = self.passes = 0
         self.accepted_by: Counter[str] = Counter()  # drafter's name -> accepted tokens
 
@@ -162,15 +169,12 @@ class Decoder:
 
     def _decoded(self, end: int) -> Iterator[Token]:
         current = self._launch(end)
-        last: float | None = None
         while current is not None:
             ahead = self._ahead(current, end)
             token = current.read()
-            now = perf_counter()
             self.passes += not current.index
-            if last is not None:
-                self._cost.observe(now - last)
-            last = None if ahead is None else now
+            if not token.from_draft:
+                self._observe(current, ahead is not None)
             self._text.append(token.token)
             for drafter in self._drafters:
                 drafter.add(token.token)
@@ -180,6 +184,26 @@ class Decoder:
             self._resume()
             if len(self._text) % CLEARED == 0:
                 mx.clear_cache()
+
+    def _observe(self, read: Positions, is_ahead: bool) -> None:
+        """Takes note of the seconds of a pass, whose last token was read.
+
+        They are those since the last token of the pass before, but for those in which
+        a draft was made or the pass was begun.
+        """
+        now, steps = self._clock(), 1.0
+        if self._last is not None:
+            since = now - self._last
+            seconds = since - self._drafting
+            if not self._was_ahead:
+                seconds -= self._to_begin
+            self._cost.observe(read.rows, seconds, self._passes.fed)
+            if read.rows > 1:  # of a draft, not what the drafter had missed before
+                drafter, count = self._drafter, len(read.draft)
+                each = drafter.seconds_of_token if drafter else 0.0
+                steps = (since - self._drafting + count * each) / self._cost.seconds(1)
+        self._losses.observe(read.index + 1, steps)
+        self._last, self._was_ahead, self._drafting = now, is_ahead, 0.0
 
     def _left(self, end: int) -> int:
         """Returns how many tokens are to come, or as many as a draft can have."""
@@ -193,11 +217,12 @@ class Decoder:
         left = self._left(end) - 1
         if current.draft or left <= 0 or self._choose(left - 1)[1]:
             return None
-        started = perf_counter()
+        started = self._clock()
         with mx.stream(self._stream):
             self._picker.add(current.tokens)
             ahead = Positions(self._passes.run(current.tokens), self._picker)
-        seconds = perf_counter() - started
+        seconds = self._clock() - started
+        self._since_trial += 1
         before = self._to_begin or seconds
         self._to_begin = (1 - SMOOTHING) * before + SMOOTHING * seconds
         return ahead
@@ -229,7 +254,11 @@ class Decoder:
             return None
         with mx.stream(self._stream):
             self._drafter, length = self._choose(left - 1)
+            is_due = self._since_trial >= BETWEEN
+            self._since_trial = 0 if is_due else self._since_trial + 1
+            started = self._clock()
             draft = self._drafter.draft(length) if self._drafter else ()
+            self._drafting = self._clock() - started
             tokens = mx.array([*self._text[self._passes.fed :], *draft], mx.uint32)
             self._picker.add(self._text[-1:])
             logits = self._passes.run(tokens, len(draft) + 1)
@@ -237,29 +266,42 @@ class Decoder:
 
     def _choose(self, left: int) -> tuple[Drafter | None, int]:
         """Returns who is to draft now, and how many tokens, at most `left`."""
+        if self._cost.weight(1) < PLAIN:
+            return None, 0
+        offers = self._offers(left)
         chosen, best = None, Choice(length=0, rate=0.0)
-        most = min(left, self._cost.most_rows)
-        able = [each for each in self._drafters if each.probabilities(most)]
-        for drafter in able:
-            choice = self._best_length(drafter, most)
+        for drafter, lengths in offers:
+            choice = lengths.best(self._losses)
             if choice.length and choice.rate > best.rate:
                 chosen, best = drafter, choice
-        for drafter in able:
-            if drafter is not chosen:
-                drafter.decline()
+        if self._since_trial >= BETWEEN:
+            for drafter, lengths in offers:
+                learns = drafter.learns_by_drafts
+                length = lengths.to_try(best.length, self._losses, learns=learns)
+                if length and drafter is (chosen or drafter):
+                    return drafter, length
         return chosen, best.length
 
-    def _best_length(self, drafter: Drafter, most: int) -> Choice:
+    def _offers(self, left: int) -> list[tuple[Drafter, Lengths]]:
+        """Returns who can draft now, and what at most `left` tokens gain."""
+        most = min(left, self._cost.most_rows)
         waiting = max(len(self._text) - self._passes.fed, 1)
         room = max(self._passes.room(waiting + most) - waiting, 0)
-        return best_length(
-            drafter.probabilities(most)[:room],
-            self._cost,
-            waiting=waiting,
-            seconds_of_draft=self._to_begin,
-            seconds_of_token=drafter.seconds_of_token,
-            are_fed_again=self._passes.are_fed_again,
-        )
+        return [
+            (
+                drafter,
+                Lengths(
+                    probabilities,
+                    self._cost,
+                    waiting=waiting,
+                    seconds_of_draft=self._to_begin,
+                    seconds_of_token=drafter.seconds_of_token,
+                    are_fed_again=self._passes.are_fed_again,
+                ),
+            )
+            for drafter in self._drafters
+            if (probabilities := drafter.probabilities(most)[:room])
+        ]
 
     def _show(self) -> None:
         """Makes the caches have the text, until `_resume`."""

@@ -22,6 +22,8 @@ class Drafter(ABC):
 
     name = "drafts"  # In what is said of drafts
     seconds_of_token = 0.0
+    learns_by_drafts = True
+    """Whether nothing is learnt of a text for which nothing is drafted."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
@@ -48,9 +50,6 @@ class Drafter(ABC):
     def observe(self, length: int, accepted: int) -> None:  # noqa: B027
         """Takes note of how many tokens of the last draft were accepted."""
 
-    def decline(self) -> None:  # noqa: B027
-        """Takes note that a draft that was possible was not made."""
-
     def show(self) -> None:  # noqa: B027
         """Makes a cache have the text and nothing else, until `resume`."""
 
@@ -68,7 +67,7 @@ class LookupDrafter(Drafter):
     or not.
     """
 
-    name = "lookup"
+    name, learns_by_drafts = "lookup", False
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Takes the text's first tokens."""
@@ -113,14 +112,12 @@ class ComputingDrafter(Drafter):
 
     def probabilities(self, most: int) -> list[float]:
         """Returns the probability of each position."""
-        return [self.acceptance.probability(index) for index in range(most)]
+        return self.acceptance.of_positions(most)
 
     def draft(self, count: int) -> Sequence[int]:
         """Returns the most likely tokens, and takes note of the time."""
         started = perf_counter()
-        if (
-            self._catch_up() > 1
-        ):  # a draft leaves one: the rest is the price of no draft
+        if self._catch_up() > 1:  # a draft leaves one: the rest is the price of none
             started = perf_counter()
         found: list[int] = mx.concatenate([*self._tokens(count)]).tolist()  # type: ignore[assignment]
         self._observe_seconds((perf_counter() - started) / count)
@@ -151,12 +148,7 @@ class ComputingDrafter(Drafter):
 
     def observe(self, length: int, accepted: int) -> None:
         """Counts for each position that was tried."""
-        for index in range(min(accepted + 1, length)):
-            self.acceptance.observe(index, int(index < accepted), 1)
-
-    def decline(self) -> None:
-        """Moves the estimate for the first position towards the assumption."""
-        self.acceptance.forget(0)
+        self.acceptance.observe_positions(length, accepted)
 
 
 class ModelDrafter(ComputingDrafter):

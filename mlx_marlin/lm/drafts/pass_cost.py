@@ -1,7 +1,8 @@
-"""The seconds of a forward pass by its rows: measured, predicted or assumed."""
+"""The seconds of a forward pass by its rows: known before, then as observed."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import mlx.nn as nn
 
@@ -12,8 +13,28 @@ from mlx_marlin.planning.measurement import Forwards
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 ASSUMED = 0.1
 """Cost of a further row relative to a pass of one row, where nothing is known."""
-SMOOTHING = 0.1
-"""Weight of the latest observed pass."""
+COMMON = 0.1
+"""Part of a surprise that is taken to concern all passes: heat, or a longer context."""
+MEMORY = 16.0
+"""Most passes that an estimate of their cost counts as."""
+HALF = 512
+"""Tokens after which a pass counts half: with the context, attention's share grows."""
+LARGEST = 2.0
+"""Most times the expected seconds that are believed, and as small a part: the host may
+have been away, or a kernel compiled."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """Passes with a number of rows."""
+
+    seconds: float  # without what is common
+    passes: float  # how many there were, older ones as less
+    context: int  # tokens in the cache at the last one
+
+    def weight(self, context: int) -> float:
+        """Returns how many passes they count as with more tokens in the cache."""
+        return self.passes * float(0.5 ** ((context - self.context) / HALF))
 
 
 class PassCost:
@@ -26,30 +47,65 @@ class PassCost:
         """
         self._rows = sorted(seconds)
         self._seconds = [seconds[m] for m in self._rows]
-        self._observed: float | None = None
         self.source = source
         self.most_rows = self._rows[-1]
-        self._table = [self._known(m) for m in range(self.most_rows + 1)]
+        self._common, self._context = 1.0, 0
+        self._seen: dict[int, Seen] = {}
+        self._before = [self._known(m) for m in range(self.most_rows + 1)]
+        self._table = self._before
 
     def seconds(self, rows: int) -> float:
-        """Returns the seconds of a pass, between known rows on a straight line.
+        """Returns the seconds of a pass.
 
-        What a pass of one row takes longer than was known, because of a long context
-        or the host, is added for any number of rows. If it takes a part of that, so do
-        all.
+        What passes take longer than known is on a straight line between rows that were
+        seen, and the same beyond them. If they take a part of it, the part is.
         """
-        known = self._table[rows] if rows <= self.most_rows else self._known(rows)
-        first, observed = self._seconds[0], self._observed
-        if observed is None:
-            return known
-        return (
-            known + observed - first if observed > first else known * observed / first
-        )
+        if rows <= self.most_rows:
+            return self._table[rows]
+        return self._known(rows) * self._table[-1] / self._before[-1]
 
-    def observe(self, seconds: float) -> None:
-        """Takes note of the seconds that one token took with plain decoding."""
-        before = seconds if self._observed is None else self._observed
-        self._observed = (1 - SMOOTHING) * before + SMOOTHING * seconds
+    def weight(self, rows: int) -> float:
+        """Returns how many passes of these rows were seen, older ones as less."""
+        seen = self._seen.get(rows)
+        return seen.weight(self._context) if seen else 0.0
+
+    def observe(self, rows: int, seconds: float, context: int) -> None:
+        """Takes note of a pass.
+
+        `context`: tokens in the cache.
+        """
+        self._context = context
+        if rows > self.most_rows or seconds <= 0:
+            return
+        expected, seen = self._table[rows], self._seen.get(rows)
+        if self._seen:
+            seconds = min(max(seconds, expected / LARGEST), expected * LARGEST)
+        if seen:
+            self._common *= (seconds / expected) ** COMMON
+        passes = min(self.weight(rows), MEMORY - 1) + 1
+        found = seconds / self._common
+        before = seen.seconds if seen else found
+        average = before + (found - before) / passes
+        self._seen[rows] = Seen(average, passes, context)
+        self._table = [self._common * self._own(m) for m in range(self.most_rows + 1)]
+
+    def _own(self, rows: int) -> float:
+        """Returns the seconds of a pass without what is common."""
+        if rows in self._seen:
+            return self._seen[rows].seconds
+        seen, known = sorted(self._seen), self._before[rows]
+        at = bisect_left(seen, rows)
+        low, high = seen[max(at - 1, 0)], seen[min(at, len(seen) - 1)]
+        part = (rows - low) / (high - low) if high > low else 0.0
+
+        def between(first: float, second: float) -> float:
+            return first + part * (second - first)
+
+        slower = between(
+            *[self._seen[m].seconds - self._before[m] for m in (low, high)]
+        )
+        ratio = between(*[self._seen[m].seconds / self._before[m] for m in (low, high)])
+        return known + slower if slower > 0 else known * ratio
 
     def _known(self, rows: int) -> float:
         index = min(max(bisect_left(self._rows, rows), 1), len(self._rows) - 1)
