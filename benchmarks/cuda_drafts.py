@@ -3,10 +3,16 @@
 The model has random weights; a logits processor makes it write a given text, at the
 cost of a real one: one text repeats a passage of 200 tokens, the other repeats nothing.
 
-Usage: python benchmarks/cuda_drafts.py [--model NAME] [--smoke]
+Later texts find what the first one made (cuDNN plans each length of a cache). So with
+`--first` each way writes the first text of a process, which repeats, and no other.
+
+Usage: python benchmarks/cuda_drafts.py [--first] [--model NAME] [--smoke]
 """
 
+import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,8 +80,22 @@ def rate(tokens: Any) -> float:
     return count / (time.perf_counter() - started)
 
 
+def first_texts(arguments: Sequence[str]) -> None:
+    """Lets processes write one text each, the same without drafts and with them."""
+    for way in ("plain", "lookup"):
+        command = [sys.executable, __file__, "--only", way, *arguments]
+        subprocess.run(command, check=True)
+
+
 def main() -> None:
     """Runs the benchmark."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--first", action="store_true")
+    parser.add_argument("--only", choices=("plain", "lookup"))
+    asked, sys.argv[1:] = parser.parse_known_args()
+    if asked.first:
+        first_texts(sys.argv[1:])
+        return
     sizes = asked_sizes(__doc__)
     model = quantized_model(sizes, Format(mode="affine", bits=4, group_size=64))
     mx.eval(model.parameters())
@@ -89,6 +109,14 @@ def main() -> None:
     new = drawn[:count] if high > count else (drawn * count)[:count]
     passage = drawn[:PASSAGE]
     texts = {"repeats": passage * (count // PASSAGE + 1), "does not": new}
+    if asked.only:
+        text = texts["repeats"]
+        if asked.only == "plain":
+            speed = plain(model, text, PASSAGE)
+        else:
+            speed, _ = looked_up(model, text, PASSAGE)
+        print(f"first text of a process, {asked.only}: {speed:.1f} tokens/s")
+        return
     for name, text in texts.items():
         own, with_drafts = [], []
         for _ in range(REPEATS):
