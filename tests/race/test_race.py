@@ -30,8 +30,7 @@ from mlx_marlin.lm.race import (
 )
 from mlx_marlin.lm.race.forward_race import Budget
 from mlx_marlin.lm.race.product_race import AGAIN, BETWEEN, ROWS
-from mlx_marlin.measure.timing import Spread
-from mlx_marlin.planning.measurement import PROMPTS, STOCK, plan_problem, product_of
+from mlx_marlin.planning.measurement import PROMPTS, STOCK
 from mlx_marlin.warn_once import forget
 from race.conftest import M3_MAX, SimulatedMac
 from support.models import Layers, arrays, tiny_llama, types
@@ -405,24 +404,6 @@ def test_weights_are_packed_only_if_that_gains(
     assert not mac.raced
 
 
-@pytest.mark.parametrize(
-    ("gaining", "losing", "layout"), [(1, 3, "mlx"), (3, 1, "marlin")]
-)
-def test_a_layout_is_chosen_by_the_sum_over_all_layers(
-    mac: SimulatedMac, gaining: int, losing: int, layout: str
-) -> None:
-    def spread(entry: Any, m: int) -> Spread:
-        if entry.layout == "mlx":
-            return Spread(median=10e-6, samples=3)
-        gains = product_of(plan_problem(entry.plan)).n == 4096
-        return Spread(median=7e-6 if gains else 11e-6, samples=3)
-
-    mac._spread = spread  # type: ignore[method-assign]
-    layers = [layer() for _ in range(gaining)] + [layer(2048) for _ in range(losing)]
-
-    assert mac.optimize(Layers(*layers)).layers[0].layout == layout
-
-
 def test_weights_are_packed_once_for_all_rows(
     mac: SimulatedMac, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,17 +461,6 @@ def test_no_product_is_served_by_a_plan_that_was_slower(
             assert (reason is None) == all(
                 times[r][0] <= 0.97 * times[r][1] for r in around
             )
-
-
-@pytest.mark.parametrize(("prompt", "layout"), [(9.0, "marlin"), (9e4, "mlx")])
-def test_packed_weights_lose_where_a_prompt_and_its_answer_are_slower(
-    mac: SimulatedMac, prompt: float, layout: str
-) -> None:
-    mac.ours = lambda which, m: prompt if which == "marlin" and m >= 256 else 9.0
-    if layout == "marlin":
-        mac.ours = lambda which, m: 9.0 if which == "marlin" else 12.0
-
-    assert mac.optimize(Layers(layer())).layers[0].layout == layout
 
 
 def test_a_pass_of_a_prompt_decides_on_packed_weights_too(mac: SimulatedMac) -> None:
