@@ -362,11 +362,12 @@ def test_each_pass_verifies_the_draft_with_the_highest_expected_rate() -> None:
     second = Offering(
         {1: [0.9], 3: [0.6], 5: [0.9] * 3, 9: [0.9, 0.9], 12: [0.06]}, seconds=0.05
     )
+    equal = Offering({1: [0.9]})
     costly = Offering({each: [0.99] * 9 for each in range(20)}, seconds=5.0)
     passes = Passes(counting, [], is_seen=False)  # type: ignore[arg-type]
     decoding = decoder(
         nn.Module(),
-        *(costly, first, second),
+        *(costly, first, equal, second),
         cache=[],
         passes=passes,
         seconds={1: 1.0, 16: 1.6},
@@ -376,7 +377,7 @@ def test_each_pass_verifies_the_draft_with_the_highest_expected_rate() -> None:
 
     assert found == [*range(1, 17)]
     assert (first.asked, second.asked, costly.asked) == ([1], [3, 5, 9], [])
-    assert first.lengths == [(1, 1)]
+    assert (first.lengths, equal.asked) == ([(1, 1)], [])
     assert second.lengths == [(1, 1), (3, 3), (2, 2)]
 
 
