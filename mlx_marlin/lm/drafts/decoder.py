@@ -266,9 +266,9 @@ class Decoder:
 
     def _choose(self, left: int) -> tuple[Drafter | None, int]:
         """Returns who is to draft now, and how many tokens, at most `left`."""
-        if self._cost.weight(1) < PLAIN:
-            return None, 0
         offers = self._offers(left)
+        if not offers or self._cost.weight(1) < PLAIN:
+            return None, 0
         chosen, best = None, Choice(length=0, rate=0.0)
         for drafter, lengths in offers:
             choice = lengths.best(self._losses)
@@ -285,13 +285,21 @@ class Decoder:
     def _offers(self, left: int) -> list[tuple[Drafter, Lengths]]:
         """Returns who can draft now, and what at most `left` tokens gain."""
         most = min(left, self._cost.most_rows)
+        found = [
+            (drafter, probabilities)
+            for drafter in self._drafters
+            if (probabilities := drafter.probabilities(most))
+        ]
+        if not found:  # asked after every token: the rest takes longer
+            return []
         waiting = max(len(self._text) - self._passes.fed, 1)
         room = max(self._passes.room(waiting + most) - waiting, 0)
+        offered = found if room else []
         return [
             (
                 drafter,
                 Lengths(
-                    probabilities,
+                    probabilities[:room],
                     self._cost,
                     waiting=waiting,
                     seconds_of_draft=self._to_begin,
@@ -299,8 +307,7 @@ class Decoder:
                     are_fed_again=self._passes.are_fed_again,
                 ),
             )
-            for drafter in self._drafters
-            if (probabilities := drafter.probabilities(most)[:room])
+            for drafter, probabilities in offered
         ]
 
     def _show(self) -> None:

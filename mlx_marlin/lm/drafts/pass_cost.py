@@ -52,7 +52,7 @@ class PassCost:
         self._common, self._context = 1.0, 0
         self._seen: dict[int, Seen] = {}
         self._before = [self._known(m) for m in range(self.most_rows + 1)]
-        self._table = self._before
+        self._table: list[float] | None = self._before
 
     def seconds(self, rows: int) -> float:
         """Returns the seconds of a pass.
@@ -60,6 +60,8 @@ class PassCost:
         What passes take longer than known is on a straight line between rows that were
         seen, and the same beyond them. If they take a part of it, the part is.
         """
+        if self._table is None:  # not at each plain step, of which many follow
+            self._table = [self._estimate(m) for m in range(self.most_rows + 1)]
         if rows <= self.most_rows:
             return self._table[rows]
         return self._known(rows) * self._table[-1] / self._before[-1]
@@ -77,7 +79,7 @@ class PassCost:
         self._context = context
         if rows > self.most_rows or seconds <= 0:
             return
-        expected, seen = self._table[rows], self._seen.get(rows)
+        expected, seen = self._estimate(rows), self._seen.get(rows)
         if self._seen:
             seconds = min(max(seconds, expected / LARGEST), expected * LARGEST)
         if seen:
@@ -87,7 +89,10 @@ class PassCost:
         before = seen.seconds if seen else found
         average = before + (found - before) / passes
         self._seen[rows] = Seen(average, passes, context)
-        self._table = [self._common * self._own(m) for m in range(self.most_rows + 1)]
+        self._table = None
+
+    def _estimate(self, rows: int) -> float:
+        return self._common * self._own(rows) if self._seen else self._before[rows]
 
     def _own(self, rows: int) -> float:
         """Returns the seconds of a pass without what is common."""
