@@ -121,14 +121,16 @@ def test_a_heads_cache_has_what_was_yielded_when_decoding_is_closed(
 
 
 @pytest.mark.parametrize("turn", [2, 3, 4])
+@pytest.mark.parametrize("family", ["mimo", "mimo_v2_flash"])
 def test_a_heads_cache_has_what_was_yielded_after_an_error(
-    turn: int, tmp_path: Path
+    family: str, turn: int, tmp_path: Path
 ) -> None:
     """Of the pass that verifies a draft: the head has the token before it already."""
-    model, head = head_models.load(tmp_path, "mimo")
+    model, head = head_models.load(tmp_path, family)
     decoding, cache = decoder(model, head)
     drafter: Any = decoding._drafters[0]
     drafter._model._model = Failing(model, turn)
+    drafter.probabilities = lambda _: [0.9] * (turn - 1)
     found: list[int] = []
     with pytest.raises(RuntimeError, match="as asked"):
         found.extend(each.token for each in decoding.tokens(PROMPT, COUNT))
@@ -224,6 +226,8 @@ def test_what_the_race_measured_of_a_head_counts_from_the_first_draft_on(
         decoding = stream._Decoding(model, head, cost, None, is_looking_up=True)
         lookup, own = decoding.decoder._drafters
         assert (lookup.seconds_of_token, own.seconds_of_token) == (0.0, seconds)
+    with pytest.raises(ValueError, match="draft_model is the head of another model"):
+        stream._Decoding(head_models.trunk("mimo"), head, cost, 0, is_looking_up=True)
 
 
 def test_what_drafts_did_is_said_in_one_line() -> None:
@@ -259,21 +263,11 @@ def test_a_head_is_converted_alone(tmp_path: Path) -> None:
     assert not mx.array_equal(head(tokens), expected)
 
 
+_OWN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 DEFINITIONS: dict[str, tuple[str, str, tuple[str, str, str, str], int, float]] = {
-    "qwen3_5": (
-        "mtp.",
-        "layers.0.",
-        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
-        4,
-        1e5,
-    ),
-    "exaone_moe": (
-        "mtp.",
-        "layers.0.",
-        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
-        0,  # as its model's layers without a window
-        1e4,
-    ),
+    "qwen3_5": ("mtp.", "layers.0.", _OWN, 4, 1e5),
+    # As its model's layers without a window
+    "exaone_moe": ("mtp.", "layers.0.", _OWN, 0, 1e4),
     "mimo": (
         "model.mtp_layers.0.",
         "",

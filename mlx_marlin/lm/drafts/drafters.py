@@ -236,7 +236,7 @@ class HeadDrafter(ComputingDrafter):
         yield tokens
         pairs = head.fed
         if count > 1:
-            head.begin(count - 1, passes=count - 1)
+            head.begin(count - 1, passes=count)  # `settle` may go a pair further back
         for position in range(pairs, pairs + count - 1):
             hidden = head.rows.take(position - 1, position)
             tokens = _likeliest(head.run(tokens, hidden=hidden[None]))

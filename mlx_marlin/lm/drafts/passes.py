@@ -198,7 +198,7 @@ class Passes:
         for index, before in self._before.items():
             window = self._leaves[index]
             if _rows_since(window, before) > window.max_size - window.keep:
-                return self._begun  # some have overwritten others
+                return min(self._begun, count)  # some have overwritten others
         return self._begun + rows
 
     def _go(self, count: int) -> None:
@@ -252,10 +252,15 @@ def _rows_since(window: Any, before: dict[str, Any]) -> int:
 
 
 def _write_again(window: Any, before: dict[str, Any], rows: int) -> None:
-    """Puts an earlier state of a window back, and writes the first rows since then."""
+    """Puts an earlier state of a window back, and writes the first rows since then.
+
+    If `rows` is negative, it is a state of so many rows less.
+    """
     end = rows - _rows_since(window, before) or None
     start, own = (end or 0) - rows, (window.keys, window.values)
-    written = [window._temporal_order(each)[..., start:end, :] for each in own if rows]
+    order = window._temporal_order
+    written = [order(each)[..., start:end, :] for each in own if rows > 0]
     vars(window).update(copied(before))
-    if rows:
+    if written:
         window.update_and_fetch(*written)
+    _cut(window, max(-rows, 0))

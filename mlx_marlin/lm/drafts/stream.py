@@ -27,7 +27,7 @@ from mlx_marlin.lm.drafts.drafters import (
     LookupDrafter,
     ModelDrafter,
 )
-from mlx_marlin.lm.drafts.heads import DraftHead
+from mlx_marlin.lm.drafts.heads import DraftHead, Trunk
 from mlx_marlin.lm.drafts.hidden_rows import HiddenPasses
 from mlx_marlin.lm.drafts.pass_cost import PassCost, cost_of
 from mlx_marlin.lm.drafts.passes import Passes
@@ -106,7 +106,8 @@ def stream_generate(
         `DraftedResponse`; without drafts, and with embeddings, mlx-lm's.
 
     Raises:
-        ValueError: If `max_tokens` is 0 or the prompt is empty.
+        ValueError: If `max_tokens` is 0, the prompt is empty, or `draft_model` is the
+            head of another model.
         TypeError: If an option is not one of mlx-lm's.
     """
     stream = generation_stream if stream is None else stream
@@ -196,6 +197,11 @@ def _drafting(
     if not isinstance(draft_model, DraftHead):
         drafter = ModelDrafter(Passes(draft_model, others, **how))
         return Passes(model, own, **how), [drafter]
+    if draft_model.trunk.text is not Trunk(model).text:
+        raise ValueError(
+            "draft_model is the head of another model, expected what load_heads "
+            "returned for this one"
+        )
     before = draft_model.family.before_norm
     passes = HiddenPasses(draft_model.trunk.norm, before, model, own, **how)
     of_head = HiddenPasses(draft_model.norm, before, draft_model, others, **how)
