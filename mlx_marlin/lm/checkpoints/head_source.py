@@ -1,6 +1,7 @@
 """Reads a model's head from the files that it is kept in."""
 
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from mlx_marlin.checkpoints.folder import INDEX, weight_map
 from mlx_marlin.checkpoints.location import REPOSITORY
 from mlx_marlin.checkpoints.settings import check_code, method_of
 from mlx_marlin.lm.checkpoints.folder_source import FolderSource
-from mlx_marlin.lm.checkpoints.head_folder import HeadFolder, check_found
+from mlx_marlin.lm.checkpoints.head_folder import FILE, HeadFolder, check_found
 from mlx_marlin.lm.checkpoints.loading import FOLDER, load_model
 from mlx_marlin.lm.drafts.heads import (
     DraftHead,
@@ -154,11 +155,13 @@ def _folder(
 def _fetched(name: str, family: HeadFamily, layers: int) -> Path:
     from huggingface_hub import snapshot_download
 
-    folder = Path(snapshot_download(name, allow_patterns=["config.json", INDEX]))
+    folder = Path(snapshot_download(name, allow_patterns=["config.json", INDEX, FILE]))
+    if (folder / FILE).exists():  # as `convert` leaves it, in no index
+        return folder
     files = {"*.safetensors"}
     if (folder / INDEX).exists():
         known = weight_map(folder)
         places = family.names(known, layers)
         check_found(name, places, family, layers)
-        files = {known[tensor] for tensor in places}
+        files = {escape(known[tensor]) for tensor in places}
     return Path(snapshot_download(name, allow_patterns=[*sorted(files)]))
