@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
             f"lm: {option} {args.lm_command}, expected one of {', '.join(GENERATE)}, "
             f"because other commands have no drafts"
         )
-    if args.heads and any("--draft-model" in each for each in args.arguments):
+    if args.heads and any(
+        each.partition("=")[0] == "--draft-model" for each in args.arguments
+    ):
         raise ValueError("lm: --heads and --draft-model exclude each other: use one")
     model = measured_models.model_of(args.arguments)
     if model is not None:

@@ -111,6 +111,7 @@ REFUSED = {
     "lm --heads auto": [
         ("evaluate --model a/model", "--heads evaluate, expected one of"),
         ("chat --model a/model --draft-model b", "--heads and --draft-model exclude"),
+        ("chat --model nowhere --prompt=--draft-model", "nowhere: no such folder"),
     ],
     "doctor": [
         ("--rows 1,4", "--rows 1,4 requires --check"),
