@@ -50,6 +50,10 @@ Convert = Callable[[Any], nn.Module]
 STAYS_STOCK = "stays_stock"
 """Attribute of layers that stay on stock MLX: `verify` found too large an error."""
 NOT_QUANTIZED = "not quantized; optimize(model, quantize=True) quantizes linear layers"
+UNREAD_EXPERTS = (
+    "our kernels for experts do not run here, or do not take such scales, a global "
+    "scale, or invariant=True"
+)
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that have the same input in mlx-lm's models."""
 
@@ -91,10 +95,7 @@ class LayerConversion:
         if reason := why_not_supported(layer):
             return reason
         if experts and not are_supported_experts(layer, self.invariant):
-            return (
-                "our kernels for experts do not run here, or do not take such scales, "
-                "a global scale, or invariant=True"
-            )
+            return UNREAD_EXPERTS
         is_variant = self.invariant if sharded else not supports_heads(self.invariant)
         if (heads or sharded) and is_variant:
             return "sums of machines, and heads on CUDA, are not invariant"

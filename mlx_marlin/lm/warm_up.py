@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +109,8 @@ def cache_factory(model: nn.Module) -> Callable[[], Any] | None:
 
 def layer_steps(model: nn.Module, m: int) -> Iterator[Step]:
     """Yields the call of each distinct product of the converted layers."""
-    for use in uses_of(model, Target.of(None)):
+    uses = {replace(use, paths=()): use for use in uses_of(model, Target.of(None))}
+    for use in uses.values():
         if use.is_converted and use.request is not None:
             yield partial(_call, whole(use.layers[0]), use, m)
 

@@ -12,6 +12,7 @@ from cli.conftest import Run
 from mlx_marlin.cli.main import COMMANDS, GUIDE, main
 from support import quantized_folder
 from support.marks import needs_emulator
+from support.processes import run_python
 from support.profiles import sampled
 
 
@@ -65,6 +66,24 @@ def test_what_a_machine_has_timed_is_called_measured(
     said = capsys.readouterr().out
     assert f"mlx-marlin {command}" in said
     assert re.findall(r"\btuned\b", said) == []
+
+
+def test_no_help_but_that_of_the_emulator_needs_an_extra_package() -> None:
+    commands = [name for name in COMMANDS if name != "emulate"]
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys(["numpy", "mlx_lm", "matplotlib", "tqdm"]))
+from mlx_marlin.cli.main import main
+for command in {commands}:
+    try:
+        main([command, "--help"])
+    except SystemExit:
+        pass
+"""
+    answer = run_python(program)
+
+    shown = [line for line in answer.stdout.splitlines() if line.startswith("usage")]
+    assert [line.split()[2] for line in shown] == commands, answer.stderr
 
 
 KERNEL = "y[thread_position_in_grid.x] = 1.0f;"

@@ -246,6 +246,15 @@ def test_layers_that_stay_have_a_reason() -> None:
             assert served == {("ours", None) if stays is None else ("stock", stays)}
 
 
+def test_a_chip_keeps_experts_that_its_kernels_do_not_take() -> None:
+    model = SwitchGLU(64, 96, 6, bias=False)
+    nn.quantize(model, group_size=32, bits=4)  # float32, which Metal's kernels take
+
+    for chip, is_kept in {"H200": True, "M3 Max": False}.items():
+        for layer in mlx_marlin.report(model, [1], chip=chip).layers:
+            assert (layer.use.stays is not None) == is_kept == (not layer.use.layout)
+
+
 def test_equal_layers_are_one_group_and_shared_ones_count_once() -> None:
     one, other = nn.QuantizedLinear(64, 64), nn.QuantizedLinear(64, 96)
     model = Layers(one, nn.QuantizedLinear(64, 64), one, other)

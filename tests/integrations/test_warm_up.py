@@ -142,6 +142,13 @@ def test_modules_are_warmed_up(checked: list[Any], name: str, layout: str) -> No
     assert len(checked) == len(known)
 
 
+def test_equal_products_are_called_once() -> None:
+    model = nn.Module()
+    model.first, model.second = nn.QuantizedLinear(128, 64), nn.QuantizedLinear(128, 64)
+    mlx_marlin.optimize(model)
+    assert len([*warm_up.layer_steps(model, 2)]) == 1
+
+
 def test_each_dtype_of_scales_is_warmed_up(checked: list[Any]) -> None:
     layers = [nn.QuantizedLinear(128, 64), nn.QuantizedLinear(128, 64)]
     layers[1].set_dtype(mx.float16)

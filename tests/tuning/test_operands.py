@@ -12,6 +12,7 @@ from mlx_marlin.backends.devices import named
 from mlx_marlin.backends.metal.device import DEFAULT
 from mlx_marlin.measure import operands, timing
 from mlx_marlin.planning.problem import Problem, problem_of
+from mlx_marlin.weights import super_blocks
 from mlx_marlin.weights.formats import DTYPE_BYTES, LAYOUTS, format_of
 from support.oracles import exact
 from support.profiles import sampled
@@ -113,11 +114,14 @@ def test_weights_of_super_blocks_are_spread_around_zero(bits: int) -> None:
     problem = problem_of(2, 40, 512, **format, layout="marlin")
     words, scales, _ = operands.operands(problem, 1).native
     weight = exact(operands.decoded(words, scales, None, **format))
+    parameters = super_blocks.float_parameters(scales, problem.format, 32)
+    steps, least = (exact(each)[..., None] for each in parameters if each is not None)
 
+    codes = (weight.reshape(40, 16, 32) - least) / steps
     # Codes are all as frequent; a step of theirs is about a tenth of 1 / sqrt(k).
-    scaled = weight * 10 * 512**0.5
-    assert scaled.std() == pytest.approx(((4**bits - 1) / 12) ** 0.5, rel=0.3)
-    assert abs(scaled.mean()) < 0.6  # half a step
+    assert codes.std() == pytest.approx(((4**bits - 1) / 12) ** 0.5, rel=0.03)
+    assert 10 * 512**0.5 * abs(steps).mean() == pytest.approx(1, rel=0.1)
+    assert abs(10 * 512**0.5 * weight.mean()) < 0.6  # half a step
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

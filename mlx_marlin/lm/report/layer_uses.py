@@ -24,6 +24,7 @@ from mlx_marlin.lm.known_layers import (
     is_supported_format,
 )
 from mlx_marlin.lm.layer_conversion import (
+    UNREAD_EXPERTS,
     LayerConversion,
     has_stock_format,
     is_marlin_layer,
@@ -156,8 +157,10 @@ class Target:
             return layer.layout, None
         conversion = self.conversion
         if conversion is None:
-            layout = self._layout_on_chip(layer)
-            return layout, DEFAULTS.why_not(layer) if layout is None else None
+            if (layout := self._layout_on_chip(layer)) is not None:
+                return layout, None
+            # Other devices may have kernels for experts that this one has not.
+            return None, DEFAULTS.why_not(layer) or UNREAD_EXPERTS
         reason = None if ours else conversion.why_not(layer)
         if self.stock is not None and not getattr(layer, "is_packed_only", False):
             return None, reason or self.stock

@@ -9,15 +9,16 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_marlin import state
 from mlx_marlin.backends import selection
-from mlx_marlin.lm.verification.layers import CheckedLayer, ExactWeight
+
+if TYPE_CHECKING:
+    from mlx_marlin.lm.verification.layers import CheckedLayer, ExactWeight
 
 WINDOW, MOST_WINDOWS = 128, 16
 """Tokens that are predicted in a window, and windows that are used of a text."""
@@ -128,9 +129,11 @@ class Activations:
 
 
 def random_activations(
-    layer: CheckedLayer, weight: ExactWeight, rows: int, dtype: mx.Dtype, seed: int
+    layer: "CheckedLayer", weight: "ExactWeight", rows: int, dtype: mx.Dtype, seed: int
 ) -> Activations:
     """Draws normally distributed activations, or tokens for a look-up."""
+    import numpy as np  # here, because the help of commands needs no extra package
+
     drawn = np.random.default_rng([seed, *layer.name.encode()])
     matrices, n, k = weight.shape
     zeros = mx.zeros(rows, mx.uint32)
@@ -149,7 +152,7 @@ def random_activations(
 class Capture:
     """The first inputs of each layer of a model."""
 
-    def __init__(self, layers: Sequence[CheckedLayer], rows: int) -> None:
+    def __init__(self, layers: Sequence["CheckedLayer"], rows: int) -> None:
         self._rows = rows
         self._layers: dict[tuple[int, str], CheckedLayer] = {
             (id(layer.module), METHODS.get(layer.operation, "__call__")): layer
@@ -167,7 +170,7 @@ class Capture:
         arrays = [a for found in self._found.values() for a in found]
         mx.eval([a.x for a in arrays], [a.matrices for a in arrays])
 
-    def of(self, layer: CheckedLayer) -> Activations | None:
+    def of(self, layer: "CheckedLayer") -> Activations | None:
         """Returns the inputs of a layer; None if it was not called."""
         parts = self._found.get((layer.name, layer.operation))
         if not parts:
@@ -206,7 +209,7 @@ class Capture:
 
     def _keep(
         self,
-        layer: CheckedLayer,
+        layer: "CheckedLayer",
         x: mx.array,
         args: Sequence[Any],
         options: Mapping[str, Any],
@@ -221,7 +224,7 @@ class Capture:
 
 
 def _rows(
-    layer: CheckedLayer, x: mx.array, args: Sequence[Any], options: Mapping[str, Any]
+    layer: "CheckedLayer", x: mx.array, args: Sequence[Any], options: Mapping[str, Any]
 ) -> Activations | None:
     """Returns the rows of a call; None if it multiplies by weights not transposed."""
     if layer.operation == "lookup":
