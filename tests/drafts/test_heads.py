@@ -1,6 +1,7 @@
 """Heads that ship with models draft what their weights say, and change no text."""
 
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -135,6 +136,25 @@ def test_a_heads_cache_has_what_was_yielded_after_an_error(
     with pytest.raises(RuntimeError, match="as asked"):
         found.extend(each.token for each in decoding.tokens(PROMPT, COUNT))
     assert_pairs(model, head, cache, [*PROMPT, *found])
+
+
+def test_a_pass_keeps_the_states_of_its_own_thread(tmp_path: Path) -> None:
+    model, head = head_models.load(tmp_path, "mimo")
+    norm, caches, x = head.trunk.norm, [make_prompt_cache(model) for _ in "ab"], PROMPT
+    passes, other = (HiddenPasses(norm, False, model, cache) for cache in caches)
+    others = Thread(target=lambda: (norm(mx.zeros((1, 9, 64))), other.run(mx.array(x))))
+
+    def beside(tokens: mx.array, cache: list[Any]) -> mx.array:
+        found: mx.array = model(tokens, cache=cache)
+        others.start()
+        others.join(0.05)  # it waits for this pass
+        return found
+
+    passes._model = beside  # type: ignore[assignment]
+    passes.run(mx.array(x))
+    others.join()
+    assert mx.allclose(passes.rows.take(0, 11), states(model, head, x)[0], atol=1e-5)
+    assert (type(norm), other.rows.end) == (nn.RMSNorm, len(x))
 
 
 @pytest.mark.parametrize("pays", [False, True])

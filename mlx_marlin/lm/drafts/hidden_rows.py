@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from threading import RLock, get_ident
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +13,8 @@ from mlx_marlin.lm.drafts.passes import Passes
 PENDING = 16
 """Rows after which a head is fed without a draft, so that they do not pile up."""
 _SEEN = "_mlx_marlin_seen"
-"""Attribute of a norm: what it was given last, and what it returned."""
+"""Attribute of a norm: a thread, what it gave the norm last, and what it got."""
+_norms_change = RLock()
 
 
 class HiddenRows:
@@ -63,20 +65,23 @@ class HiddenPasses(Passes):
         `before_norm`: whether states are those before it.
         """
         super().__init__(*given, **options)
-        self._norm, self._which = norm, 0 if before_norm else 1
+        self._norm, self._which = norm, 1 if before_norm else 2
         self.rows = HiddenRows()
         self.feed_head: Callable[[], None] = lambda: None
 
     def run(self, tokens: mx.array, positions: int = 1, **given: Any) -> mx.array:
         """Feeds tokens as `Passes` does, and keeps their hidden states."""
-        start, norm, own = self.fed, self._norm, type(self._norm)
-        norm.__class__ = _keeping(own)
-        try:
-            logits = super().run(tokens, positions, **given)
-        finally:
-            norm.__class__ = own
-            states = vars(norm).pop(_SEEN, None)
-        self.rows.add(start, states[self._which][0])
+        start, norm = self.fed, self._norm
+        seen: list[Any] = [get_ident()]
+        with _norms_change:
+            own = type(norm)
+            norm.__class__, vars(norm)[_SEEN] = _keeping(own), seen
+            try:
+                logits = super().run(tokens, positions, **given)
+            finally:
+                norm.__class__ = own
+                del vars(norm)[_SEEN]
+        self.rows.add(start, seen[self._which][0])
         self.feed_head()
         return logits
 
@@ -94,7 +99,9 @@ def _keeping(own: type[nn.Module]) -> type[nn.Module]:
 
     def call(norm: Any, x: mx.array) -> mx.array:
         y: mx.array = own.__call__(norm, x)
-        vars(norm)[_SEEN] = x, y
+        seen = vars(norm).get(_SEEN, [None])
+        if seen[0] == get_ident():
+            seen[1:] = x, y
         return y
 
     return type(own.__name__, (own,), {"__call__": call})
