@@ -251,17 +251,9 @@ def test_what_the_race_measured_of_a_head_counts_from_the_first_draft_on(
 
 
 def test_what_drafts_did_is_said_in_one_line() -> None:
-    given = dict.fromkeys(["text", "token", "logprobs", "from_draft"], 0)
-    numbers = ["prompt_tokens", "prompt_tps", "generation_tps", "peak_memory"]
-    response: Any = DraftedResponse(
-        **given,
-        **dict.fromkeys(numbers, 0),
-        generation_tokens=95,
-        drafted=61,
-        accepted=52,
-        passes=50,
-        accepted_by={"lookup": 12, "heads": 40},
-    )
+    given: list[Any] = ["", 0, None, False, 0, 0.0, 95, 0.0, 0.0]
+    found = {"drafted": 61, "accepted": 52, "accepted_by": {"lookup": 12, "heads": 40}}
+    response = DraftedResponse(*given, passes=50, **found)  # type: ignore[arg-type]
     said = "drafts: 52 of 61 accepted, 1.9 tokens a pass, by heads 40, lookup 12"
     assert response.summary == said
 

@@ -46,8 +46,8 @@ class DraftedResponse(GenerationResponse):
     accepted: int = 0  # Drafted tokens accepted so far
     rows: int = 1  # Rows of the pass that this token is from
     plain_tps: float = 0.0  # Tokens a second that plain decoding would have had
-    # Where `plain_tps` and the draft lengths are from: "measured", "predicted", or
-    # "assumed"
+    # What was known of the seconds of passes before they were timed: "measured",
+    # "predicted", or "assumed"
     cost: str = "assumed"
     passes: int = 1  # Passes whose tokens were yielded so far
     # Drafted tokens accepted so far, by what drafted them: "heads", "lookup", "model"
