@@ -122,11 +122,11 @@ def _tuned(facts: Facts) -> list[str]:
                 f"  with export {facts['variable']}={value} before MLX starts it is "
                 f"faster; `mlx-marlin lm` sets it"
             )
-    lines += [
-        f"{file['name']}: {file['results']} results"
-        + (", this machine" if file["this_machine"] else "")
-        for file in facts["files"]
-    ]
+    for file in facts["files"]:
+        count = file["results"]
+        said = "not readable" if count is None else f"{count} results"
+        own = ", this machine" if file["this_machine"] else ""
+        lines.append(f"{file['name']}: {said}{own}")
     return [*lines, *facts["ignored"], *([] if facts["on"] else [OFF])]
 
 

@@ -221,7 +221,10 @@ def test_tuned_results_are_counted(
     assert [each for each in files if files[each]["this_machine"]] == [here]
     assert "are ignored" in found["ignored"][0]
     monkeypatch.setenv(measured_results.ENVIRONMENT, "0")
-    assert "switched off by MLX_MARLIN_TUNED=0" in printed("doctor")
+    said = printed("doctor")
+    assert "switched off by MLX_MARLIN_TUNED=0" in said
+    assert f"{here}: 2 results, this machine" in said
+    assert "broken.json: not readable\n" in said
 
 
 @pytest.mark.usefixtures("runs")
