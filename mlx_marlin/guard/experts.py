@@ -40,7 +40,8 @@ def fault_of_route(plan: RoutePlan) -> str | None:
         of_chosen = mx.take_along_axis(wide, chosen, axis=-1)
         others = wide if plan.of_all else of_chosen
         values = mx.exp(of_chosen) / mx.exp(others).sum(-1, keepdims=True)
-    return reference.difference(scores, Answer(values, values * 2.0**-16))
+        answer = Answer(values, values * 2.0**-16)
+    return reference.difference(scores, answer)
 
 
 def fault_of_combine(plan: CombinePlan) -> str | None:

@@ -1,5 +1,6 @@
 """What checks give to kernels, and what they compare the results with."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -55,6 +56,7 @@ Compared = list[tuple[mx.array, Answer]]
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mx.array]]:
     """Lists what is evaluated, and holds all that answers need to the CPU.
 
+    GPUs have no float64: their checks would be mistakes, and their kernels not serve.
     All numbers are drawn by keys: a check is the same each time, and moves no seed.
     """
     found: list[mx.array] = []
@@ -65,14 +67,39 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mx.array]]:
         found.extend(each for _, each in tree_flatten(trees))
         evaluates(*trees)
 
-    def stream(device: Any) -> Any:
-        assert device == mx.cpu
-        return on(device)
+    inside: list[Any] = []
 
+    @contextmanager
+    def stream(device: Any) -> Iterator[None]:
+        assert device == mx.cpu
+        inside.append(device)
+        with on(device):
+            yield
+        inside.pop()
+
+    def on_the_cpu(operator: str) -> Callable[..., Any]:
+        own = getattr(mx.array, operator)
+
+        def operate(array: mx.array, *others: Any, **options: Any) -> Any:
+            doubles = [each for each in (array, *others) if is_double(each)]
+            caller = sys._getframe(1).f_globals["__name__"]
+            assert inside or not doubles or not caller.startswith("mlx_marlin.guard")
+            return own(array, *others, **options)
+
+        return operate
+
+    for operator in ("__add__", "__sub__", "__mul__", "__truediv__", "sum", "astype"):
+        monkeypatch.setattr(mx.array, operator, on_the_cpu(operator))
     monkeypatch.setattr(mx, "eval", evaluate)
     monkeypatch.setattr(mx, "stream", stream)
     yield found
     np.testing.assert_array_equal(np.array(mx.random.state[0]), seed)
+
+
+def is_double(value: Any) -> bool:
+    """Returns whether an operation with a value, or to it, needs float64."""
+    dtype = value.dtype if isinstance(value, mx.array) else value
+    return isinstance(dtype, mx.Dtype) and dtype == mx.float64
 
 
 def assert_among(arrays: Sequence[mx.array], found: Sequence[mx.array]) -> None:
