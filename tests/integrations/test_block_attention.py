@@ -351,6 +351,65 @@ def test_other_calls_are_mlx_lms(
     assert mx.array_equal(y, expected)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("length", [0, 9, 250, 300])
+@pytest.mark.parametrize(("tokens", "heads"), [(2, 4), (5, 2), (32, 6)])
+def test_few_rows_attend_in_one_shape_for_all_lengths_of_a_step(
+    grouped: Groups, length: int, tokens: int, heads: int
+) -> None:
+    """Views of the filled part would be planned anew by cuDNN for each length."""
+    cache: Any = KVCache()
+    if length:
+        prompt = drawn(2, length, streams=1)
+        cache.update_and_fetch(prompt, prompt + 1)
+    for _ in range(2):
+        q, k, v = (drawn(each, tokens, streams=1) for each in (heads, 2, 2))
+        y = attend(q, k, v, cache, "causal", SCALE)
+        keys, values = (
+            each[:, :, : cache.offset] for each in (cache.keys, cache.values)
+        )
+        assert_near(y, exactly(q, keys, values, [0]))
+    assert cache.offset == length + 2 * tokens
+    assert len(grouped) == 2
+    assert all(shape[2] % kv_cache.ALIGNED == 0 for _, shape in grouped)
+    assert grouped[0] == grouped[1] or cache.offset > 256
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "backend_name", "options"),
+    [
+        (33, "causal", "cuda", {}),
+        (4, None, "cuda", {}),
+        (1, "causal", "cuda", {}),
+        (4, "causal", "metal", {}),
+        (4, "causal", "cuda", {"transformed": True}),
+        (4, "causal", "cuda", {"sinks": mx.zeros}),
+    ],
+)
+def test_many_rows_and_other_calls_of_a_stream_are_mlx_lms(
+    grouped: Groups,
+    backend: Choose,
+    tokens: int,
+    mask: str | None,
+    backend_name: str,
+    options: dict[str, Any],
+) -> None:
+    backend(backend_name)
+    if "sinks" in options:
+        options = {"sinks": mx.zeros((4,), mx.float16)}
+    q, k, v = (drawn(each, tokens, streams=1) for each in (4, 2, 2))
+
+    y = attend(q, k, v, KVCache(), mask, SCALE, **options)
+
+    assert grouped == []
+    assert mx.array_equal(
+        y,
+        mx.fast.scaled_dot_product_attention(
+            q, k, v, scale=SCALE, mask=mask, sinks=options.get("sinks")
+        ),
+    )
+
+
 def test_a_mask_with_a_window_is_kept(grouped: Groups) -> None:
     cache, own = filled(20, 2, PADDING), filled(20, 2, PADDING)
     mask = create_causal_mask(

@@ -10,18 +10,20 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import rope_utils
 from mlx_lm.models.base import scaled_dot_product_attention
-from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 
 from mlx_marlin.backends import selection
 from mlx_marlin.lm.tracing.block_spec import NotTraceableError
-from mlx_marlin.lm.tracing.kv_cache import append, updated, updated_alone
+from mlx_marlin.lm.tracing.kv_cache import append, update_whole, updated, updated_alone
 from mlx_marlin.planning.epilogue import Heads as HeadLayout
 from mlx_marlin.planning.epilogue import Rotation
 
 HOST_BYTES = 8
 """MLX keeps arrays of at most this size in host memory (0.32.4), from which each block
 of a kernel takes 2 to 10 us to read its position (measured, docs/lab)."""
+FEW_ROWS = 32
+"""Most rows of a pass that attend to the whole capacity of a cache."""
 Heads = tuple[mx.array, mx.array, mx.array]
 """q, k and v, each [streams, heads, 1, features]."""
 ROPES = (
@@ -170,6 +172,10 @@ def attend(
     if alone:
         keys, values = updated_alone(cache, keys, values)
         mask = None
+    elif not transformed and sinks is None and _are_few_rows(queries, cache, mask):
+        update_whole(cache, keys, values)
+        summands = _causal(queries, cache.keys, cache.offset)
+        return _grouped(queries, cache.keys, cache.values, summands, scale)
     elif not transformed and sinks is None and _is_grouped(queries, keys, cache, mask):
         append(cache, keys, values)
         summands = _summands(mask, queries, cache.keys)
@@ -196,6 +202,43 @@ def _is_grouped(queries: mx.array, keys: mx.array, cache: Any, mask: Any) -> boo
         and heads > keys.shape[1]
         and mask.shape == (streams, 1, tokens, cache._idx + tokens)
     )
+
+
+def _are_few_rows(queries: mx.array, cache: Any, mask: Any) -> bool:
+    """Returns whether the rows of a pass attend to the whole capacity of a cache.
+
+    On CUDA, MLX (0.32.4) lets cuDNN plan each number of rows with each length anew,
+    which takes 50 to 70 ms (measured). Passes that verify drafts have few rows.
+    """
+    return (
+        type(cache) is KVCache
+        and isinstance(mask, str)
+        and mask == "causal"
+        and 1 < queries.shape[2] <= FEW_ROWS
+        and selection.traits().stock_attends_by_capacity
+    )
+
+
+_last_causal: tuple[tuple[object, ...], mx.array] | None = None
+
+
+def _causal(queries: mx.array, keys: mx.array, end: int) -> mx.array:
+    """Returns the summands of rows that see the tokens up to their own.
+
+    All layers share those of a pass.
+
+    `end`: tokens in the cache with those of the rows, which are the last.
+    """
+    global _last_causal
+    last, key = _last_causal, (queries.shape, keys.shape, keys.dtype, end)
+    if last is not None and last[0] == key:
+        return last[1]
+    streams, heads, tokens, _ = queries.shape
+    seen = mx.arange(end - tokens + 1, end + 1)[:, None] > mx.arange(end)
+    mask = mx.broadcast_to(seen, (streams, 1, tokens, end))
+    summands = _masking(mask, heads, keys)
+    _last_causal = key, summands
+    return summands
 
 
 _last_summands: tuple[Any, tuple[object, ...], mx.array] | None = None

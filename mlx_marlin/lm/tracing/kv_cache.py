@@ -84,6 +84,17 @@ def updated(cache: Any, keys: mx.array, values: mx.array) -> Any:
     return cache.keys[:, :, :end], cache.values[:, :, :end]
 
 
+def update_whole(cache: Any, keys: mx.array, values: mx.array) -> None:
+    """Does what `updated` does, and aligns the capacity, all of which is to be read.
+
+    Beyond its tokens a `KVCache` holds zeros and trimmed tokens.
+    """
+    updated(cache, keys, values)
+    capacity = -(-cache.keys.shape[2] // ALIGNED) * ALIGNED
+    if capacity != cache.keys.shape[2]:  # mlx-lm adds whole steps to its tokens
+        _resize(cache, cache.offset, capacity)
+
+
 def updated_alone(cache: Any, keys: mx.array, values: mx.array) -> Any:
     """Does what `updated` does, for a batch of one stream without padding."""
     _choose_kernel(cache, cache._idx + 1)
