@@ -7,6 +7,7 @@ and their own keys and values are written again. `row_states` has recurrent stat
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import (
 from mlx_marlin.lm.drafts.row_states import RowStates, copied
 
 Caches = list[Any]
+UNWATCHED = nullcontext()
 Variables = list[dict[str, Any]]
 APPENDED = (KVCache, QuantizedKVCache, ChunkedKVCache)
 """Caches of which `trim` takes back any rows of the last passes."""
@@ -103,7 +105,8 @@ class Passes:
             self._find_leaves()
         self._begun, self._open = self.fed, passes
         self._offsets = [vars(leaf).get("offset") for leaf in self._leaves]
-        self._states.begin(passes)
+        if self._whole:
+            self._states.begin(passes)
         self._before = {
             index: copied(vars(leaf))
             for index, leaf in enumerate(self._leaves)
@@ -121,7 +124,7 @@ class Passes:
             self.begin(tokens.size)
         self._open -= 1
         try:
-            with self._states.watching(tokens.size, is_verifying=positions > 1):
+            with self._watching(tokens.size, positions):
                 logits: mx.array = self._model(tokens[None], cache=self._cache, **given)
         except BaseException:  # some layers may have the tokens
             self._go(self._begun)
@@ -129,6 +132,11 @@ class Passes:
             raise
         self.fed += tokens.size
         return logits[0, -positions:]
+
+    def _watching(self, rows: int, positions: int) -> AbstractContextManager[None]:
+        if not self._whole:
+            return UNWATCHED
+        return self._states.watching(rows, is_verifying=positions > 1)
 
     def keep(self, count: int) -> None:
         """Takes back what was fed after `count` tokens; `fed` is what is left.
