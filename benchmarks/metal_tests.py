@@ -22,7 +22,7 @@ FILES = tuple(
     f"tests/metal/test_{name}.py"
     for name in (
         *("block_kernels", "normed", "gated", "kernels"),
-        *("epilogue", "invariance", "order_of_addition"),
+        *("epilogue", "invariance"),
     )
 )
 """Files of tests, from kernels of one row to those with every division of the work."""

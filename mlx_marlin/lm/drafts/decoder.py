@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_marlin.lm.drafts.draft_length import BETWEEN, PLAIN, Choice, Lengths, Losses
 from mlx_marlin.lm.drafts.drafters import Drafter
-from mlx_marlin.lm.drafts.pass_cost import PassCost
+from mlx_marlin.lm.drafts.pass_cost import LARGEST, PassCost
 from mlx_marlin.lm.drafts.passes import Passes
 
 Sampler = Callable[[mx.array], mx.array]
@@ -201,7 +201,10 @@ class Decoder:
             if read.rows > 1:  # of a draft, not what the drafter had missed before
                 drafter, count = self._drafter, len(read.draft)
                 each = drafter.seconds_of_token if drafter else 0.0
-                steps = (since - self._drafting + count * each) / self._cost.seconds(1)
+                passed = since - self._drafting
+                # More was no draft's loss: a kernel was compiled, or the host away.
+                believed = min(passed, LARGEST * self._cost.seconds(read.rows))
+                steps = (believed + count * each) / self._cost.seconds(1)
         self._losses.observe(read.index + 1, steps)
         self._last, self._was_ahead, self._drafting = now, is_ahead, 0.0
 
