@@ -31,7 +31,8 @@ class HiddenRows:
 
     def add(self, start: int, rows: mx.array) -> None:
         """Adds rows, which replace those from their first position on."""
-        self.cut(start)
+        if start < self.end:
+            self.cut(start)
         self._parts.append((start, rows))
 
     def cut(self, end: int) -> None:
