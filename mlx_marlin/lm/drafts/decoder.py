@@ -297,7 +297,6 @@ class Decoder:
             return []
         waiting = max(len(self._text) - self._passes.fed, 1)
         room = max(self._passes.room(waiting + most) - waiting, 0)
-        offered = found if room else []
         return [
             (
                 drafter,
@@ -310,7 +309,7 @@ class Decoder:
                     are_fed_again=self._passes.are_fed_again,
                 ),
             )
-            for drafter, probabilities in offered
+            for drafter, probabilities in (found if room else ())
         ]
 
     def _show(self) -> None:
