@@ -7,6 +7,7 @@ import pytest
 
 from mlx_marlin.backends import planner
 from mlx_marlin.backends.cuda import backend as cuda
+from mlx_marlin.planning.explicit import PlanOverrides
 from mlx_marlin.planning.problem import Problem
 from support.cuda_strategies import H200
 
@@ -82,3 +83,13 @@ def test_stock_mlx_has_no_part_in_a_plain_product() -> None:
     assert cuda.handover(many, H200) is None
     assert planner.compare(many, device=H200).reason is None
     assert cuda.handover(replace(many, layout="mlx"), H200) is not None
+
+
+def test_a_plan_that_is_asked_for_is_judged_by_its_own_time() -> None:
+    problem = Problem(m=1, n=1024, k=4096, layout="marlin", norm=1e-5)
+    plans = [each.plan for each in cuda.candidates(problem, H200, PlanOverrides())]
+    slow = max(plans, key=lambda plan: cuda.predict(plan, H200).seconds)
+
+    assert cuda.handover(problem, H200) is None
+    assert cuda.handover(problem, H200, planner.propose(problem, H200).plan) is None
+    assert "normalize the rows again" in str(cuda.handover(problem, H200, slow))

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import mixtral
 
 import mlx_marlin
 from mlx_marlin import MarlinLinear, guard
@@ -31,6 +30,7 @@ from mlx_marlin.measure.operands import Operands
 from mlx_marlin.measure.timing import Spread
 from mlx_marlin.planning.dequantize_plan import DequantizePlan
 from mlx_marlin.weights.formats import LAYOUTS
+from support.decoder_models import tiny
 from support.models import Layers, tiny_llama
 from support.oracles import Floats, exact
 
@@ -107,20 +107,8 @@ def test_without_any_float_bytes_meet_what_mlx_decodes_them_to() -> None:
 
 def mixtral_of_twelve() -> nn.Module:
     """Returns a model of twelve experts, two of whose products are alike."""
-    args = mixtral.ModelArgs(
-        model_type="mixtral",
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts_per_tok=3,
-        num_local_experts=12,
-    )
-    model = mixtral.Model(args)
-    nn.quantize(model, group_size=32, bits=4)
-    return model
+    experts = {"num_local_experts": 12, "num_experts_per_tok": 3}
+    return tiny("mixtral", hidden_size=64, num_hidden_layers=1, **experts)
 
 
 def weights_of(model: nn.Module, are_joined: bool) -> dict[str, Floats]:

@@ -78,14 +78,15 @@ def seconds(plan: Any, device: CudaDevice) -> None:
 
 
 def handover(
-    problem: AnyProblem, device: CudaDevice, plan: Plan | None = None
+    problem: AnyProblem, device: CudaDevice, plan: CudaPlan | None = None
 ) -> str | None:
     """Returns why stock MLX should serve a problem for speed, or None."""
     if isinstance(problem, GatherProblem):
         return None  # stock MLX is not faster
     for unfused, seconds, reason in _unfused(problem):
         apart = planner.propose(unfused, device).seconds + seconds
-        if planner.propose(problem, device).seconds > apart:
+        ours = predict(plan, device) if plan else planner.propose(problem, device)
+        if ours.seconds > apart:
             return f"on {device.variant} {reason}"
     if problem.norm is not None or problem.invariant or problem.layout == "marlin":
         return None
@@ -157,7 +158,6 @@ def kernel(launch: Launch) -> KernelCall:
 
 
 def _prepare(launch: Launch) -> Prepared:
-    """Prepares the kernel of a launch."""
     from mlx_marlin.backends.cuda.compiling import preparation
 
     return preparation.prepare(launch)
